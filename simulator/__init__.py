@@ -1,0 +1,69 @@
+"""Replays memory traces on a model of PyTorch's CUDA caching allocator, and reports what they need.
+
+Names are imported when they are first used, so that `python -m simulator --help` and importing the package cost
+nothing: `replay` and `verify` bring numba, the reporters bring rich.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from simulator.devices import device as device
+    from simulator.html import write_html as write_html
+    from simulator.replay import replay as replay
+    from simulator.report import render_json as render_json
+    from simulator.report import render_table as render_table
+    from simulator.result import Result as Result
+    from simulator.settings import AllocatorSettings as AllocatorSettings
+    from simulator.settings import Release as Release
+    from simulator.settings import parse_conf as parse_conf
+    from simulator.settings import parse_release as parse_release
+    from simulator.tables import write_calls as write_calls
+    from simulator.tables import write_events as write_events
+    from simulator.verify import verify as verify
+
+_HOMES = {
+    "AllocatorSettings": "settings",
+    "Release": "settings",
+    "Result": "result",
+    "device": "devices",
+    "parse_conf": "settings",
+    "parse_release": "settings",
+    "render_json": "report",
+    "render_table": "report",
+    "replay": "replay",
+    "verify": "verify",
+    "write_calls": "tables",
+    "write_events": "tables",
+    "write_html": "html",
+}
+
+__all__ = sorted(_HOMES)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOMES})
+
+
+class _Package(ModuleType):
+    """This package: importing its module `replay` must not hide the function of that name (nor `verify` its own)."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if isinstance(value, ModuleType) and _HOMES.get(name) == name:
+            value = getattr(value, name)
+        super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package

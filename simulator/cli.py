@@ -1,0 +1,119 @@
+"""The command line: finds the command, and turns every error into one line and an exit code.
+
+Exit codes: 0 done and it fits; 1 bad input or the run failed; 2 usage; 3 predicted out of memory; 130 interrupted.
+With LLMEM_TRACEBACK=1 in the environment an unexpected error shows its traceback.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any, Final, NoReturn
+
+import click
+
+from traces.errors import LLMemError
+
+#: Commands and the one line that `--help` shows of each; their modules are imported when they run.
+COMMANDS: Final = {
+    "run": "Replay a trace or snapshot and report the memory of every rank.",
+    "verify": "Replay a torch snapshot's causes and compare every consequence.",
+    "convert": "Convert between trace formats, snapshots and timelines.",
+}
+
+INTERRUPTED: Final = 130
+
+
+class _Commands(click.Group):
+    """The group of all commands, loaded one by one, with the exit codes of the project."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
+        if name not in COMMANDS:
+            return None
+        command = importlib.import_module(f"simulator.commands.{name}").command
+        assert isinstance(command, click.Command)
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl(list(COMMANDS.items()))
+
+    def main(self, args: Sequence[str] | None = None, *rest: Any, **options: Any) -> NoReturn:
+        """Run the command line and exit with its code."""
+        options["standalone_mode"] = False
+        with contextlib.suppress(AttributeError, OSError):  # names from traces may not fit the terminal's encoding
+            sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
+            sys.stderr.reconfigure(errors="replace")  # type: ignore[union-attr]
+        sys.exit(_guarded(lambda: super(_Commands, self).main(args, *rest, **options)))
+
+
+def _guarded(run: Any) -> int:
+    """The exit code of `run`, with every exception told in one line on stderr."""
+    try:
+        code = run()
+        sys.stdout.flush()
+        return code if isinstance(code, int) else 0
+    except LLMemError as error:
+        return _say(str(error), error.exit_code)
+    except click.ClickException as error:
+        error.show()
+        return error.exit_code
+    except (click.Abort, KeyboardInterrupt):
+        return _say("interrupted", INTERRUPTED)
+    except BrokenPipeError:
+        _silence_stdout()
+        return 1
+    except SystemExit as exit_:
+        _silence_stdout()  # click met a closed pipe
+        return exit_.code if isinstance(exit_.code, int) else 1
+    except MemoryError:
+        return _say("not enough memory on this machine for the job", 1)
+    except Exception as error:
+        if os.environ.get("LLMEM_TRACEBACK") == "1":
+            raise
+        detail = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+        return _say(f"internal error: {detail} (please report it, with the output of LLMEM_TRACEBACK=1)", 1)
+
+
+def _say(text: str, code: int) -> int:
+    """Print `error: text` as one line on stderr."""
+    line = "".join(letter if letter.isprintable() else " " for letter in text)
+    prefix = "" if line.startswith("internal error") else "error: "
+    with contextlib.suppress(OSError):
+        print(f"{prefix}{line}", file=sys.stderr, flush=True)
+    return code
+
+
+def _silence_stdout() -> None:
+    """Nobody reads any more: let the interpreter's last flush go nowhere."""
+    with contextlib.suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _show_version(ctx: click.Context, option: click.Parameter, asked: bool) -> None:
+    if not asked or ctx.resilient_parsing:
+        return
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        click.echo(f"llmem {version('llmem')}")
+    except PackageNotFoundError:
+        click.echo("llmem, not installed")
+    ctx.exit()
+
+
+@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.option(
+    "--version", is_flag=True, is_eager=True, expose_value=False, callback=_show_version, help="Show the version."
+)
+def main() -> None:
+    """Predict the GPU memory of PyTorch programs without a GPU.
+
+    Exit codes: 0 done and it fits; 1 bad input or the run failed; 2 usage; 3 predicted out of memory.
+    """

@@ -1,0 +1,110 @@
+"""`convert IN OUT`: between trace formats, torch snapshots and timelines."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Final
+
+import click
+
+from simulator.outputs import check_output, check_parquet
+from traces.errors import ConfigError, OutputError
+from traces.text import path_text
+
+if TYPE_CHECKING:
+    from traces.model import Trace
+
+#: What `--to` accepts.
+FORMATS: Final = {
+    "json": "the trace: rows for a few events, else columns",
+    "json-rows": "the trace, an object for each event",
+    "json-columns": "the trace, a list for each field",
+    "npz": "the trace, binary columns",
+    "snapshot": "a torch memory snapshot for memory_viz",
+    "chrome": "memory over time for Perfetto and chrome://tracing",
+    "timeline-csv": "memory over time",
+    "timeline-npz": "memory over time",
+    "timeline-parquet": "memory over time",
+}
+
+#: Which format an ending means without `--to`.
+ENDINGS: Final = {
+    ".json": "json",
+    ".json.gz": "json",
+    ".npz": "npz",
+    ".pickle": "snapshot",
+    ".pkl": "snapshot",
+    ".pickle.gz": "snapshot",
+    ".pkl.gz": "snapshot",
+    ".csv": "timeline-csv",
+    ".csv.gz": "timeline-csv",
+    ".parquet": "timeline-parquet",
+}
+
+
+@click.command("convert")
+@click.argument("source", metavar="IN")
+@click.argument("target", metavar="OUT")
+@click.option("--to", "to", type=click.Choice(list(FORMATS)), help="Format of OUT, where its ending does not say it.")
+@click.option("--release", metavar="R", help="PyTorch release to imitate, 2.0 to 2.15, over the input's.")
+@click.option("--force", is_flag=True, help="Replace OUT if it exists.")
+@click.option("-q", "--quiet", is_flag=True, help="No notes and no progress on stderr.")
+def command(source: str, target: str, to: str | None, release: str | None, force: bool, quiet: bool) -> int:
+    """Convert IN (found out by its content) to OUT (by its ending, or --to).
+
+    A snapshot, chrome or timeline file holds what the allocator did, so IN is replayed for it.
+    """
+    from simulator.commands.common import announce
+    from simulator.settings import parse_release
+
+    form = to or format_of(target)
+    check_parquet(target)
+    if release is not None:
+        release = parse_release(release).text
+    check_output(target, force=force)
+    _check_distinct(source, target)
+
+    import traces
+
+    trace = traces.read(source, release=release)
+    announce(trace.notes, quiet)
+    if form in ("json", "json-rows", "json-columns", "npz"):
+        traces.write(trace, target, to=form, force=force)
+    else:
+        _write_replay(trace, target, form, force, quiet)
+    return 0
+
+
+def format_of(path: str) -> str:
+    """The format that the ending of `path` means; ConfigError if it means none."""
+    name = path.lower()
+    for ending, form in ENDINGS.items():
+        if name.endswith(ending):
+            return form
+    raise ConfigError(f"{path_text(path)}: its ending says no format; end it in {', '.join(ENDINGS)}, or give --to")
+
+
+def _check_distinct(source: str, target: str) -> None:
+    if os.path.realpath(source) == os.path.realpath(target) and os.path.isfile(source):
+        raise OutputError(f"{path_text(target)}: is the input itself; choose another name")
+
+
+def _write_replay(trace: Trace, path: str, form: str, force: bool, quiet: bool) -> None:
+    from simulator.commands.common import announce
+    from simulator.outputs import write_snapshots
+    from simulator.replay import replay
+
+    result = replay(trace, snapshot=form == "snapshot", analyse=False)
+    announce((note for note in result.notes if note not in trace.notes), quiet)
+    if form == "snapshot":
+        write_snapshots(result, path, force=force)
+        return
+    timelines = [rank.timeline for rank in result.ranks]
+    if form == "chrome":
+        from traces.chrome import write_chrome
+
+        write_chrome(timelines, path, force=force)
+    else:
+        from traces.timeline_files import write_timeline
+
+        write_timeline(timelines, path, force=force)

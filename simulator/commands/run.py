@@ -1,0 +1,94 @@
+"""`run TRACE`: replay a trace and report the memory of every rank."""
+
+from __future__ import annotations
+
+import os
+
+import click
+
+from simulator.outputs import Outputs
+
+_EPILOG = "Sizes: 80GB is 80 x 10^9 bytes, 80GiB is 80 x 2^30, a plain number is bytes."
+
+
+@click.command("run", epilog=_EPILOG)
+@click.argument("trace", metavar="TRACE")
+@click.option("--allocator", metavar="CONF", help="Allocator settings, as in PYTORCH_ALLOC_CONF, over the trace's.")
+@click.option("--allocator-from-env", is_flag=True, help="Take the allocator settings from the environment.")
+@click.option("--release", metavar="R", help="PyTorch release to imitate, 2.0 to 2.15, over the trace's.")
+@click.option("--memory", metavar="SIZE", help="Total memory of each GPU, over the trace's.")
+@click.option("--context", metavar="SIZE|auto", help="Memory of each GPU that is not PyTorch's.")
+@click.option("--ranks", metavar="0,3-5", help="Ranks to report, in the table and in files. All are replayed.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead of tables.")
+@click.option("--events", metavar="FILE", help="Write what stood after every event (CSV, or .csv.gz).")
+@click.option("--calls", metavar="FILE", help="Write the allocator's calls of the device (CSV, or .csv.gz).")
+@click.option("--timeline", metavar="FILE", help="Write memory over time (.csv, .npz, .parquet; .json for Perfetto).")
+@click.option("--snapshot", metavar="FILE", help="Write a snapshot for PyTorch's memory_viz.")
+@click.option("--html", metavar="FILE", help="Write a page with memory over time.")
+@click.option("--force", is_flag=True, help="Replace files that exist.")
+@click.option("-q", "--quiet", is_flag=True, help="No notes and no progress on stderr.")
+def command(
+    trace: str,
+    allocator: str | None,
+    allocator_from_env: bool,
+    release: str | None,
+    memory: str | None,
+    context: str | None,
+    ranks: str | None,
+    as_json: bool,
+    events: str | None,
+    calls: str | None,
+    timeline: str | None,
+    snapshot: str | None,
+    html: str | None,
+    force: bool,
+    quiet: bool,
+) -> int:
+    """Replay TRACE (a trace, or a torch memory snapshot) and report the memory of every rank."""
+    from simulator.commands.common import announce, print_json, sizes
+    from simulator.settings import conf_from_environment, parse_conf, parse_release
+    from traces.model import DEFAULT_RELEASE
+
+    if allocator is not None and allocator_from_env:
+        raise click.UsageError("--allocator and --allocator-from-env exclude each other")
+    outputs = Outputs(events, calls, timeline, snapshot, html, force)
+    total, outside = sizes(memory, context)
+    if release is not None:
+        parse_release(release)
+    outputs.check(trace)
+
+    import traces
+
+    source = traces.read(trace, release=release)
+    behaviour = parse_release(release or source.release or DEFAULT_RELEASE)
+    if allocator_from_env:
+        allocator = conf_from_environment(os.environ, behaviour)
+    parse_conf(source.conf if allocator is None else allocator, behaviour)
+
+    from simulator.ranks import only_ranks, parse_ranks
+
+    chosen = None if ranks is None else parse_ranks(ranks, (rank for group in source.ranks for rank in group.ranks))
+
+    from simulator.replay import replay
+    from simulator.report import render_json, render_table
+
+    result = replay(
+        source,
+        conf=allocator,
+        release=release,
+        memory=total,
+        context=outside,
+        events=events is not None,
+        log=calls is not None,
+        snapshot=snapshot is not None,
+    )
+    shown = result if chosen is None else only_ranks(result, chosen)
+    announce((*source.notes, *result.notes), quiet)
+    if shown.verdict != result.verdict:
+        announce(("a rank that is not shown runs out of memory",), quiet)
+    outputs.write(shown, source)
+    if as_json:
+        print_json(render_json(shown))
+    else:
+        render_table(shown)
+    return 3 if result.verdict == "oom" else 0

@@ -1,0 +1,33 @@
+"""`verify SNAPSHOT`: replay a torch snapshot's causes and compare every consequence with the recording."""
+
+from __future__ import annotations
+
+import click
+
+
+@click.command("verify")
+@click.argument("snapshot", metavar="SNAPSHOT")
+@click.option("--release", metavar="R", help="PyTorch release that recorded it, 2.0 to 2.15 (else guessed).")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead of a table.")
+@click.option("-q", "--quiet", is_flag=True, help="No notes and no progress on stderr.")
+def command(snapshot: str, release: str | None, as_json: bool, quiet: bool) -> int:
+    """Compare a simulated replay with SNAPSHOT, which torch recorded; name the first divergence.
+
+    Exit code 1 if the replay differs anywhere.
+    """
+    from simulator.commands.common import announce, print_json
+    from simulator.settings import parse_release
+
+    if release is not None:
+        parse_release(release)
+
+    from simulator.report_verify import render_json, render_table
+    from simulator.verify import verify
+
+    report = verify(snapshot, release=release)
+    announce(report.notes, quiet)
+    if as_json:
+        print_json(render_json(report))
+    else:
+        render_table(report)
+    return 0 if report.ok else 1

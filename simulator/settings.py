@@ -1,0 +1,702 @@
+"""What decides the allocator's behaviour: the PyTorch release and its `PYTORCH_ALLOC_CONF` string.
+
+`Release` holds one field for every switch in which the releases 2.0 to 2.15 differ; `AllocatorSettings` the values
+that an option string gives. Strings are read as that release reads them, its laxness included: up to 2.9 the parser of
+`c10/cuda/CUDAAllocatorConfig.cpp` (2.0 and 2.1: of `CUDACachingAllocator.cpp`), from 2.10 the two passes of
+`c10/core/AllocatorConfig.cpp` and of `CUDAAllocatorConfig.cpp`. Sizes in texts (`80GB`, `80GiB`) are read here too.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any, Final, Literal
+
+from traces.errors import ConfigError
+
+KiB: Final = 1 << 10
+MiB: Final = 1 << 20
+GiB: Final = 1 << 30
+
+#: Stands for "no limit" where PyTorch holds the largest size_t.
+UNLIMITED: Final = 2**63 - 1
+#: Sizes from the option string are cut here (4 EiB), so that sums of two still fit into 64 bits.
+LARGEST_OPTION: Final = 2**62
+#: Default of `large_segment_size_mb`: kLargeBuffer.
+DEFAULT_LARGE_SEGMENT: Final = 20 * MiB
+#: kRoundUpPowerOfTwoIntervals: 1 MiB, 2 MiB, ... 32 GiB.
+DIVISIONS: Final = 16
+
+OLDEST_MINOR: Final = 0
+NEWEST_MINOR: Final = 15
+
+TieBreak = Literal["address", "block_birth", "segment_then_address"]
+UseOnOom = Literal["absent", "last", "before_release"]
+
+
+# ------------------------------------------------------------------------------------------------------- releases
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """The behaviour of one PyTorch release: a field for each switch in which releases differ."""
+
+    text: str
+    """`2.13`: major and minor; patch releases and builds behave alike."""
+    minor: int
+    profile: Literal["A", "B", "C"]
+    """Family of tie-breaks: A up to 2.11, B 2.12, C from 2.13."""
+    tie_break: TieBreak
+    """Order of free blocks of equal stream and size: lowest address; oldest Block object; oldest segment, then
+    lowest address."""
+
+    # the memory limit (set_per_process_memory_fraction)
+    limit_even_at_one: bool
+    """A fraction of 1.0 sets a limit as well (up to 2.9); later it removes the limit."""
+    limit_total_from_mem_get_info: bool
+    """The total is cudaMemGetInfo's (up to 2.9), not the device properties'."""
+    limit_rounded: bool
+    """fraction x total is rounded to nearest, half away from zero (from 2.13), not truncated."""
+    fraction_applied_at_construction: bool
+    """`per_process_memory_fraction` sets the limit when the allocator is constructed (from 2.10)."""
+
+    # sizes
+    divisions_one_unrounded: bool
+    """With one division, sizes above 512 bytes are not rounded at all (up to 2.3)."""
+    gt_overwrites_last: bool
+    """`>` in a divisions list starts at the last named interval (up to 2.9), not behind it."""
+    max_non_split_rounding_fixed: bool
+    """max_non_split_rounding is 20 MiB, without an option (up to 2.5)."""
+    large_segment_size_option: bool
+    """`large_segment_size_mb` exists (from 2.11)."""
+    split_minimum_exclusive: bool
+    """max_split_size_mb must be above 20 (up to 2.9), not just reach large_segment_size."""
+
+    # expandable segments
+    expandable_available: bool
+    """Expandable segments exist (from 2.1)."""
+    expandable_in_private_pools: bool
+    """Private pools use them too (from 2.5)."""
+    expandable_custom_pool_falls_back: bool
+    """A pool with a custom allocator falls back to plain allocation (from 2.10); before, it was an error."""
+    gc_skips_expandable: bool
+    """Garbage collection and the release for max_split pass over expandable blocks (from 2.5)."""
+    fresh_va_checked: bool
+    """A fresh address range that is too small is given back and the attempt fails (from 2.15)."""
+    expandable_reserve_option: bool
+    """`expandable_segments_reserve` exists (from 2.15)."""
+
+    # private pools
+    use_on_oom: UseOnOom
+    """When pools opted in with use_on_oom serve the default pool."""
+    no_split_pools: bool
+    """Pools may forbid splitting (from 2.10)."""
+    newest_scope_first: bool
+    """Of several open pool scopes the newest serves (from 2.11), else the oldest."""
+    scope_means_capturing: bool
+    """Any open pool scope counts as a capture (up to 2.12)."""
+    empty_cache_in_capture: bool
+    """empty_cache during a capture is allowed (from 2.8)."""
+
+    # options and statistics
+    throw_on_cudamalloc_oom_option: bool
+    """`throw_on_cudamalloc_oom` and the counter num_oom_rejections exist (from 2.12)."""
+    capture_reuse_option: bool
+    """`graph_capture_record_stream_reuse` exists (from 2.9)."""
+    has_device_counters: bool
+    """num_sync_all_streams, num_device_alloc and num_device_free exist (from 2.2)."""
+    has_private_pool_stats: bool
+    """reserved_bytes_by_private_pools exists (from 2.13)."""
+
+    # the option string
+    strict_separators: bool
+    """`:` and `,` are checked (up to 2.9); later any token stands for them."""
+    reads_alloc_conf: bool
+    """The environment variable PYTORCH_ALLOC_CONF is read too (from 2.10)."""
+
+    # open proposals, in no release so far
+    searches_again_after_retry: bool = False
+    """The pool is searched again after the retry flushed the cache (pytorch PR 191302, open)."""
+    expandable_exempt_from_max_split: bool = False
+    """Expandable blocks are exempt from max_split_size (pytorch PR 193400, open)."""
+
+
+def _release(minor: int) -> Release:
+    use_on_oom: UseOnOom = "absent" if minor < 8 else "last" if minor < 11 else "before_release"
+    profile, tie_break = _order(minor)
+    return Release(
+        text=f"2.{minor}",
+        minor=minor,
+        profile=profile,
+        tie_break=tie_break,
+        limit_even_at_one=minor <= 9,
+        limit_total_from_mem_get_info=minor <= 9,
+        limit_rounded=minor >= 13,
+        fraction_applied_at_construction=minor >= 10,
+        divisions_one_unrounded=minor <= 3,
+        gt_overwrites_last=minor <= 9,
+        max_non_split_rounding_fixed=minor <= 5,
+        large_segment_size_option=minor >= 11,
+        split_minimum_exclusive=minor <= 9,
+        expandable_available=minor >= 1,
+        expandable_in_private_pools=minor >= 5,
+        expandable_custom_pool_falls_back=minor >= 10,
+        gc_skips_expandable=minor >= 5,
+        fresh_va_checked=minor >= 15,
+        expandable_reserve_option=minor >= 15,
+        use_on_oom=use_on_oom,
+        no_split_pools=minor >= 10,
+        newest_scope_first=minor >= 11,
+        scope_means_capturing=minor <= 12,
+        empty_cache_in_capture=minor >= 8,
+        throw_on_cudamalloc_oom_option=minor >= 12,
+        capture_reuse_option=minor >= 9,
+        has_device_counters=minor >= 2,
+        has_private_pool_stats=minor >= 13,
+        strict_separators=minor <= 9,
+        reads_alloc_conf=minor >= 10,
+    )
+
+
+def _order(minor: int) -> tuple[Literal["A", "B", "C"], TieBreak]:
+    if minor <= 11:
+        return "A", "address"
+    if minor == 12:
+        return "B", "block_birth"
+    return "C", "segment_then_address"
+
+
+_RELEASE_TEXT: Final = re.compile(r"v?2\.([0-9]{1,3})(\.[0-9]+)?([a-z.+-][0-9a-z.+-]*)?", re.ASCII | re.IGNORECASE)
+
+
+def parse_release(text: str) -> Release:
+    """The release named by `text`: `2.11`, `2.11.0`, `2.11.0+cu130`. ConfigError outside 2.0 to 2.15."""
+    match = _RELEASE_TEXT.fullmatch(text.strip())
+    minor = int(match[1]) if match else -1
+    if not OLDEST_MINOR <= minor <= NEWEST_MINOR:
+        raise ConfigError(
+            f"release {_quote(text)} is not known: give a PyTorch release from 2.{OLDEST_MINOR} to 2.{NEWEST_MINOR}, "
+            "such as 2.13 or 2.11.0+cu130"
+        )
+    return _release(minor)
+
+
+#: The release that a trace without one is replayed as (`traces.model.DEFAULT_RELEASE`).
+DEFAULT_RELEASE: Final = _release(13)
+
+
+# ------------------------------------------------------------------------------------------------------- settings
+
+
+@dataclass(frozen=True, slots=True)
+class ReserveSpec:
+    """`expandable_segments_reserve`: a fraction of the device's total memory, or a number of GiB."""
+
+    is_fraction: bool
+    value: float
+
+    def resolve(self, total_bytes: int) -> int:
+        """The reserve in bytes on a device of `total_bytes` (ExpandableSegmentReserveSpec::resolveBytes)."""
+        size = self.value * float(total_bytes if self.is_fraction else GiB)
+        return LARGEST_OPTION if size >= LARGEST_OPTION else int(size)
+
+
+@dataclass(frozen=True, slots=True)
+class AllocatorSettings:
+    """What the allocator's options say. Sizes in bytes; defaults are PyTorch's."""
+
+    max_split_size: int = UNLIMITED
+    max_non_split_rounding_size: int = DEFAULT_LARGE_SEGMENT
+    large_segment_size: int = DEFAULT_LARGE_SEGMENT
+    garbage_collection_threshold: float = 0.0
+    roundup_power2_divisions: tuple[int, ...] = (0,) * DIVISIONS
+    expandable_segments: bool = False
+    per_process_memory_fraction: float = 1.0
+    throw_on_cudamalloc_oom: bool = False
+    graph_capture_record_stream_reuse: bool = False
+    release_lock_on_cudamalloc: bool = False
+    expandable_segments_reserve: ReserveSpec | None = None
+    expandable_segments_reserve_by_class: tuple[tuple[str, ReserveSpec], ...] = ()
+    pinned_use_cuda_host_register: bool = False
+    pinned_num_register_threads: int = 1
+    conf: str = ""
+    """The string that was parsed last."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Option:
+    """An option: the minor release that brought it, its legal values in words, and which pass of 2.10+ reads it."""
+
+    since: int
+    legal: str
+    accelerator: bool = False
+
+
+_MB: Final = "an integer number of MB"
+_BOOL: Final = "True or False"
+_POWERS: Final = "a power of two, or a list such as [256:1,512:2,>:8] of powers of two"
+
+OPTIONS: Final[Mapping[str, _Option]] = {
+    "max_split_size_mb": _Option(0, f"{_MB}, at least {{minimum}}", True),
+    "garbage_collection_threshold": _Option(0, "a number above 0 and below 1", True),
+    "roundup_power2_divisions": _Option(0, _POWERS, True),
+    "backend": _Option(0, "native"),
+    "expandable_segments": _Option(1, _BOOL, True),
+    "release_lock_on_cudamalloc": _Option(2, _BOOL),
+    "release_lock_on_hipmalloc": _Option(2, _BOOL),
+    "pinned_use_cuda_host_register": _Option(2, _BOOL),
+    "pinned_use_hip_host_register": _Option(2, _BOOL),
+    "pinned_num_register_threads": _Option(2, "a power of two up to 128"),
+    "max_non_split_rounding_mb": _Option(6, f"{_MB}, at least {{minimum}}", True),
+    "pinned_use_background_threads": _Option(6, _BOOL, True),
+    "graph_capture_record_stream_reuse": _Option(9, _BOOL),
+    "pinned_reserve_segment_size_mb": _Option(10, f"{_MB} above 0"),
+    "per_process_memory_fraction": _Option(10, "a number from 0 to 1"),
+    "large_segment_size_mb": _Option(11, f"{_MB} above 10", True),
+    "pinned_free_catch_all": _Option(12, _BOOL),
+    "throw_on_cudamalloc_oom": _Option(12, _BOOL),
+    "pinned_max_round_threshold_mb": _Option(14, _MB, True),
+    "pinned_max_cached_size_mb": _Option(14, _MB, True),
+    "expandable_segments_reserve": _Option(15, "a fraction such as 0.5, or GiB such as 40G"),
+    "expandable_segments_reserve_by_class": _Option(15, "a list such as [name:0.5,other:40G]"),
+}
+
+
+def parse_conf(conf: str, release: Release, previous: AllocatorSettings | None = None) -> AllocatorSettings:
+    """The settings that the option string `conf` gives in `release`, after `previous` (none: at process start).
+
+    Every parse resets max_split_size, the divisions and the garbage collection threshold, and from 2.11
+    max_non_split_rounding; all else keeps its previous value unless named. ConfigError where PyTorch of that release
+    refuses the string, and for `backend:cudaMallocAsync`, which is not simulated.
+    """
+    parser = _Parser(conf, release, previous or AllocatorSettings())
+    if release.strict_separators:
+        parser.run(lambda option: True)
+    else:
+        parser.first_pass()
+        parser.run(lambda option: option.accelerator)
+        parser.run(lambda option: not option.accelerator)
+    return AllocatorSettings(**parser.values)
+
+
+#: Environment variables in the order in which the first one present wins.
+_VARIABLES_OLD: Final = ("PYTORCH_CUDA_ALLOC_CONF",)
+_VARIABLES_NEW: Final = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+
+
+def conf_from_environment(environ: Mapping[str, str], release: Release) -> str | None:
+    """The option string that `release` would take from the environment; None if no variable is set.
+
+    Up to 2.9 only PYTORCH_CUDA_ALLOC_CONF counts; from 2.10 PYTORCH_ALLOC_CONF does too, with the lowest priority
+    (the code's order; 2.15's header comment claims the opposite).
+    """
+    variables = _VARIABLES_NEW if release.reads_alloc_conf else _VARIABLES_OLD
+    return next((environ[name] for name in variables if name in environ), None)
+
+
+class _Parser:
+    """One reading of an option string; `values` are the fields of the settings so far.
+
+    Positions are handled as PyTorch does: a handler gets the index of the key and returns that of the last token it
+    took. A position behind the end is always an error.
+    """
+
+    def __init__(self, conf: str, release: Release, previous: AllocatorSettings) -> None:
+        self.release = release
+        self.tokens = _tokenize(conf, release)
+        self.values: dict[str, Any] = {name: getattr(previous, name) for name in AllocatorSettings.__slots__}
+        self.values |= {
+            "max_split_size": UNLIMITED,
+            "garbage_collection_threshold": 0.0,
+            "roundup_power2_divisions": (0,) * DIVISIONS,
+            "conf": conf,
+        }
+        self.handlers: Mapping[str, Callable[[str, int], int]] = {
+            "backend": self.backend,
+            "max_split_size_mb": self.split_size,
+            "max_non_split_rounding_mb": self.split_size,
+            "large_segment_size_mb": self.skip,
+            "garbage_collection_threshold": self.threshold,
+            "roundup_power2_divisions": self.divisions,
+            "per_process_memory_fraction": self.fraction,
+            "expandable_segments_reserve": self.reserve,
+            "expandable_segments_reserve_by_class": self.reserve_by_class,
+            "pinned_num_register_threads": self.threads,
+            "pinned_reserve_segment_size_mb": self.positive,
+            "pinned_max_round_threshold_mb": self.size,
+            "pinned_max_cached_size_mb": self.size,
+        }
+
+    # ---- the walk over the string
+
+    def first_pass(self) -> None:
+        """From 2.11: `large_segment_size_mb` is read before all else, and sets max_non_split_rounding too."""
+        if not self.release.large_segment_size_option:
+            return
+        i = 0
+        while i < len(self.tokens):
+            if self.tokens[i] == "large_segment_size_mb":
+                i = self.large_segment(self.tokens[i], i)
+            i += 1
+        self.values["max_non_split_rounding_size"] = self.values["large_segment_size"]
+
+    def run(self, reads: Callable[[_Option], bool]) -> None:
+        """One pass over the string; options that `reads` refuses are stepped over."""
+        i = 0
+        while i < len(self.tokens):
+            key = self.tokens[i]
+            option = self.option(key, i)
+            handler = self.handlers.get(key, self.boolean) if reads(option) else self.skip
+            i = handler(key, i)
+            if i + 1 < len(self.tokens):
+                i = self.separator(key, i + 1, ",")
+            i += 1
+
+    def option(self, key: str, i: int) -> _Option:
+        """The option called `key`, if the release knows it."""
+        option = OPTIONS.get(key)
+        if option is None:
+            raise ConfigError(_unknown_option(key, i, self.release))
+        if option.since > self.release.minor:
+            raise ConfigError(
+                f"allocator option '{key}' came with PyTorch 2.{option.since}, and the release is {self.release.text}: "
+                f"leave it out, or choose release 2.{option.since} or newer"
+            )
+        return option
+
+    def separator(self, key: str, i: int, mark: str) -> int:
+        """Step over `mark` at position `i`; from 2.10 any token is taken for it."""
+        if i >= len(self.tokens):
+            raise self.illegal(key, None)
+        if self.release.strict_separators and self.tokens[i] != mark:
+            raise ConfigError(
+                f"allocator option '{key}': expected '{mark}' before {_quote(self.tokens[i])}; "
+                "the form is option:value,option:value"
+            )
+        return i
+
+    def value(self, key: str, i: int) -> str:
+        """The token at `i`, which must exist."""
+        if i >= len(self.tokens):
+            raise self.illegal(key, None)
+        return self.tokens[i]
+
+    def illegal(self, key: str, token: str | None) -> ConfigError:
+        """What to raise for a missing (None) or illegal value of option `key`."""
+        minimum = str(self.values["large_segment_size"] // MiB + self.release.split_minimum_exclusive)
+        legal = OPTIONS[key].legal.format(minimum=minimum)
+        found = "has no value" if token is None else f"cannot be {_quote(token)}"
+        return ConfigError(f"allocator option '{key}' {found}: legal is {legal} (PyTorch {self.release.text})")
+
+    def integer(self, key: str, token: str) -> int:
+        """A size_t out of `token`, by std::stoi (up to 2.9) or std::stoull, both of which ignore what follows."""
+        number = _stoi(token) if self.release.strict_separators else _stoull(token)
+        if number is None:
+            raise self.illegal(key, token)
+        return number
+
+    # ---- one handler for each kind of value
+
+    def skip(self, key: str, i: int) -> int:
+        """ConfigTokenizer::skipKey: over a single value or a list."""
+        i = self.separator(key, i + 1, ":") + 1
+        if self.value(key, i) != "[":
+            return i
+        while i < len(self.tokens) and self.tokens[i] != "]":
+            i += 1
+        if i == len(self.tokens):
+            raise ConfigError(f"allocator option '{key}': the list has no closing ']'")
+        return i
+
+    def boolean(self, key: str, i: int) -> int:
+        i = self.separator(key, i + 1, ":") + 1
+        token = self.value(key, i)
+        if token not in ("True", "False"):
+            raise self.illegal(key, token)
+        name = key.replace("_on_hip", "_on_cuda").replace("_use_hip_", "_use_cuda_")
+        if name in self.values:
+            self.values[name] = token == "True"
+        return i
+
+    def size(self, key: str, i: int) -> int:
+        """A number of MB that the device allocator does not use."""
+        i = self.separator(key, i + 1, ":") + 1
+        self.integer(key, self.value(key, i))
+        return i
+
+    def positive(self, key: str, i: int) -> int:
+        i = self.separator(key, i + 1, ":") + 1
+        token = self.value(key, i)
+        if self.integer(key, token) == 0:
+            raise self.illegal(key, token)
+        return i
+
+    def threads(self, key: str, i: int) -> int:
+        i = self.separator(key, i + 1, ":") + 1
+        token = self.value(key, i)
+        number = self.integer(key, token)
+        if not _is_power_of_two(number) or number > 128:
+            raise self.illegal(key, token)
+        self.values[key] = number
+        return i
+
+    def large_segment(self, key: str, i: int) -> int:
+        i = self.separator(key, i + 1, ":") + 1
+        token = self.value(key, i)
+        megabytes = self.integer(key, token)
+        if megabytes <= 10:
+            raise self.illegal(key, token)
+        self.values["large_segment_size"] = min(megabytes * MiB, LARGEST_OPTION)
+        return i
+
+    def split_size(self, key: str, i: int) -> int:
+        i = self.separator(key, i + 1, ":") + 1
+        token = self.value(key, i)
+        megabytes = self.integer(key, token)
+        least = int(self.values["large_segment_size"]) // MiB
+        if megabytes < least or (megabytes == least and self.release.split_minimum_exclusive):
+            raise self.illegal(key, token)
+        if key == "max_split_size_mb":
+            self.values["max_split_size"] = min(megabytes * MiB, UNLIMITED)
+        else:
+            self.values["max_non_split_rounding_size"] = min(megabytes * MiB, LARGEST_OPTION)
+        return i
+
+    def threshold(self, key: str, i: int) -> int:
+        i = self.separator(key, i + 1, ":") + 1
+        token = self.value(key, i)
+        number = _stod(token)
+        if number is None or not 0 < number < 1:
+            raise self.illegal(key, token)
+        self.values["garbage_collection_threshold"] = number
+        return i
+
+    def fraction(self, key: str, i: int) -> int:
+        i = self.separator(key, i + 1, ":") + 1
+        token = self.value(key, i)
+        number = _stod(token)
+        if number is None or not 0 <= number <= 1:
+            raise self.illegal(key, token)
+        self.values["per_process_memory_fraction"] = number
+        return i
+
+    def backend(self, key: str, i: int) -> int:
+        i = self.separator(key, i + 1, ":") + 1
+        token = self.value(key, i)
+        if token == "cudaMallocAsync":
+            raise ConfigError("allocator option 'backend': cudaMallocAsync is not simulated, only native is")
+        if token != "native":
+            raise self.illegal(key, token)
+        return i
+
+    def divisions(self, key: str, i: int) -> int:
+        i = self.separator(key, i + 1, ":") + 1
+        token = self.value(key, i)
+        if token == "[":
+            return self.division_list(key, i)
+        number = self.integer(key, token)
+        if not _is_power_of_two(number):
+            raise self.illegal(key, token)
+        self.values["roundup_power2_divisions"] = (number,) * DIVISIONS
+        return i
+
+    def division_list(self, key: str, i: int) -> int:
+        """`[MB:divisions,...,>:divisions]`, from its `[` on; returns the position of its `]`."""
+        table = list(self.values["roundup_power2_divisions"])
+        last, first = 0, True
+        i += 1
+        while i < len(self.tokens) and self.tokens[i] != "]":
+            interval = self.tokens[i]
+            i = self.separator(key, i + 1, ":") + 1
+            division = self.division(key, self.value(key, i))
+            if interval == ">":
+                start = last if self.release.gt_overwrites_last else last + 1
+                table[start:] = [division] * (DIVISIONS - start)
+            else:
+                last = self.interval(key, interval)
+                if first:
+                    table[:last] = [division] * last
+                    first = False
+                table[last] = division
+            if self.value(key, i + 1) != "]":
+                i = self.separator(key, i + 1, ",")
+            i += 1
+        if i >= len(self.tokens) and not self.release.strict_separators:
+            raise ConfigError(f"allocator option '{key}': the list has no closing ']'")
+        self.values["roundup_power2_divisions"] = tuple(table)
+        return i
+
+    def division(self, key: str, token: str) -> int:
+        """A number of divisions: a power of two or, from 2.4, 0."""
+        number = self.integer(key, token)
+        if not _is_power_of_two(number) and (number != 0 or self.release.divisions_one_unrounded):
+            raise self.illegal(key, token)
+        return number
+
+    def interval(self, key: str, token: str) -> int:
+        """The table index of the interval that begins at `token` MB, a power of two."""
+        number = _stoull(token)
+        if number is None or not _is_power_of_two(number):
+            raise self.illegal(key, token)
+        return min(number.bit_length() - 1, DIVISIONS - 1)
+
+    def reserve(self, key: str, i: int) -> int:
+        i = self.separator(key, i + 1, ":") + 1
+        spec = _reserve_spec(self.value(key, i))
+        if spec is not None:  # PyTorch warns of a bad value and goes on
+            self.values["expandable_segments_reserve"] = spec
+        return i
+
+    def reserve_by_class(self, key: str, i: int) -> int:
+        i = self.separator(key, i + 2, "[")
+        specs: dict[str, ReserveSpec] = {}
+        while self.value(key, i + 1) != "]":
+            name = self.value(key, i + 1)
+            i = self.separator(key, i + 2, ":") + 1
+            spec = _reserve_spec(self.value(key, i))
+            if spec is not None:
+                specs[name] = spec
+            if self.value(key, i + 1) == ",":
+                i += 1
+        self.values["expandable_segments_reserve_by_class"] = tuple(specs.items())
+        return i + 1
+
+
+def _unknown_option(key: str, i: int, release: Release) -> str:
+    """The message for a key that no release knows, naming the option most like it."""
+    known = [name for name, option in OPTIONS.items() if option.since <= release.minor]
+    name = re.split(r"[=\s]", key, maxsplit=1)[0]
+    near = difflib.get_close_matches(name[:60], known, n=1, cutoff=0.0)[0]
+    legal = OPTIONS[near].legal.format(minimum=20 + release.split_minimum_exclusive)
+    return f"unknown allocator option {_quote(key)}; the nearest is '{near}:VALUE', where VALUE is {legal}"
+
+
+# ----------------------------------------------------------------------------- reading tokens as the C++ library does
+
+_C_SPACES: Final = " \t\n\v\f\r"
+_SPLIT_OLD: Final = re.compile(r"[,:\[\]]|[^,:\[\]]+")
+
+
+def _tokenize(conf: str, release: Release) -> list[str]:
+    """Split at `,` `:` `[` `]`, which are tokens themselves; up to 2.9 only the space is dropped, later any blank."""
+    blanks = " " if release.strict_separators else _C_SPACES
+    # an environment variable ends at its first NUL, and the string is C's up to 2.9
+    text = conf.partition("\0")[0] if release.strict_separators else conf
+    return _SPLIT_OLD.findall(text.translate({ord(blank): None for blank in blanks}))
+
+
+_INTEGER: Final = re.compile(rf"[{_C_SPACES}]*([+-]?)([0-9]+)")
+
+
+def _stoi(token: str) -> int | None:
+    """std::stoi, then a conversion to size_t; None where it throws."""
+    match = _INTEGER.match(token)
+    if match is None or len(match[2]) > 1000:
+        return None
+    number = int(match[1] + match[2])
+    return number % 2**64 if -(2**31) <= number < 2**31 else None
+
+
+def _stoull(token: str) -> int | None:
+    """std::stoull; None where it throws. A minus sign wraps around, as in C."""
+    match = _INTEGER.match(token)
+    if match is None or len(match[2]) > 1000:
+        return None
+    number = int(match[2])
+    if number >= 2**64:
+        return None
+    return -number % 2**64 if match[1] == "-" else number
+
+
+_DECIMAL: Final = re.compile(rf"[{_C_SPACES}]*([+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?)")
+_HEXADECIMAL: Final = re.compile(
+    rf"[{_C_SPACES}]*([+-]?0[xX](?:[0-9a-fA-F]+\.?[0-9a-fA-F]*|\.[0-9a-fA-F]+)(?:[pP][+-]?[0-9]+)?)"
+)
+_SMALLEST_NORMAL: Final = 2.0**-1022
+
+
+def _stod(token: str) -> float | None:
+    """std::stod; None where it throws, for infinities and for NaN (no option allows these)."""
+    match, exponent, read = _HEXADECIMAL.match(token), "p", float.fromhex
+    if match is None:
+        match, exponent, read = _DECIMAL.match(token), "e", float
+    if match is None:
+        return None
+    try:
+        number = read(match[1])
+    except OverflowError:
+        return None
+    mantissa = match[1].lower().split(exponent)[0]
+    underflow = abs(number) < _SMALLEST_NORMAL and re.search("[1-9a-f]", mantissa) is not None
+    return None if underflow or not math.isfinite(number) else number
+
+
+_STREAM_DOUBLE: Final = re.compile(r"[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?")
+
+
+def _reserve_spec(token: str) -> ReserveSpec | None:
+    """CUDAAllocatorConfig::parseReserveSpec: None for what it warns of and ignores."""
+    gib = token.endswith(("G", "g"))
+    number = token[:-1] if gib else token
+    if not _STREAM_DOUBLE.fullmatch(number):
+        return None
+    value = float(number)
+    return ReserveSpec(not gib, value) if math.isfinite(value) and value > 0 else None
+
+
+def _is_power_of_two(number: int) -> bool:
+    return number > 0 and number & (number - 1) == 0
+
+
+def _quote(text: str) -> str:
+    """`text` in quotes, on one line and not too long."""
+    return repr(text if len(text) <= 60 else text[:57] + "...")
+
+
+# ----------------------------------------------------------------------------------------------------------- sizes
+
+_UNITS: Final[Mapping[str, int]] = {
+    "": 1,
+    "b": 1,
+    **{f"{letter}b": 1000**power for power, letter in enumerate("kmgtp", start=1)},
+    **{f"{letter}ib": 1024**power for power, letter in enumerate("kmgtp", start=1)},
+}
+_SIZE: Final = re.compile(r"([0-9]{1,30})(\.[0-9]{1,30})?\s*([A-Za-z]*)")
+
+
+def parse_size(text: str) -> int:
+    """Bytes named by `text`: `80GB` is 80 x 10^9, `80GiB` 80 x 2^30, `1000` bytes; fractions are cut to whole bytes.
+
+    ConfigError for anything else: a bare `80g` could mean either, a size must lie below 2^63.
+    """
+    match = _SIZE.fullmatch(text.strip())
+    if match is None:
+        raise ConfigError(f"size {_quote(text)} is not understood: write bytes, or a number with a unit, as in 80GiB")
+    unit = match[3].lower()
+    if unit not in _UNITS:
+        if unit and unit in "kmgtp":
+            letter = unit.upper()
+            raise ConfigError(f"size {_quote(text)} is ambiguous: write {letter}B (1000s) or {letter}iB (1024s)")
+        raise ConfigError(f"size {_quote(text)} has an unknown unit: use B, KB, MB, GB, TB, or KiB, MiB, GiB, TiB")
+    if match[2] and unit in ("", "b"):
+        raise ConfigError(f"size {_quote(text)} is a fraction of a byte: write whole bytes, or add a unit such as GiB")
+    size = int(Fraction(match[1] + (match[2] or "")) * _UNITS[unit])
+    if size >= 2**63:
+        raise ConfigError(f"size {_quote(text)} is too large: sizes must be below 2^63 bytes")
+    return size
+
+
+def format_bytes(size: int) -> str:
+    """`size` bytes for people: `512 B`, `1.50 MiB`, `79.25 GiB`, in units of 1024."""
+    if abs(size) < 1024:
+        return f"{size} B"
+    value = float(size)
+    for unit in ("KiB", "MiB", "GiB", "TiB"):
+        value /= 1024
+        if round(abs(value), 2) < 1024:
+            return f"{value:.2f} {unit}"
+    return f"{value / 1024:.2f} PiB"

@@ -1,0 +1,623 @@
+// Draws memory over time for the page of `simulator/html.py`: reads the packed series of every rank, thins the part
+// in view to what the screen can show (lows and highs of every column of pixels are kept), and hands it to uPlot.
+"use strict";
+(() => {
+  const root = document.documentElement;
+  const note = (message) => { root.dataset.errors = `${root.dataset.errors ?? ""}${message}\n`; };
+  addEventListener("error", (event) => note(event.message));
+  addEventListener("securitypolicyviolation", (event) => note(`blocked: ${event.violatedDirective}`));
+
+  const { ranks } = JSON.parse(document.getElementById("data").textContent);
+  const sections = [...document.querySelectorAll(".rank")];
+  const narrow = () => innerWidth <= 600;
+
+  // Numbers ----------------------------------------------------------------------------------------------------------
+
+  /** The columns that `html_series.pack` wrote: base64 of varints of zigzag-coded differences. */
+  function unpack(text, count, unit = 1) {
+    const bytes = atob(text);
+    const values = new Float64Array(count);
+    let at = 0, sum = 0;
+    for (let i = 0; i < count; i++) {
+      let code = 0, scale = 1, byte;
+      do {
+        byte = bytes.charCodeAt(at++);
+        code += (byte & 127) * scale;
+        scale *= 128;
+      } while (byte > 127);
+      sum += code % 2 ? -(code + 1) / 2 : code / 2;
+      values[i] = sum * unit;
+    }
+    return values;
+  }
+
+  /** One rank's columns; the last point is repeated at the end of the trace, so that every step has a width. */
+  function decode(rank) {
+    if (rank.columns) return rank.columns;
+    const { points, unit, events } = rank;
+    const event = unpack(rank.event, points);
+    const allocated = unpack(rank.allocated, points, unit);
+    const above = unpack(rank.above, points, unit);
+    const reserved = unpack(rank.reserved, points, unit);
+    const time = rank.time === null ? null : unpack(rank.time, points);
+    const extend = (column, end) => {
+      const longer = new Float64Array(points ? points + 1 : 0).fill(end);
+      longer.set(column);
+      return longer;
+    };
+    const last = (column) => (points ? column[points - 1] : 0);
+    const { count } = rank.phases;
+    const phase = Object.fromEntries(["name", "step", "start", "stop"].map((key) => [key, unpack(rank.phases[key], count)]));
+    rank.columns = {
+      event: extend(event, events),
+      time: time && extend(time, last(time)),
+      allocated: extend(allocated, last(allocated)),
+      active: extend(above.map((value, i) => value + allocated[i]), last(allocated) + last(above)),
+      reserved: extend(reserved, last(reserved)),
+      phases: Array.from({ length: count }, (_, i) => ({
+        name: rank.names[phase.name[i]], step: phase.step[i], start: phase.start[i], stop: phase.stop[i],
+      })),
+    };
+    return rank.columns;
+  }
+
+  /** The first place in a sorted column whose value is at least `value`. */
+  function lowerBound(column, value) {
+    let low = 0, high = column.length;
+    while (low < high) {
+      const middle = (low + high) >> 1;
+      if (column[middle] < value) low = middle + 1; else high = middle;
+    }
+    return low;
+  }
+
+  function bytesText(count, digits = 2) {
+    if (Math.abs(count) < 1024) return `${count} B`;
+    const units = ["KiB", "MiB", "GiB", "TiB", "PiB", "EiB"];
+    let power = 0;
+    do { count /= 1024; power++; } while (Math.abs(count) >= 1024 && power < units.length);
+    return `${count.toFixed(digits)} ${units[power - 1]}`;
+  }
+
+  /** Labels of an axis: all in the unit of the largest tick, with as few digits as tell them apart. */
+  function labels(ticks, units) {
+    const most = Math.max(...ticks.map(Math.abs), 0);
+    const [unit, scale] = units.findLast(([, size]) => size <= most) ?? units[0];
+    const values = ticks.map((tick) => tick / scale);
+    const digits = [0, 1, 2, 3].find((count) => values.every((value) => Math.abs(value - value.toFixed(count)) < 1e-9));
+    if (digits === undefined && units === COUNT_UNITS) return ticks.map(countText);
+    return values.map((value) => (value ? `${value.toFixed(digits ?? 4)}${unit}` : "0"));
+  }
+
+  const BYTE_UNITS = [" B", " KiB", " MiB", " GiB", " TiB", " PiB", " EiB"].map((unit, i) => [unit, 1024 ** i]);
+  const COUNT_UNITS = [["", 1], ["k", 1e3], ["M", 1e6]];
+  const TIME_UNITS = [[" ns", 1], [" µs", 1e3], [" ms", 1e6], [" s", 1e9]];
+
+  const countText = (count) => count.toLocaleString("en-US");
+
+  const STEPS = Array.from({ length: 54 }, (_, i) => [1, 2, 5][i % 3] * 10 ** (Math.floor(i / 3) - 2));
+
+  function timeText(ns) {
+    const [unit, scale] = TIME_UNITS.findLast(([, size]) => size <= ns) ?? TIME_UNITS[0];
+    return `${+(ns / scale).toFixed(3)}${unit}`;
+  }
+
+  const phaseText = (phase) => (phase.step < 0 ? phase.name : `${phase.name} · step ${phase.step}`);
+
+  // Colours ----------------------------------------------------------------------------------------------------------
+
+  function colours() {
+    const style = getComputedStyle(root);
+    const names = ["page", "ink", "soft", "line", "band", "allocated", "active", "reserved", "limit", "oom"];
+    return Object.fromEntries(names.map((name) => [name, style.getPropertyValue(`--${name}`).trim()]));
+  }
+
+  // One plot ---------------------------------------------------------------------------------------------------------
+
+  const FONT = '12px system-ui, "Segoe UI", sans-serif';
+
+  class Plot {
+    constructor(rank, section) {
+      this.rank = rank;
+      this.columns = decode(rank);
+      this.byTime = false;
+      this.fitHeight = false;
+      this.showLimit = rank.peakReserved.bytes >= rank.limit / 4;
+      this.cursor = null; // place in the columns
+      this.host = section.querySelector(".plot");
+      this.host.replaceChildren();
+      this.addTools();
+      this.canvas = this.add("div", { className: "canvas", tabIndex: 0 });
+      this.canvas.setAttribute("role", "application");
+      this.canvas.setAttribute("aria-label",
+        `Memory over time of ${rank.label}: ${rank.peak.text} allocated and ${rank.peakReserved.text} reserved at most. ` +
+        "Arrow keys move the cursor, plus and minus zoom, 0 shows all, p goes to the peak.");
+      this.canvas.addEventListener("keydown", (event) => this.key(event));
+      this.readout = this.add("div", { className: "readout" });
+      this.readout.setAttribute("aria-live", "polite");
+      this.addLegend();
+      this.reset();
+      this.build();
+      new ResizeObserver(() => this.resize()).observe(this.canvas);
+    }
+
+    add(tag, properties, parent = this.host) {
+      return parent.appendChild(Object.assign(document.createElement(tag), properties));
+    }
+
+    addTools() {
+      const tools = this.add("div", { className: "tools" });
+      const button = (text, title, act) => {
+        const element = this.add("button", { type: "button", textContent: text, title }, tools);
+        element.setAttribute("aria-label", title);
+        element.addEventListener("click", act);
+      };
+      button("−", "Zoom out", () => this.zoom(2));
+      button("+", "Zoom in", () => this.zoom(0.5));
+      button("◀", "Earlier", () => this.pan(-0.5));
+      button("▶", "Later", () => this.pan(0.5));
+      button("All", "Show all", () => this.reset());
+      button("Peak", "Go to the peak", () => this.toPeak());
+      const box = (text, key) => {
+        const label = this.add("label", {}, tools);
+        const input = this.add("input", { type: "checkbox", checked: this[key] }, label);
+        input.addEventListener("change", () => { this[key] = input.checked; if (key === "byTime") this.reset(); else this.refresh(); });
+        label.append(text);
+      };
+      box("limit", "showLimit");
+      box("fit height", "fitHeight");
+      if (this.columns.time) box("by time", "byTime");
+    }
+
+    addLegend() {
+      const list = this.add("ul", { className: "legend" });
+      for (const [name, dash] of [["allocated", "solid"], ["active", "dotted"], ["reserved", "solid"], ["limit", "dashed"]]) {
+        const item = this.add("li", {}, list);
+        const swatch = this.add("i", {}, item);
+        swatch.style.borderTopStyle = dash;
+        swatch.style.borderTopColor = `var(--${name})`;
+        item.append(name === "active" ? "active (allocated, or waiting for a stream)" : name === "limit" ? "device limit" : name);
+      }
+    }
+
+    // What is in view
+
+    get x() { return this.byTime ? this.columns.time : this.columns.event; }
+    get left() { return this.x.length ? this.x[0] : 0; }
+    get right() { return this.x.length ? Math.max(this.x[this.x.length - 1], this.left + 1) : 1; }
+
+    /** The x of an event that is drawn. */
+    place(event) {
+      const at = Math.min(lowerBound(this.columns.event, event), this.x.length - 1);
+      return at < 0 ? 0 : this.x[at];
+    }
+
+    reset() {
+      this.range = [this.left, this.right];
+      if (this.plot) this.refresh();
+    }
+
+    setRange(from, to) {
+      const least = this.byTime ? Math.max(1, (this.right - this.left) / 1e7) : 4;
+      const whole = this.right - this.left;
+      const width = Math.min(Math.max(to - from, least), whole);
+      const middle = (from + to) / 2;
+      const start = Math.min(Math.max(middle - width / 2, this.left), this.right - width);
+      this.range = [start, start + width];
+      this.refresh();
+    }
+
+    zoom(factor) {
+      const [from, to] = this.range;
+      const at = this.cursor === null ? NaN : this.x[this.cursor];
+      const pivot = at >= from && at <= to ? at : (from + to) / 2;
+      this.setRange(pivot - (pivot - from) * factor, pivot + (to - pivot) * factor);
+    }
+
+    pan(share) {
+      const width = this.range[1] - this.range[0];
+      this.setRange(this.range[0] + share * width, this.range[1] + share * width);
+    }
+
+    toPeak() {
+      const at = Math.min(lowerBound(this.columns.event, this.rank.peak.event), this.x.length - 1);
+      if (at < 0) return;
+      const width = Math.min(this.range[1] - this.range[0], (this.right - this.left) / 20);
+      this.setRange(this.x[at] - width / 2, this.x[at] + width / 2);
+      this.moveTo(at);
+    }
+
+    /** Places in the columns to draw: the lows and highs of every one of `buckets` stretches of the range. */
+    visible(buckets) {
+      const { allocated, reserved, active } = this.columns;
+      const x = this.x, [from, to] = this.range;
+      const first = Math.max(lowerBound(x, from) - 1, 0);
+      const stop = Math.min(lowerBound(x, to) + 2, x.length);
+      if (stop - first <= buckets * 4) return Array.from({ length: stop - first }, (_, i) => first + i);
+      const places = [];
+      const width = (to - from) / buckets;
+      for (let at = first; at < stop;) {
+        const bucket = Math.floor((x[at] - from) / width);
+        const picks = new Set([at]);
+        let lowA = at, highA = at, lowR = at, highR = at, highV = at, end = at;
+        for (; end < stop && Math.floor((x[end] - from) / width) === bucket; end++) {
+          if (allocated[end] < allocated[lowA]) lowA = end;
+          if (allocated[end] > allocated[highA]) highA = end;
+          if (reserved[end] < reserved[lowR]) lowR = end;
+          if (reserved[end] > reserved[highR]) highR = end;
+          if (active[end] > active[highV]) highV = end;
+        }
+        for (const pick of [lowA, highA, lowR, highR, highV, end - 1]) picks.add(pick);
+        places.push(...[...picks].sort((a, b) => a - b));
+        at = end;
+      }
+      return places;
+    }
+
+    heights() {
+      const { allocated, reserved } = this.columns;
+      const { limit, peakReserved } = this.rank;
+      if (this.fitHeight && this.places.length) {
+        let low = Infinity, high = 0;
+        for (const at of this.places) { low = Math.min(low, allocated[at]); high = Math.max(high, reserved[at]); }
+        const room = Math.max(high - low, 1024) * 0.12;
+        return [Math.max(0, low - room), high + 2 * room];
+      }
+      const top = Math.max(peakReserved.bytes, this.showLimit ? limit : 0, 1024);
+      return [0, top * 1.14];
+    }
+
+    data() {
+      const { allocated, active, reserved } = this.columns;
+      this.places = this.visible(Math.max(200, Math.min(2000, Math.round(this.width()))));
+      const column = (values) => this.places.map((at) => values[at]);
+      return [column(this.x), column(reserved), column(active), column(allocated)];
+    }
+
+    // Drawing
+
+    width() { return Math.max(240, root.dataset.print === undefined ? this.canvas.clientWidth : 690); }
+    height() { return narrow() ? 300 : 380; }
+
+    build() {
+      this.plot?.destroy();
+      const colour = (this.colour = colours());
+      const stepped = uPlot.paths.stepped({ align: 1 });
+      const axis = { stroke: colour.soft, grid: { stroke: colour.line, width: 1 }, ticks: { stroke: colour.line, width: 1 }, font: FONT };
+      const data = this.data();
+      this.plot = new uPlot({
+        width: this.width(), height: this.height(), legend: { show: false }, padding: [8, 22, 0, 0],
+        scales: {
+          x: { time: false, auto: false, range: () => this.range },
+          y: { auto: false, range: () => this.heights() },
+        },
+        axes: [
+          {
+            ...axis, size: 36, space: 76,
+            incrs: () => (this.byTime ? STEPS : STEPS.filter(Number.isInteger)),
+            values: (_, ticks) => labels(ticks, this.byTime ? TIME_UNITS : COUNT_UNITS),
+          },
+          {
+            ...axis, size: (_, texts) => 24 + 7 * Math.max(5, ...(texts ?? []).map((text) => text.length)), incrs: Array.from({ length: 60 }, (_, i) => 2 ** i),
+            values: (_, ticks) => labels(ticks, BYTE_UNITS),
+          },
+        ],
+        series: [
+          {},
+          { stroke: colour.reserved, fill: `${colour.reserved}1f`, width: 1.5, paths: stepped, points: { show: false } },
+          { stroke: colour.active, dash: [2, 3], width: 1.5, paths: stepped, points: { show: false } },
+          { stroke: colour.allocated, fill: `${colour.allocated}59`, width: 1.5, paths: stepped, points: { show: false } },
+        ],
+        cursor: {
+          drag: { x: true, y: false, setScale: false },
+          dataIdx: (plot, _, near, x) => (near > 0 && plot.data[0][near] > x ? near - 1 : near), // values hold until the next event
+          bind: { dblclick: () => () => { this.reset(); return null; } },
+        },
+        hooks: {
+          drawClear: [() => this.drawBands()],
+          draw: [() => this.drawMarks()],
+          setSelect: [(plot) => this.select(plot)],
+        },
+      }, data, this.canvas);
+      this.plot.over.addEventListener("mousemove", ({ offsetX }) => {
+        const x = this.plot.posToVal(offsetX, "x");
+        this.point(this.places[this.places.findLastIndex((at) => this.x[at] <= x)]);
+      });
+      this.point(this.cursor ?? Math.min(lowerBound(this.columns.event, this.rank.peak.event), this.x.length - 1));
+      this.mark(data);
+    }
+
+    refresh() {
+      const data = this.data();
+      const [low, high] = this.heights();
+      this.plot.batch(() => {
+        this.plot.setData(data, false);
+        this.plot.setScale("y", { min: low, max: high });
+        this.plot.setScale("x", { min: this.range[0], max: this.range[1] });
+      });
+      this.moveLine();
+      this.mark(data);
+    }
+
+    /** Says on the page what is drawn, for tests and for the curious. */
+    mark(data) {
+      this.canvas.dataset.drawn = data[0].length;
+      this.canvas.dataset.from = this.range[0];
+      this.canvas.dataset.to = this.range[1];
+    }
+
+    resize() {
+      if (!this.canvas.clientWidth || this.width() === this.plot.width) return;
+      this.plot.setSize({ width: this.width(), height: this.height() });
+      this.refresh();
+    }
+
+    select(plot) {
+      const { left, width } = plot.select;
+      if (width < 4) return;
+      plot.setSelect({ left: 0, top: 0, width: 0, height: 0 }, false);
+      this.setRange(plot.posToVal(left, "x"), plot.posToVal(left + width, "x"));
+    }
+
+    /** Run `draw` with the canvas scaled to CSS pixels and clipped to the plot's area. */
+    paint(draw) {
+      const { ctx, bbox } = this.plot, ratio = devicePixelRatio || 1;
+      const area = { left: bbox.left / ratio, top: bbox.top / ratio, width: bbox.width / ratio, height: bbox.height / ratio };
+      ctx.save();
+      ctx.beginPath();
+      ctx.rect(bbox.left, bbox.top, bbox.width, bbox.height);
+      ctx.clip();
+      ctx.scale(ratio, ratio);
+      ctx.font = FONT;
+      ctx.textAlign = "left";
+      const x = (value) => this.plot.valToPos(value, "x", true) / ratio;
+      const y = (value) => this.plot.valToPos(value, "y", true) / ratio;
+      draw(ctx, area, x, y);
+      ctx.restore();
+    }
+
+    drawBands() {
+      const { phases } = this.columns, [from, to] = this.range;
+      this.paint((ctx, area, x) => {
+        ctx.textBaseline = "top";
+        let clear = -Infinity; // where the next label may begin
+        for (let i = 0; i < phases.length; i++) {
+          const start = this.place(phases[i].start), stop = this.place(phases[i].stop);
+          if (stop < from || start > to) continue;
+          const left = Math.max(x(start), area.left), right = Math.min(x(stop), area.left + area.width);
+          if (right - left < 1) continue;
+          if (i % 2) {
+            ctx.fillStyle = this.colour.band;
+            ctx.fillRect(left, area.top, right - left, area.height);
+          }
+          if (right - left < 22 || left < clear) continue;
+          const text = fitted(ctx, [phaseText(phases[i]), phases[i].name], right - left - 8);
+          ctx.fillStyle = this.colour.soft;
+          if (text) ctx.fillText(text, left + 4, area.top + 4);
+          clear = left + 20;
+        }
+      });
+    }
+
+    drawMarks() {
+      const { rank, colour } = this;
+      this.paint((ctx, area, x, y) => {
+        const right = area.left + area.width;
+        const taken = [];
+        const label = (text, atX, atY, ink, below) => {
+          const width = ctx.measureText(text).width, bottom = area.top + area.height;
+          const left = Math.min(Math.max(atX - width / 2, area.left + 5), right - width - 5);
+          let top = Math.min(Math.max(below ? atY + 8 : atY - 24, area.top + 20), bottom - 18);
+          const clash = () => taken.some((box) => left < box.right && box.left < left + width && Math.abs(top - box.top) < 17);
+          for (let tries = 0; tries < 8 && clash(); tries++) top = top + 17 < bottom - 18 ? top + 17 : area.top + 20;
+          taken.push({ left, right: left + width, top });
+          ctx.globalAlpha = 0.85;
+          ctx.fillStyle = colour.page;
+          ctx.fillRect(left - 3, top - 1, width + 6, 16);
+          ctx.globalAlpha = 1;
+          ctx.textBaseline = "top";
+          ctx.fillStyle = ink;
+          ctx.fillText(text, left, top + 1);
+        };
+        if (this.showLimit || rank.limit < this.heights()[1]) {
+          const at = y(rank.limit);
+          ctx.strokeStyle = colour.limit;
+          ctx.lineWidth = 1.5;
+          ctx.setLineDash([8, 5]);
+          line(ctx, area.left, at, right, at);
+          ctx.setLineDash([]);
+          label(`limit ${bytesText(rank.limit)}`, right, at - 1, colour.limit, true);
+        }
+        this.drawOoms(ctx, area, x, label);
+        if (!this.x.length) return;
+        const inView = (value) => value >= this.range[0] && value <= this.range[1];
+        const reservedAt = this.place(rank.peakReserved.event), allocatedAt = this.place(rank.peak.event);
+        if (inView(reservedAt)) {
+          const [cx, cy] = [x(reservedAt), y(rank.peakReserved.bytes)];
+          shape(ctx, colour.reserved, colour.page, [[cx, cy - 6], [cx + 6, cy], [cx, cy + 6], [cx - 6, cy]]);
+          label(`peak ${rank.peakReserved.text} reserved`, cx, cy, colour.ink, false);
+        }
+        if (inView(allocatedAt)) {
+          const [cx, cy] = [x(allocatedAt), y(rank.peak.bytes)];
+          shape(ctx, colour.allocated, colour.page, [[cx, cy - 7], [cx + 7, cy + 5], [cx - 7, cy + 5]]);
+          label(`peak ${rank.peak.text} allocated`, cx, cy, colour.ink, true);
+        }
+      });
+    }
+
+    drawOoms(ctx, area, x, label) {
+      let last = -Infinity, named = false;
+      for (const event of this.rank.ooms) {
+        const value = this.place(event), at = x(value);
+        if (value < this.range[0] || value > this.range[1] || at - last < 2) continue;
+        last = at;
+        ctx.strokeStyle = this.colour.oom;
+        ctx.lineWidth = 1.5;
+        line(ctx, at, area.top, at, area.top + area.height);
+        line(ctx, at - 5, area.top + area.height - 11, at + 5, area.top + area.height - 1);
+        line(ctx, at + 5, area.top + area.height - 11, at - 5, area.top + area.height - 1);
+        if (!named) label("out of memory", at, area.top + area.height - 14, this.colour.oom, false);
+        named = true;
+      }
+    }
+
+    // Cursor
+
+    /** Say what stood at the point `at` of the columns. */
+    point(at) {
+      const { event, time, allocated, active, reserved, phases } = this.columns;
+      if (!event.length || at === undefined || at < 0) { this.readout.textContent = "No events."; return; }
+      this.cursor = at;
+      const index = Math.min(event[at], this.rank.events - 1);
+      const phase = phases.findLast((one) => one.start <= index && index < one.stop);
+      const parts = [`Event ${countText(index)}`];
+      if (time) parts.push(timeText(time[at]));
+      if (phase) parts.push(phaseText(phase));
+      parts.push(`allocated ${bytesText(allocated[at])}`, `active ${bytesText(active[at])}`, `reserved ${bytesText(reserved[at])}`);
+      this.readout.textContent = parts.join(" · ");
+    }
+
+    /** Put the cursor's line where the cursor is, or away where that is out of view. */
+    moveLine() {
+      const x = this.cursor === null ? NaN : this.x[this.cursor];
+      const seen = x >= this.range[0] && x <= this.range[1];
+      this.plot.setCursor({ left: seen ? this.plot.valToPos(x, "x") : -10, top: seen ? 10 : -10 });
+    }
+
+    moveTo(at) {
+      this.point(at);
+      this.moveLine();
+    }
+
+    /** Move the cursor by `step` of the points in view, and the view with it. */
+    step(step) {
+      const here = this.places.findIndex((at) => at >= this.cursor);
+      const next = (here < 0 ? this.places.length - 1 : here) + step;
+      const at = this.places[Math.min(Math.max(next, 0), this.places.length - 1)];
+      if (this.x[at] < this.range[0] || this.x[at] > this.range[1]) this.pan(step < 0 ? -0.5 : 0.5);
+      this.moveTo(at);
+    }
+
+    key(event) {
+      if (event.ctrlKey || event.metaKey || event.altKey || !this.x.length) return;
+      const far = Math.max(1, Math.round(this.places.length / 20));
+      const acts = {
+        ArrowLeft: () => this.step(event.shiftKey ? -far : -1),
+        ArrowRight: () => this.step(event.shiftKey ? far : 1),
+        PageUp: () => this.pan(-0.8),
+        PageDown: () => this.pan(0.8),
+        Home: () => { this.setRange(this.left, this.left + this.range[1] - this.range[0]); this.moveTo(0); },
+        End: () => { this.setRange(this.right - this.range[1] + this.range[0], this.right); this.moveTo(this.x.length - 1); },
+        "+": () => this.zoom(0.5), "=": () => this.zoom(0.5),
+        "-": () => this.zoom(2), "_": () => this.zoom(2),
+        0: () => this.reset(),
+        p: () => this.toPeak(),
+      };
+      const act = acts[event.key];
+      if (act) { event.preventDefault(); act(); }
+    }
+  }
+
+  function line(ctx, x0, y0, x1, y1) {
+    ctx.beginPath();
+    ctx.moveTo(x0, y0);
+    ctx.lineTo(x1, y1);
+    ctx.stroke();
+  }
+
+  function shape(ctx, fill, edge, corners) {
+    ctx.beginPath();
+    corners.forEach(([x, y], i) => (i ? ctx.lineTo(x, y) : ctx.moveTo(x, y)));
+    ctx.closePath();
+    ctx.fillStyle = fill;
+    ctx.strokeStyle = edge;
+    ctx.lineWidth = 1.5;
+    ctx.fill();
+    ctx.stroke();
+  }
+
+  /** The first of `texts` that is at most `width` wide, or the last one cut to it; nothing where no letter fits. */
+  function fitted(ctx, texts, width) {
+    for (const text of texts) if (ctx.measureText(text).width <= width) return text;
+    let text = texts[texts.length - 1].slice(0, 80);
+    while (text && ctx.measureText(`${text}…`).width > width) text = text.slice(0, -1);
+    return text.length > 1 ? `${text}…` : "";
+  }
+
+  // Choosing a rank --------------------------------------------------------------------------------------------------
+
+  const plots = new Map();
+
+  function show(index) {
+    sections.forEach((section, i) => { section.hidden = i !== index; });
+    if (plots.has(index)) plots.get(index).build();
+    else plots.set(index, new Plot(ranks[index], sections[index]));
+    document.querySelectorAll(".multiples button").forEach((button, i) => button.setAttribute("aria-pressed", i === index));
+    const select = document.querySelector("#chooser select");
+    if (select) select.value = index;
+  }
+
+  /** A rank's memory in a few pixels: reserved as a line, allocated as an area, all ranks on one scale. */
+  function sparkline(canvas, rank, top) {
+    const ratio = devicePixelRatio || 1, width = 150, height = 52;
+    const { event, allocated, reserved } = decode(rank);
+    const colour = colours(), ctx = canvas.getContext("2d");
+    canvas.width = width * ratio;
+    canvas.height = height * ratio;
+    ctx.scale(ratio, ratio);
+    const lows = new Float64Array(width).fill(-1), highs = new Float64Array(width).fill(-1);
+    for (let i = 0; i < event.length; i++) {
+      const column = Math.min(width - 1, Math.floor((event[i] / Math.max(1, rank.events)) * width));
+      lows[column] = Math.max(lows[column], allocated[i]);
+      highs[column] = Math.max(highs[column], reserved[i]);
+    }
+    let low = 0, high = 0;
+    for (let column = 0; column < width; column++) {
+      if (lows[column] >= 0) [low, high] = [lows[column], highs[column]];
+      const y = (bytes) => height - 1 - (bytes / top) * (height - 4);
+      ctx.fillStyle = colour.allocated;
+      ctx.fillRect(column, y(low), 1, height - y(low));
+      ctx.fillStyle = colour.reserved;
+      ctx.fillRect(column, y(high) - 1, 1, 2);
+    }
+  }
+
+  function addChooser() {
+    const nav = document.getElementById("chooser");
+    if (ranks.length < 2) return;
+    nav.hidden = false;
+    const label = nav.appendChild(document.createElement("label"));
+    label.append("Rank, worst first:");
+    const select = label.appendChild(document.createElement("select"));
+    const multiples = nav.appendChild(Object.assign(document.createElement("div"), { className: "multiples" }));
+    ranks.forEach((rank, i) => {
+      const text = `${rank.label}: ${rank.peakReserved.text}${rank.oom ? " ✕ out of memory" : ""}`;
+      select.append(new Option(text, i));
+      const button = multiples.appendChild(Object.assign(document.createElement("button"), { type: "button", tabIndex: -1 }));
+      button.appendChild(document.createElement("canvas"));
+      button.appendChild(Object.assign(document.createElement("span"), { textContent: text }));
+      button.addEventListener("click", () => show(i));
+    });
+    select.addEventListener("change", () => show(Number(select.value)));
+  }
+
+  function drawSparklines() {
+    const top = Math.max(1, ...ranks.map((rank) => rank.peakReserved.bytes));
+    document.querySelectorAll(".multiples canvas").forEach((canvas, i) => sparkline(canvas, ranks[i], top));
+  }
+
+  function recolour() {
+    drawSparklines();
+    plots.forEach((plot, i) => { if (!sections[i].hidden) plot.build(); });
+  }
+
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", recolour);
+  addEventListener("beforeprint", () => { root.dataset.print = ""; recolour(); });
+  addEventListener("afterprint", () => { delete root.dataset.print; recolour(); });
+
+  addChooser();
+  if (ranks.length) show(0);
+  drawSparklines();
+  root.dataset.ranks = ranks.length;
+  root.dataset.ready = "true";
+})();

@@ -1,0 +1,260 @@
+"""The page of a result: its numbers, its size, what hostile names can do (nothing), and how it is written."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import re
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from simulator.html import MAX_RANKS, render_html, write_html
+from simulator.html_series import MAX_OOMS, pack, series, shorten, thin
+from simulator.report import CAUSES
+from simulator.settings import format_bytes
+from tests.handmade import out_of_memory, rank_result, result, timeline
+from traces.errors import OutputError
+from traces.model import Int64Array
+from traces.timeline import Timeline
+
+HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)>\"'&\u2028\u202e\x00"
+
+
+class Page(HTMLParser):
+    """What a browser would make of a page, as far as the tests ask."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.figures: dict[str, int] = {}
+        self.text = ""
+        self.scripts: list[str] = []
+        self._inside = ""
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        found = dict(attrs)
+        self.tags.append((tag, found))
+        self._inside = tag
+        if tag == "script":
+            self.scripts.append("")
+        if found.get("data-key") and found.get("data-bytes"):
+            self.figures.setdefault(str(found["data-key"]), int(str(found["data-bytes"])))
+
+    def handle_endtag(self, tag: str) -> None:
+        self._inside = ""
+
+    def handle_data(self, data: str) -> None:
+        if self._inside == "script":
+            self.scripts[-1] += data
+        elif self._inside != "style":
+            self.text += data
+
+    @property
+    def data(self) -> Any:
+        return json.loads(self.scripts[0])
+
+
+def unpack(text: str) -> list[int]:
+    """The plain inverse of `pack`."""
+    values, total, code, shift = [], 0, 0, 0
+    for byte in base64.b64decode(text):
+        code |= (byte & 127) << shift
+        shift += 7
+        if byte < 128:
+            total += -(code + 1) // 2 if code % 2 else code // 2
+            values.append(total)
+            code = shift = 0
+    return values
+
+
+def int64(values: list[int]) -> Int64Array:
+    return np.array(values, dtype=np.int64)
+
+
+def line_of(allocated: list[int], reserved: list[int]) -> Timeline:
+    return Timeline((0,), int64(allocated), int64(allocated), int64(reserved), (), 10**12)
+
+
+@given(st.lists(st.integers(0, 1 << 60)))
+def test_pack_can_be_unpacked(values: list[int]) -> None:
+    assert unpack(pack(int64(values))) == values
+
+
+def test_pack_takes_few_bytes() -> None:
+    assert pack(int64([0, -1, 1])) == base64.b64encode(bytes([0, 1, 4])).decode()
+    assert len(base64.b64decode(pack(np.arange(1000)))) == 1000
+
+
+@given(st.lists(st.integers(0, 50), min_size=1, max_size=300), st.integers(1, 400))
+def test_thin_keeps_ends_peak_and_trough(values: list[int], most: int) -> None:
+    line = line_of(values, [value * 2 for value in values])
+    kept = thin(line, most)
+    assert list(kept) == sorted(set(kept))
+    assert kept[0] == 0
+    assert kept[-1] == len(values) - 1
+    assert line.allocated[kept].max() == max(values)
+    assert line.allocated[kept].min() == min(values)
+    if len(values) <= most:
+        assert len(kept) == len(values)
+
+
+def test_thin_keeps_every_bucket_of_each_column() -> None:
+    allocated = np.zeros(100_000, dtype=np.int64)
+    reserved = np.full(100_000, 7, dtype=np.int64)
+    allocated[31_415] = 5
+    reserved[27_182] = 3
+    line = Timeline((0,), allocated, allocated, reserved, (), 100)
+    kept = set(thin(line, 600).tolist())
+    assert {31_415, 27_182} <= kept
+    assert len(kept) <= 606
+
+
+def test_series_holds_marks_phases_and_exact_values() -> None:
+    line = replace(timeline(30_000), ooms=(12_345,))
+    document = series(line, (777,), 2_000).document
+    index = unpack(document["event"])
+    assert {777, 12_345, *(span.start for span in line.phases)} <= set(index)
+    unit = document["unit"]
+    assert unit % 512 == 0
+    allocated = [value * unit for value in unpack(document["allocated"])]
+    assert allocated == line.allocated[index].tolist()
+    above = [value * unit for value in unpack(document["above"])]
+    assert above == (line.active - line.allocated)[index].tolist()
+    assert unpack(document["phases"]["stop"]) == [span.stop for span in line.phases]
+
+
+def test_series_caps_marks_and_phases() -> None:
+    line = replace(timeline(8_000, steps=1_000), ooms=tuple(range(4_000)))
+    document = series(line, (), 1_000).document
+    assert len(document["ooms"]) == MAX_OOMS
+    assert document["phases"]["count"] == 0
+    assert document["phasesLeftOut"] == len(line.phases)
+
+
+def test_figures_are_those_of_the_result() -> None:
+    rank = rank_result(timeline(5_000))
+    page = Page(render_html(result(rank, model="llama")))
+    assert page.figures["peak_allocated"] == rank.peak_allocated
+    assert page.figures["peak_reserved"] == rank.peak_reserved
+    assert page.figures["device_total"] == rank.device_total
+    assert page.figures["limit"] == rank.timeline.limit_bytes
+    assert page.data["ranks"][0]["peak"] == {
+        "event": rank.peak.event,
+        "bytes": rank.peak_allocated,
+        "text": format_bytes(rank.peak_allocated),
+    }
+    for word in (
+        "llama",
+        "activation",
+        CAUSES["stranded"],
+        "CUDA context",
+        "forward",
+        format_bytes(rank.peak_reserved),
+    ):
+        assert word in page.text
+
+
+def test_fragmentation_rows_sum_to_reserved() -> None:
+    text = render_html(result(rank_result(timeline(5_000))))
+    card = text[text.index("Reserved at its peak") :].split("</table>")[0]
+    parts = [int(count.replace(",", "")) for count in re.findall(r'title="([\d,]+) bytes"', card)]
+    assert sum(parts) == rank_result(timeline(5_000)).fragmentation.reserved
+
+
+def test_out_of_memory_is_told() -> None:
+    line = replace(timeline(2_000), ooms=(1_500,))
+    page = Page(render_html(result(rank_result(line, oom=out_of_memory(1_500)))))
+    assert "Rank 0 asked for 3.00 GiB at event 1,500 with 512.00 MiB left on the device." in page.text
+    assert "expandable_segments:True" in page.text
+    assert page.data["ranks"][0]["ooms"] == [1_500]
+    without = replace(out_of_memory(1_500), remedies=())
+    assert "No other allocator setting is known" in render_html(result(rank_result(line, oom=without)))
+
+
+def test_hostile_text_is_only_text() -> None:
+    line = timeline(100)
+    line = replace(line, phases=tuple(replace(span, name=HOSTILE) for span in line.phases))
+    rank = rank_result(line, names=[HOSTILE], oom=replace(out_of_memory(3), name=HOSTILE, phase=HOSTILE))
+    rank = replace(rank, device=replace(rank.device, name=HOSTILE))
+    page = Page(render_html(result(rank, conf=HOSTILE, notes=[HOSTILE], model=HOSTILE, **{HOSTILE: HOSTILE})))
+    plain = Page(render_html(result(rank_result(timeline(100), oom=out_of_memory(3)), model="x")))
+    kinds = {tag for tag, _ in page.tags}
+    assert kinds <= {tag for tag, _ in plain.tags} | {"bdi", "ul", "li"}
+    assert len(page.scripts) == len(plain.scripts) == 3
+    assert not any(name.startswith("on") for _, attributes in page.tags for name in attributes)
+    assert HOSTILE in page.data["ranks"][0]["names"]
+
+
+def test_policy_allows_the_scripts_of_the_page_and_no_network() -> None:
+    page = Page(render_html(result(rank_result(timeline(10)))))
+    policy = next(str(a["content"]) for tag, a in page.tags if tag == "meta" and a.get("http-equiv"))
+    rules = dict(rule.strip().split(" ", 1) for rule in policy.split(";"))
+    assert rules["default-src"] == "'none'"
+    assert rules["img-src"] == "data:"
+    digests = [base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in page.scripts[1:]]
+    assert rules["script-src"].split() == [f"'sha256-{digest}'" for digest in digests]
+    sources = [attributes.get("src") or attributes.get("href") for _, attributes in page.tags]
+    assert {source for source in sources if source} == {"data:,"}
+
+
+def test_a_million_events_make_a_small_page() -> None:
+    line = timeline(1_000_000, timed=True)
+    text = render_html(result(rank_result(line)))
+    assert len(text) < 1_500_000
+    data = Page(text).data["ranks"][0]
+    kept = unpack(data["event"])
+    assert int(line.allocated.argmax()) in kept
+    assert int(line.reserved.argmax()) in kept
+    assert unpack(data["time"])[-1] == line.time_ns[-1]  # type: ignore[index]
+
+
+def test_many_ranks_make_a_small_page_and_are_counted() -> None:
+    ranks = [rank_result(timeline(20_000, ranks=[place], seed=place % 5)) for place in range(MAX_RANKS + 20)]
+    text = render_html(result(*ranks))
+    page = Page(text)
+    assert len(text) < 3_000_000
+    assert len(page.data["ranks"]) == MAX_RANKS
+    assert f"The {MAX_RANKS} worst of {MAX_RANKS + 20} distinct ranks are drawn" in page.text
+
+
+def test_results_without_events_or_ranks() -> None:
+    page = Page(render_html(result(rank_result(timeline(0)))))
+    assert page.figures["peak_allocated"] == 0
+    assert page.data["ranks"][0]["points"] == 0
+    assert "The trace has no ranks." in render_html(result())
+
+
+def test_the_page_is_a_function_of_the_result() -> None:
+    one = result(rank_result(timeline(3_000)), model="m")
+    assert render_html(one) == render_html(one)
+
+
+def test_write_html(tmp_path: Path) -> None:
+    path = tmp_path / "page.html"
+    one = result(rank_result(timeline(50)), model="lone \ud800 surrogate")
+    write_html(one, path)
+    assert path.read_bytes().startswith(b"<!doctype html>")
+    with pytest.raises(OutputError, match="force"):
+        write_html(one, path)
+    write_html(result(rank_result(timeline(60)), model="second"), path, force=True)
+    assert "second" in path.read_text("utf-8")
+    with pytest.raises(OutputError):
+        write_html(one, tmp_path / "nowhere" / "page.html")
+    assert [entry.name for entry in tmp_path.iterdir()] == ["page.html"]
+
+
+def test_shorten() -> None:
+    assert shorten("a" * 160) == "a" * 160
+    short = shorten("a" * 500 + "b")
+    assert len(short) <= 160
+    assert short.endswith("b")

@@ -1,0 +1,73 @@
+"""Short names for the allocations of a snapshot, from the stack that was recorded with each.
+
+A stack lists its innermost frame first. The name is the innermost frame that is the user's own or a model library's:
+neither torch's, nor Python's, nor C++ (`forward@modeling_opt.py:497`). Stacks and frames are shared objects in a
+snapshot, so each is looked at once.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any, Final
+
+_FOREIGN: Final = re.compile(
+    r"[/\\](torch|functorch|numpy|triton|accelerate)[/\\]"  # libraries that work for the user's code
+    r"|[/\\]lib[/\\]python3[^/\\]*[/\\](?!site-packages|dist-packages)"  # Python's own
+    r"|^(<|\?\?|$)|\.(c|cc|cpp|cu|cxx|h|hpp|so|pyx|S)$|\.so\."
+)
+_SLASH: Final = re.compile(r"[/\\]")
+_MAX_NAME: Final = 120
+
+
+class Namer:
+    """Names entries; remembers the stacks that it has seen."""
+
+    def __init__(self) -> None:
+        # Each with the object itself, so that no other takes its identity meanwhile.
+        self._stacks: dict[int, tuple[Any, str | None]] = {}
+        self._frames: dict[int, tuple[Any, str | None]] = {}
+
+    def name(self, entry: dict[str, Any]) -> str | None:
+        """The name of the allocation that an entry records, if it says anything: `user_metadata`, or its stack."""
+        metadata = entry.get("user_metadata")
+        if isinstance(metadata, str) and metadata:
+            return _printable(metadata)
+        frames = entry.get("frames")
+        if not isinstance(frames, list) or not frames:
+            return None
+        known = self._stacks.get(id(frames))
+        if known is None:
+            known = self._stacks[id(frames)] = (frames, self._of_stack(frames))
+        return known[1]
+
+    def _of_stack(self, frames: list[Any]) -> str | None:
+        """The innermost frame that says something to the user, else the innermost of Python."""
+        python = None
+        for frame in frames:
+            label, foreign = self._of_frame(frame)
+            if label is not None and not foreign:
+                return label
+            if python is None and label is not None and frame["filename"].endswith(".py"):
+                python = label
+        return python
+
+    def _of_frame(self, frame: Any) -> tuple[str | None, bool]:
+        """The label of a frame, and whether it is none of the user's."""
+        known = self._frames.get(id(frame))
+        if known is None:
+            label = foreign = None
+            if isinstance(frame, dict):
+                file, function, line = frame.get("filename"), frame.get("name"), frame.get("line")
+                if isinstance(file, str) and isinstance(function, str) and type(line) is int:
+                    foreign = _FOREIGN.search(file) is not None
+                    label = _printable(f"{function}@{_SLASH.split(file)[-1]}:{line}")
+            known = self._frames[id(frame)] = (frame, ("!" if foreign else "") + label if label else None)
+        text = known[1]
+        if text is None:
+            return None, True
+        return (text[1:], True) if text.startswith("!") else (text, False)
+
+
+def _printable(text: str) -> str:
+    line = "".join(c if c.isprintable() else "?" for c in text)
+    return line if len(line) <= _MAX_NAME else line[: _MAX_NAME - 3] + "..."

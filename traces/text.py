@@ -1,0 +1,43 @@
+"""Short, one-line pieces of text for error messages: values and paths as a user should see them."""
+
+from __future__ import annotations
+
+import os
+from typing import Final
+
+_LIMIT: Final = 60
+_PATH_LIMIT: Final = 120
+
+
+def quoted(value: object) -> str:
+    """`value` as one short printable line of at most 80 characters, in JSON's words (`null`, `true`, `a list`)."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, str):
+        return repr(value) if len(value) <= _LIMIT else f"{value[:_LIMIT]!r}..."[:80]
+    if isinstance(value, int):
+        return str(value) if value.bit_length() <= 200 else f"an integer of {value.bit_length()} bits"
+    if isinstance(value, float):
+        return repr(value)
+    if isinstance(value, (list, tuple)):
+        return "a list"
+    if isinstance(value, dict):
+        return "an object"
+    return f"a {type(value).__name__}"[:80]
+
+
+def one_line(text: object) -> str:
+    """The text of an error of another library, on one line of at most 160 printable characters."""
+    line = " ".join(str(text).split())
+    line = "".join(c if c.isprintable() else "?" for c in line)
+    return line if len(line) <= 160 else line[:157] + "..."
+
+
+def path_text(path: str | os.PathLike[str]) -> str:
+    """A path for a message: printable, and cut at the front where it is very long."""
+    text = os.fspath(path)
+    if len(text) > _PATH_LIMIT:
+        text = "..." + text[-_PATH_LIMIT:]
+    return text if text.isprintable() else repr(text)
