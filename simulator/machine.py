@@ -183,6 +183,8 @@ class Machine:
             memory[at.LIMIT] = limit_of(self.fraction, device.total_bytes, release)
         self.apply(settings)
         self._load_initial()
+        currents = [self.stat(stat)["all"][0] for stat in (at.ALLOCATED_BYTES, at.ACTIVE_BYTES, at.RESERVED_BYTES)]
+        self.initial_bytes = (currents[0], currents[1], currents[2])  # allocated, active, reserved
 
     # --- set-up ---------------------------------------------------------------------------------------------------
 
@@ -467,7 +469,7 @@ class Machine:
         row = self.memory[at.STATS + stat * at.STAT_ROW :][: at.STAT_ROW].tolist()
         pools = []
         for pool in range(2):
-            current, allocated, peak, base = row[pool * at.ST_POOL :][: at.ST_POOL]
+            current, allocated, peak, base = row[pool * at.ST_POOL : (pool + 1) * at.ST_POOL]
             pools.append([current, peak, allocated, base + allocated - current])
         both = [small + large for small, large in zip(*pools, strict=True)]
         both[1] = row[at.ST_PEAK_ALL]
@@ -550,7 +552,7 @@ class Machine:
         m = self.memory
         pending = [int(m[node + at.N_BLOCK]) for node in self._pending_nodes()]
         seen = {int(block) for block in self.ids[self.ids[:, 0] > 0, 0]}
-        starts = {block for block in seen if m[block + at.FLAGS] & at.ALLOCATED} | set(pending) | set(self._free_blocks())
+        starts = {block for block in seen if m[block + at.FLAGS] & at.ALLOCATED} | set(pending) | set(self.free_blocks())
         starts |= {block for block in seen if m[block + at.FLAGS] & at.PENDING}
         heads = set()
         for start in starts:
@@ -574,7 +576,7 @@ class Machine:
                 node = int(m[node + at.N_NEXT])
         return nodes
 
-    def _free_blocks(self) -> list[int]:
+    def free_blocks(self) -> list[int]:
         """The blocks of all free sets."""
         m = self.memory
         blocks: list[int] = []
