@@ -29,7 +29,7 @@ def phase_spans(machine: Machine) -> tuple[PhaseSpan, ...]:
     """The phases of a rank, from each `phase` event to the next."""
     events = machine.program.events
     marks = np.flatnonzero(events.op == Op.PHASE)
-    stops = [*marks[1:].tolist(), len(events)]
+    stops = [*marks[1:].tolist(), len(events)][: len(marks)]
     names, steps = events.strings("name"), events.ints("step")
     return tuple(
         PhaseSpan(names.get(int(mark)) or "", int(steps[mark]) if steps[mark] >= 0 else None, int(mark), stop)

@@ -41,6 +41,11 @@ class Range:
         following = self.active[index + 1] if index + 1 < len(self.active) else self.end
         return following - self.active[index]
 
+    def free_from(self, address: int) -> int:
+        """Bytes from a free address to the next one in use, or to the end."""
+        i = bisect_left(self.active, address)
+        return (self.active[i] if i < len(self.active) else self.end) - address
+
 
 class AddressMap:
     """Ranges in address order."""

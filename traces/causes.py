@@ -402,14 +402,16 @@ def _initial(start: Start, survey: Survey, device: Device, rules: SizeRules, wri
         return None
     spaces = dict(survey.spaces)
     segments = []
-    for found in start.ranges:
+    ranges = {found.start: found for found in start.ranges}
+    for address in survey.order:
+        found = ranges[address]
         segment = InitialSegment(
             address=found.start,
             bytes=found.size,
             stream=found.stream,
             pool="large" if found.large else "small",
             expandable=found.expandable,
-            blocks=_tiles(found, start, writer.initial_ids),
+            blocks=_tiles(found, start, survey.sizes, writer.initial_ids),
             pool_id=writer.pools.get(found.pool, 0),
         )
         if found.expandable:
@@ -425,7 +427,7 @@ def _in_space(segment: InitialSegment, space: AddressSpace, device: Device, rule
     return replace(segment, va_address=space.base, va_bytes=-(-size // page) * page)
 
 
-def _tiles(found: Range, start: Start, ids: dict[int, int]) -> tuple[InitialBlock, ...]:
+def _tiles(found: Range, start: Start, sizes: dict[int, int], ids: dict[int, int]) -> tuple[InitialBlock, ...]:
     """The blocks of a range: those in use, and free ones between them."""
     blocks = []
     cursor = found.start
@@ -433,8 +435,8 @@ def _tiles(found: Range, start: Start, ids: dict[int, int]) -> tuple[InitialBloc
         if address > cursor:
             blocks.append(InitialBlock(None, address - cursor, 0, "inactive"))
         held = start.blocks[address]
-        blocks.append(InitialBlock(ids[address], start.sizes[address], held.requested, held.state))
-        cursor = address + start.sizes[address]
+        blocks.append(InitialBlock(ids[address], sizes[address], held.requested, held.state))
+        cursor = address + sizes[address]
     if cursor < found.end:
         blocks.append(InitialBlock(None, found.end - cursor, 0, "inactive"))
     return tuple(blocks)

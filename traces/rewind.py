@@ -88,14 +88,14 @@ class Start:
     """The state before the first entry.
 
     `blocks` are those in use, by address, with `sizes`; `pools` has the pool of the memory that an entry obtains, by
-    the entry's position. `ambiguous` counts blocks whose size could be up to 1 MiB more than was taken.
+    the entry's position. `most` has the largest size of each block whose size is not certain (up to 1 MiB more).
     """
 
     ranges: tuple[Range, ...]
     blocks: dict[int, Held]
     sizes: dict[int, int]
     pools: dict[int, PoolId]
-    ambiguous: int
+    most: dict[int, int]
 
 
 def rewind(record: DeviceRecord, rules: SizeRules, where: str) -> Start:
@@ -195,27 +195,29 @@ class _Walk:
     def finish(self) -> Start:
         """What is left is the state at the start."""
         sizes: dict[int, int] = {}
-        ambiguous = 0
+        most: dict[int, int] = {}
         for found in self.map:
             if found.large is None:
                 found.large = found.size % self.rules.page_size(True) == 0
             for k, address in enumerate(found.active):
-                sizes[address], unsure = self._size(found, self.held[address], found.gap_after(k))
-                ambiguous += unsure
-        return Start(tuple(self.map), self.held, sizes, self.pools, ambiguous)
+                sizes[address], largest = self._size(found, self.held[address], found.gap_after(k))
+                if largest > sizes[address]:
+                    most[address] = largest
+        return Start(tuple(self.map), self.held, sizes, self.pools, most)
 
-    def _size(self, found: Range, held: Held, gap: int) -> tuple[int, bool]:
-        """The size of a block, and whether it could be larger (`should_split`)."""
+    def _size(self, found: Range, held: Held, gap: int) -> tuple[int, int]:
+        """The size of a block, and the largest that it could have (`should_split`)."""
         if held.size is not None:
-            return held.size, False
+            return held.size, held.size
         room = min(held.room, gap)
         size = self.rules.round_size(held.requested)
         if size >= room:
-            return room, False
+            return room, room
         if found.expandable or not found.large or self.rules.settings.expandable_segments:
-            return size, False
+            return size, size
         max_split = self.rules.settings.max_split_size
         if (max_split is not None and size >= max_split) or room - size <= SMALL_SIZE:
-            return room, False
-        return size, True
+            return room, room
+        # The free range after it is larger than 1 MiB, or it would not have been split off.
+        return size, max(size, size + min(SMALL_SIZE, room - size - SMALL_SIZE - MIN_BLOCK))
 

@@ -13,7 +13,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from traces.causes import LOG_KINDS, Causes, ExpectedLog, find_causes
@@ -25,7 +25,7 @@ from traces.model import RankEvents, Trace
 from traces.rewind import SizeRules, rewind
 from traces.snapshot_layout import DEFAULT_POOL, DeviceRecord, Layout, PoolId, Segment, read_layout
 from traces.snapshot_settings import Settings
-from traces.survey import survey
+from traces.survey import Kind, Step, survey
 from traces.text import path_text
 from traces.unpickle import load_builtins
 
@@ -135,20 +135,24 @@ def _read_device(
     """Rewind, survey and explain one device's recording."""
     start = rewind(record, rules, where)
     steps = survey(record, start, rules, where)
+    if start.ranges and steps.steps and _is_rest(steps.steps[0]):
+        # The recording begins amid the work of a malloc, whose beginning is lost: begin after it.
+        record = replace(record, entries=record.entries.after(steps.steps[0].end))
+        start = rewind(record, rules, where)
+        steps = survey(record, start, rules, where)
     limits = find_limits(steps, rules, f"device {record.device}")
     causes = find_causes(record, start, steps, limits, rules, layout.annotations)
     notes = (*limits.notes, *(f"device {record.device}: {note}" for note in causes.notes))
-    if start.ambiguous:
+    if len(start.most):
         notes += (
-            f"device {record.device}: the sizes of {start.ambiguous} blocks of the state at the start are not certain",
+            f"device {record.device}: the sizes of {len(start.most)} blocks of the state at the start are not certain",
         )
-    return record, _with_notes(causes, notes), start.ambiguous
+    return record, replace(causes, notes=notes), len(start.most)
 
 
-def _with_notes(causes: Causes, notes: tuple[str, ...]) -> Causes:
-    from dataclasses import replace
-
-    return replace(causes, notes=notes)
+def _is_rest(step: Step) -> bool:
+    """Whether the first step may be the rest of a malloc that was refused at first."""
+    return step.kind is Kind.MALLOC and bool(step.releases or step.late or step.mapped_before_release)
 
 
 def _trace(read: list[tuple[DeviceRecord, Causes]], layout: Layout, release: str | None) -> Trace:

@@ -101,6 +101,10 @@ class Entries:
     def __len__(self) -> int:
         return len(self.kind)
 
+    def after(self, position: int) -> Entries:
+        """The entries after one of them."""
+        return Entries(**{name: values[position + 1 :] for name, values in vars(self).items()})
+
 
 @dataclass(frozen=True)
 class DeviceRecord:

@@ -17,6 +17,7 @@ from typing import Final
 
 from traces.address_map import AddressMap, MapError, Range
 from traces.errors import TraceError
+from traces.guesses import Ages, Sizes
 from traces.rewind import SMALL_BUFFER, SMALL_SIZE, SizeRules, Start
 from traces.snapshot_layout import (
     ALLOC,
@@ -108,12 +109,18 @@ class Placed:
 
 @dataclass
 class Survey:
-    """A device's steps in order, the address ranges that the driver gave, and facts about the whole."""
+    """A device's steps in order, the address ranges that the driver gave, and facts about the whole.
+
+    `sizes` are those of the blocks at the start, by address, and `order` the segments at the start, oldest first, as
+    far as the recording shows either.
+    """
 
     steps: list[Step]
     placed: list[Placed]
     spaces: list[tuple[tuple[int, bool, PoolId], AddressSpace]]  # of the start, by stream, size class and pool
     released_pools: dict[int, PoolId]  # the pool of what an entry gave back
+    sizes: dict[int, int]
+    order: list[int]
     peak: int
     top: int  # an address above all seen
 
@@ -137,6 +144,8 @@ class _Survey:
         self.entries, self.rules, self.start = record.entries, rules, start
         self.map = AddressMap()
         self.sizes = dict(start.sizes)
+        self.guesses = Sizes(replace(start, sizes=self.sizes, most=dict(start.most)), rules)
+        self.ages = Ages(start.ranges if rules.minor >= 13 else ())
         self.idle: dict[int, bool] = {}  # cached whole segments by address: whether large
         self.spaces: dict[tuple[int, bool, PoolId], list[AddressSpace]] = {}
         self.steps: list[Step] = []
@@ -149,6 +158,7 @@ class _Survey:
         for found in start.ranges:
             self.map.add(replace(found, active=list(found.active)))
             self._note_idle(found)
+            self.ages.fill(found, self.sizes)
             self.top = max(self.top, found.end)
             if found.expandable:
                 self._initial_space(found)
@@ -182,7 +192,16 @@ class _Survey:
 
     def finish(self) -> Survey:
         self._flush()
-        return Survey(self.steps, self.placed, self.initial_spaces, self.released_pools, self.peak, self.top)
+        return Survey(
+            steps=self.steps,
+            placed=self.placed,
+            spaces=self.initial_spaces,
+            released_pools=self.released_pools,
+            sizes=self.guesses.initial,
+            order=self.ages.order([found.start for found in self.start.ranges]),
+            peak=self.peak,
+            top=self.top,
+        )
 
     def _completes_at_once(self, i: int) -> bool:
         """Whether entry `i` is the other half of the free that is the entry before it."""
@@ -278,10 +297,28 @@ class _Survey:
 
     def _use(self, i: int, step: Step) -> None:
         e = self.entries
-        found, _ = self.map.use(e.address[i], e.size[i])
+        address, size = e.address[i], self.rules.round_size(e.size[i])
+        found = self.map.at(address)
+        if found is None:
+            raise MapError(f"the address {address:#x} is in no segment")
         step.pool = e.pool[i] or found.pool
-        self.sizes[e.address[i]] = self.rules.round_size(e.size[i])
+        free = found.free_from(address)
+        for raised in self.guesses.note(self.map, _key(found), size, None if step.takes else (address, free)):
+            self.ages.raised(raised)
+        self.sizes[address] = self._taken(found, size, free)
+        if not step.takes:
+            self.ages.note(found, (address, free))
+        self.ages.change(found, self.sizes, address, freed=False)
+        self.map.use(address, e.size[i])
         self.idle.pop(found.start, None)
+
+    def _taken(self, found: Range, size: int, free: int) -> int:
+        """The size of the block cut from a free range (`should_split`)."""
+        settings = self.rules.settings
+        if found.expandable or not found.large or settings.expandable_segments:
+            return min(size, free)
+        whole = settings.max_split_size is not None and size >= settings.max_split_size
+        return free if whole or free - size <= SMALL_SIZE else size
 
     def _apply(self, i: int) -> None:
         """Enter an entry of a run into the books."""
@@ -295,6 +332,7 @@ class _Survey:
         elif kind == SEGMENT_FREE:
             found = self.map.take_segment(self.entries.address[i], self.entries.size[i])
             self.released_pools[i] = found.pool
+            self.ages.drop(found)
             self.idle.pop(found.start, None)
         else:
             self._unmap(i)
@@ -302,7 +340,10 @@ class _Survey:
 
     def _complete(self, i: int) -> None:
         address = self.entries.address[i]
-        self._note_idle(self.map.drop(address))
+        found = self.map.drop(address)
+        self.guesses.freed(address)
+        self.ages.change(found, self.sizes, address, freed=True)
+        self._note_idle(found)
         self.pending.discard(address)
 
     def _note_idle(self, found: Range) -> None:
