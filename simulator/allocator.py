@@ -478,7 +478,7 @@ def link_after(m: Memory, fresh: int, block: int) -> None:
 # --- the free path ------------------------------------------------------------------------------------------------
 
 
-@kernel
+@kernel(inline=True)
 def free_block(m: Memory, block: int) -> None:
     """free_block: the block is nobody's any more; merge it with free neighbours and put it into its set."""
     which = m[block + SET]

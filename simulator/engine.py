@@ -367,7 +367,7 @@ def write_out(m: Memory, out: Memory, columns: int, index: int) -> None:
             out[at + OUT_OOMS] = m[OOMS]
 
 
-@kernel
+@kernel(inline=True)
 def serve(m: Memory, ids: Memory, op: int, ident: int, arg: int, stream: int, patient: bool) -> tuple[int, int]:
     """Serve one event: a status, and the address that the event's row shows (0 none, -1 out of memory)."""
     if op == ALLOC:

@@ -325,6 +325,12 @@ def replace(m: Memory, which: int, cursor: int, key: int, order: int, block: int
     i = leaf + cursor % LEAF
     low = leaf
     high = leaf + m[leaf + LEAF_COUNT] - 1
+    fits_left = place == 0 or (i > low and below(m, low, key, order))
+    fits_right = place + 1 == m[which + SET_COUNT] or (i < high and not below(m, high, key, order))
+    if not (fits_left and fits_right):  # it may belong into another leaf
+        erase_at(m, which, cursor)
+        insert(m, which, key, order, block)
+        return
     while i > low and not below(m, i - 1, key, order):
         move(m, i, i - 1)
         i -= 1
@@ -332,6 +338,3 @@ def replace(m: Memory, which: int, cursor: int, key: int, order: int, block: int
         move(m, i, i + 1)
         i += 1
     put(m, i, key, block)
-    if (i == low and place > 0) or (i == high and place + 1 < m[which + SET_COUNT]):
-        erase_at(m, which, place * LEAF + i - leaf)  # it may belong into another leaf
-        insert(m, which, key, order, block)

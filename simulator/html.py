@@ -20,7 +20,7 @@ from typing import Any, Final
 
 from simulator.html_series import Series, series, shorten
 from simulator.ranks import format_ranks
-from simulator.report import CAUSES
+from simulator.report import CAUSES, distinct_phases, format_time, no_remedy
 from simulator.result import OutOfMemory, PhasePeak, RankResult, Result
 from simulator.settings import format_bytes
 from traces.files import write_atomically
@@ -188,7 +188,7 @@ def _rank(place: int, rank: RankResult, packed: Series) -> str:
     label = _label(rank.ranks)
     cards = (
         _out_of_memory(rank.oom),
-        _phases(rank.phases),
+        _phases(distinct_phases(rank.phases)),
         _categories(rank),
         _largest(rank),
         _fragmentation(rank),
@@ -218,6 +218,8 @@ def _figures(rank: RankResult) -> str:
         f'<div><dt>{name}</dt><dd data-key="{key}" data-bytes="{count}">{_bytes(count)}</dd></div>'
         for key, name, count in figures
     ]
+    if rank.duration_ns is not None:
+        cells.append(f'<div><dt>simulated time</dt><dd data-key="duration_ns">{format_time(rank.duration_ns)}</dd></div>')
     for key, name in (("num_alloc_retries", "allocation retries"), ("num_ooms", "out-of-memory events")):
         if key in stats:
             cells.append(f'<div><dt>{name}</dt><dd data-key="{key}">{stats[key]:,}</dd></div>')
@@ -260,7 +262,7 @@ def _out_of_memory(oom: OutOfMemory | None) -> str:
         + (
             f"<p>Settings under which the same trace runs:</p><ul>{remedies}</ul>"
             if remedies
-            else "<p>No other allocator setting is known to serve this trace.</p>"
+            else f"<p>{_text(no_remedy(oom), 600)}</p>"
         ),
         kind="wide alarm",
     )

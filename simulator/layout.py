@@ -41,7 +41,7 @@ HAS_USES: Final = 32
 BUSY: Final = ALLOCATED | PENDING | HAS_USES  # cannot be merged
 
 # --- leaves of the ordered sets (freelist.py) -----------------------------------------------------------------------
-LEAF: Final = 64  # entries a leaf
+LEAF: Final = 32  # entries a leaf
 LEAF_KEYS: Final = 0
 LEAF_BLOCKS: Final = LEAF
 LEAF_COUNT: Final = 2 * LEAF

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
@@ -291,24 +291,33 @@ def _log_of(machine: Machine) -> EventLog:
 def _with_remedies(found: Result, trace: Trace, setup: Setup) -> Result:
     """Add to every out-of-memory the allocator settings under which its rank runs through."""
     if sum(len(rank.events) for rank in trace.ranks) > REMEDY_EVENTS:
-        return found
+        return _with_answers(found, {}, (), f"the trace has more than {REMEDY_EVENTS:,} events")
     served: dict[tuple[int, ...], list[tuple[str, int]]] = {}
+    tried = []
     for candidate in REMEDIES:
         conf = ",".join(part for part in (setup.conf, candidate) if part)
         try:
             other = replay(replace(trace, devices=setup.devices), conf=conf, release=setup.release.text, analyse=False)
         except LLMemError:  # a setting that this release does not know, or that PyTorch leaves undefined here
             continue
+        tried.append(candidate)
         for result in other.ranks:
             if result.oom is None:
                 served.setdefault(result.ranks, []).append((conf, result.peak_reserved))
-    ranks = tuple(
-        result
-        if result.oom is None
-        else replace(result, oom=replace(result.oom, remedies=tuple(served.get(result.ranks, ()))))
-        for result in found.ranks
-    )
-    return replace(found, ranks=ranks)
+    return _with_answers(found, served, tuple(tried), f"PyTorch {setup.release.text} refuses them")
+
+
+def _with_answers(
+    found: Result, served: Mapping[tuple[int, ...], list[tuple[str, int]]], tried: tuple[str, ...], untried: str
+) -> Result:
+    """Enter what was tried, and what of it serves each rank; `untried` is the reason where nothing could be tried."""
+    ranks = []
+    for result in found.ranks:
+        if result.oom is not None:
+            remedies = tuple(served.get(result.ranks, ()))
+            result = replace(result, oom=replace(result.oom, remedies=remedies, tried=tried, untried=untried))
+        ranks.append(result)
+    return replace(found, ranks=tuple(ranks))
 
 
 def announce_compilation(stream: Any = None) -> None:

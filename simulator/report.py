@@ -75,7 +75,9 @@ def _rank_json(rank: RankResult) -> dict[str, Any]:
         "memory_stats": {name: int(value) for name, value in rank.memory_stats.items()},
         "oom": None if rank.oom is None else _oom_json(rank.oom),
         "phases": _phases_json(rank.phases),
-        "all_phases": [_fields(phase, "name", "step", "peak", "left", "peak_reserved") for phase in rank.phases],
+        "all_phases": [
+            _fields(phase, "name", "step", "peak", "left", "peak_reserved") for phase in distinct_phases(rank.phases)
+        ],
         "peak": {
             **_fields(rank.peak, "event", "phase", "allocated", "reserved"),
             "by_category": dict(rank.peak.by_category),
@@ -100,6 +102,14 @@ def _phases_json(phases: Iterable[PhasePeak]) -> dict[str, Any]:
     return found
 
 
+def distinct_phases(phases: Iterable[PhasePeak]) -> list[PhasePeak]:
+    """Every (name, step) once: that of the only step stands under two keys, as the first and as the last."""
+    found: dict[tuple[str, int | None], PhasePeak] = {}
+    for phase in phases:
+        found.setdefault((phase.name, phase.step), phase)
+    return list(found.values())
+
+
 def _tensor_json(tensor: LiveTensor) -> dict[str, Any]:
     return _fields(tensor, "id", "name", "category", "bytes", "block_bytes", "event", "phase")
 
@@ -111,6 +121,7 @@ def _oom_json(oom: OutOfMemory) -> dict[str, Any]:
         **_fields(oom, "free_in_segments", "largest_free", "peak_allocated_before", "peak_reserved_before"),
         "pieces": [_fields(piece, "pool", "stream", "count", "bytes", "largest") for piece in oom.pieces],
         "remedies": [{"conf": conf, "peak_reserved": peak} for conf, peak in oom.remedies],
+        "tried": list(oom.tried),
     }
 
 
@@ -217,7 +228,7 @@ def _details(group: RankResult) -> Iterable[RenderableType]:
     yield _fragmentation(group.fragmentation)
     if group.phases:
         yield ""
-        yield from _phases(group.phases)
+        yield from _phases(distinct_phases(group.phases))
     if group.peak.by_category:
         yield ""
         yield _categories(group)
@@ -244,6 +255,8 @@ def _figures(group: RankResult) -> Table:
     bound = group.memory_stats.get("requested_bytes.all.peak")
     if bound is not None:
         _figure(table, "peak requested", bound, "for a perfect allocator")
+    if group.duration_ns is not None:
+        add_row(table, "simulated time", format_time(group.duration_ns), f"{group.duration_ns:,} ns", "host and streams")
     retries, ooms = (group.memory_stats.get(name, 0) for name in ("num_alloc_retries", "num_ooms"))
     add_row(table, "retries, OOM events", f"{retries}, {ooms}", "", f"in {group.events} events")
     return table
@@ -333,10 +346,31 @@ def _pieces(oom: OutOfMemory) -> Iterable[RenderableType]:
 
 def _remedies(oom: OutOfMemory) -> str:
     if not oom.remedies:
-        return "None of the other allocator settings that were tried would have served it."
+        return no_remedy(oom)
     lines = ["The same events run without running out of memory under:"]
     lines += [f"  {one_line(conf)} (peak reserved {format_bytes(peak)})" for conf, peak in oom.remedies]
     return "\n".join(lines)
+
+
+def no_remedy(oom: OutOfMemory) -> str:
+    """The sentence for an out-of-memory without remedies: what was tried, or why nothing was."""
+    if not oom.tried:
+        return f"Other allocator settings were not tried: {oom.untried}."
+    if len(oom.tried) == 1:
+        return f"The one setting tried does not serve it ({oom.tried[0]})."
+    return f"None of the {len(oom.tried)} settings tried serves it ({'; '.join(oom.tried)})."
+
+
+def format_time(nanoseconds: int) -> str:
+    """`nanoseconds` for people: `950 ns`, `1.50 ms`, `12.00 s`."""
+    if nanoseconds < 1000:
+        return f"{nanoseconds} ns"
+    value = float(nanoseconds)
+    for unit in ("us", "ms"):
+        value /= 1000
+        if round(value, 2) < 1000:
+            return f"{value:.2f} {unit}"
+    return f"{value / 1000:.2f} s"
 
 
 def _reports(reports: Sequence[Report]) -> Iterable[RenderableType]:

@@ -89,7 +89,8 @@ class OutOfMemory:
     """The first allocation that failed, and what was free then.
 
     `device_free` is what the driver had left; `remedies` are allocator settings under which the same trace runs
-    without any out-of-memory event, with their peak reserved bytes.
+    without any out-of-memory event, with their peak reserved bytes. `tried` are the settings that were tried, each
+    added to the replay's own; where there are none, `untried` says why.
     """
 
     event: int
@@ -108,6 +109,8 @@ class OutOfMemory:
     peak_allocated_before: int
     peak_reserved_before: int
     remedies: tuple[tuple[str, int], ...] = ()
+    tried: tuple[str, ...] = ()
+    untried: str = "nobody asked for it"
 
 
 @dataclass(frozen=True)

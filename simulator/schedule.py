@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import hashlib
 import heapq
-from collections.abc import Callable, Iterable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -69,12 +70,26 @@ def _groups_used(events: Events) -> list[str]:
     return [groups.table[int(code)] for code in codes if code >= 0]
 
 
-def _members(trace: Trace, name: str, rank: int) -> Group:
-    """The ranks that `rank` meets in a group, itself included."""
-    for part in trace.groups.get(name, ()):
-        if rank in part:
-            return part
-    return (rank,)
+class Parts:
+    """The parts of all groups that are in use: which one a rank belongs to, and its members that the trace has."""
+
+    def __init__(self, trace: Trace, used: Iterable[str]) -> None:
+        present = {rank for entry in trace.ranks for rank in entry.ranks}
+        self.members: list[Group] = []
+        self.of: dict[str, dict[int, int]] = {}
+        for name in sorted(set(used)):
+            of = self.of[name] = {}
+            for part in trace.groups.get(name, ()):
+                members = tuple(rank for rank in part if rank in present)
+                of |= dict.fromkeys(members, len(self.members))
+                self.members.append(members)
+
+    def labels_met(self, label: Mapping[int, int]) -> list[int]:
+        """For each part a number that says which labels meet there."""
+        known: dict[Group, int] = {}
+        return [
+            known.setdefault(tuple(sorted({label[rank] for rank in members})), len(known)) for members in self.members
+        ]
 
 
 def classify(trace: Trace) -> list[RankClass]:
@@ -82,42 +97,34 @@ def classify(trace: Trace) -> list[RankClass]:
 
     Starts with ranks of equal events and splits a class while its members meet different classes in some group.
     """
-    label: dict[int, object] = {}
-    source: dict[int, RankEvents] = {}
-    digests = [_digest(rank) if len(trace.ranks) > 1 else b"" for rank in trace.ranks]
-    for entry, digest in zip(trace.ranks, digests, strict=True):
-        for rank in entry.ranks:
-            label[rank] = digest
-            source[rank] = entry
+    digests = [_digest(entry) if len(trace.ranks) > 1 else b"" for entry in trace.ranks]
+    numbers = {digest: number for number, digest in enumerate(dict.fromkeys(digests))}
+    label = {rank: numbers[d] for entry, d in zip(trace.ranks, digests, strict=True) for rank in entry.ranks}
+    source = {rank: entry for entry in trace.ranks for rank in entry.ranks}
     used = {id(entry): _groups_used(entry.events) for entry in trace.ranks}
-    meets = {rank: [_members(trace, name, rank) for name in used[id(source[rank])]] for rank in label}
-    while any(meets.values()):
-        refined: dict[int, object] = {
-            rank: (label[rank], tuple(_met(label, members) for members in meets[rank])) for rank in label
-        }
-        numbers = {value: number for number, value in enumerate(dict.fromkeys(refined.values()))}
-        if len(numbers) == len(set(label.values())):
-            break
-        label = {rank: numbers[value] for rank, value in refined.items()}
-    return _collect(trace, label, source, used)
-
-
-def _met(label: dict[int, object], members: Group) -> tuple[object, ...]:
-    """The labels met in a group, as an order-free key."""
-    return tuple(sorted({label[member] for member in members if member in label}, key=repr))
+    parts = Parts(trace, (name for names in used.values() for name in names))
+    meets = {rank: [parts.of[name][rank] for name in used[id(source[rank])]] for rank in label}
+    while True:
+        met = parts.labels_met(label)
+        refined = {rank: (label[rank], *(met[part] for part in meets[rank])) for rank in label}
+        known = {value: number for number, value in enumerate(dict.fromkeys(refined.values()))}
+        if len(known) == len(set(label.values())):
+            return _collect(label, source, used, parts)
+        label = {rank: known[value] for rank, value in refined.items()}
 
 
 def _collect(
-    trace: Trace, label: dict[int, object], source: dict[int, RankEvents], used: dict[int, list[str]]
+    label: Mapping[int, int], source: Mapping[int, RankEvents], used: Mapping[int, list[str]], parts: Parts
 ) -> list[RankClass]:
-    classes: dict[object, RankClass] = {}
+    """The classes of equal labels, with their peers."""
+    classes: dict[int, RankClass] = {}
     for rank in sorted(label):
         classes.setdefault(label[rank], RankClass([], source[rank])).ranks.append(rank)
     number = {key: i for i, key in enumerate(classes)}
     for item in classes.values():
         for name in used[id(item.source)]:
-            met = _members(trace, name, item.ranks[0])
-            item.peers[name] = tuple(sorted({number[label[rank]] for rank in met if rank in label}))
+            met = parts.members[parts.of[name][item.ranks[0]]]
+            item.peers[name] = tuple(sorted({number[label[rank]] for rank in met}))
     return list(classes.values())
 
 
@@ -132,23 +139,24 @@ def solo_collectives(item: RankClass, own: int) -> npt.NDArray[np.bool_]:
     return np.asarray(chosen & solo[groups.codes])
 
 
+@dataclass(eq=False)
+class Meeting:
+    """A collective: the classes that take part, and the record of it in each of those that have reached it."""
+
+    group: str
+    ordinal: int  # how many collectives its group had before it
+    peers: tuple[int, ...]
+    arrived: dict[int, int] = field(default_factory=dict)
+    start: int = 0  # the latest arrival so far
+
+
 @dataclass
 class Calls:
-    """The collectives that one class has launched so far: for each group, their records in order."""
+    """The collectives that one class has launched: how many, and those that their streams have not come to yet."""
 
-    read: int = 0  # how many launched collectives were seen
-    records: dict[str, list[int]] = field(default_factory=dict)
-    open: dict[str, int] = field(default_factory=dict)  # first record of a group whose start is not known
-
-    def note(self, machine: Machine) -> None:
-        """See what was launched since the last look."""
-        groups = machine.program.events.strings("group")
-        launched = int(machine.memory[at.NUM_COLLECTIVES])
-        for i in range(self.read, launched):
-            record = int(machine.memory[at.COLLECTIVES]) + i * at.C_COLUMNS
-            name = groups.get(int(machine.memory[record + at.C_EVENT])) or ""
-            self.records.setdefault(name, []).append(record)
-        self.read = launched
+    read: int = 0  # how many launches were seen
+    counts: dict[str, int] = field(default_factory=dict)  # by group
+    ahead: dict[int, deque[tuple[int, Meeting]]] = field(default_factory=dict)  # by stream: record and meeting
 
 
 class Schedule:
@@ -158,6 +166,8 @@ class Schedule:
         self.classes = classes
         self.machines = machines
         self.calls = [Calls() for _ in machines]
+        self.meetings: dict[tuple[str, tuple[int, ...], int], Meeting] = {}  # those that some have not reached yet
+        self.waiting: dict[int, int] = {}  # class -> its host clock
         self.sequence = 0
         self.turns: list[tuple[int, int, int, int]] = []
 
@@ -168,23 +178,25 @@ class Schedule:
 
     def run(self, serve: ServeFunction) -> None:
         """Take turns until every class is at its end; TraceError where all wait for each other."""
-        waiting: dict[int, int] = {}
         for number in range(len(self.machines)):
             self.push(number, 0)
         while True:
             while self.turns:
-                number = heapq.heappop(self.turns)[3]
-                waiting.pop(number, None)
-                if self._advance(number, serve):
-                    waiting[number] = int(self.machines[number].memory[at.HOST])
-                for other in self._start_collectives():
-                    if other in waiting:
-                        self.push(other, waiting.pop(other), START_PRIORITY)
-            if not waiting:
+                self._take_turn(heapq.heappop(self.turns)[3], serve)
+            if not self.waiting:
                 return
-            self._let_poll(waiting, serve)
+            self._let_poll(serve)
 
-    def _advance(self, number: int, serve: ServeFunction, patient: int = -1) -> bool:
+    def _take_turn(self, number: int, serve: ServeFunction, patient: int = -1) -> None:
+        """Run one class until it ends or waits, and queue those whose waits may be over by that."""
+        self.waiting.pop(number, None)
+        if self._advance(number, serve, patient):
+            self.waiting[number] = int(self.machines[number].memory[at.HOST])
+        for other in self._start_collectives(number):
+            if other in self.waiting:
+                self.push(other, self.waiting.pop(other), START_PRIORITY)
+
+    def _advance(self, number: int, serve: ServeFunction, patient: int) -> bool:
         """Run one class until it ends or waits; whether it waits."""
         machine = self.machines[number]
         end = len(machine.program)
@@ -194,75 +206,91 @@ class Schedule:
                 return status == at.WAIT
             serve(number, machine, status)
 
-    def _start_collectives(self) -> set[int]:
-        """Fix the start of every collective that all have reached; the classes that learned something."""
+    # --- collectives ----------------------------------------------------------------------------------------------
+
+    def _start_collectives(self, number: int) -> list[int]:
+        """After a turn of a class: fix the start of all that everyone has reached; the classes that learned something."""
+        self._note_launches(number)
         changed: set[int] = set()
-        for number, machine in enumerate(self.machines):
-            self.calls[number].note(machine)
-        again = True
-        while again:
-            fresh = {number for number in range(len(self.machines)) if self._fix_starts(number)}
-            for number in fresh:
-                engine.resolve_work(self.machines[number].memory)
-            changed |= fresh
-            again = bool(fresh)
-        return changed
+        fresh = [number]
+        while fresh:
+            ready = [meeting for item in fresh for meeting in self._note_arrivals(item)]
+            for meeting in ready:
+                self._begin(meeting)
+            fresh = sorted({item for meeting in ready for item in meeting.arrived})
+            for item in fresh:
+                engine.resolve_work(self.machines[item].memory)
+            changed.update(fresh)
+        return sorted(changed)
 
-    def _fix_starts(self, number: int) -> bool:
-        """Fix the starts of one class's collectives that are known by now."""
-        calls = self.calls[number]
+    def _note_launches(self, number: int) -> None:
+        """See which collectives a class has launched since the last look."""
+        calls, memory, program = self.calls[number], self.machines[number].memory, self.machines[number].program
+        launched = int(memory[at.NUM_COLLECTIVES])
+        if launched == calls.read:
+            return
+        groups = program.events.strings("group")
+        for i in range(calls.read, launched):
+            record = int(memory[at.COLLECTIVES]) + i * at.C_COLUMNS
+            event = int(memory[record + at.C_EVENT])
+            ahead = calls.ahead.setdefault(int(program.streams[event]), deque())
+            ahead.append((record, self._meeting(number, groups.get(event) or "")))
+        calls.read = launched
+
+    def _meeting(self, number: int, group: str) -> Meeting:
+        """The collective that a class launches next in a group."""
+        counts, peers = self.calls[number].counts, self.classes[number].peers[group]
+        ordinal = counts.get(group, 0)
+        counts[group] = ordinal + 1
+        return self.meetings.setdefault((group, peers, ordinal), Meeting(group, ordinal, peers))
+
+    def _note_arrivals(self, number: int) -> list[Meeting]:
+        """See which collectives a class has reached; those of them that everyone has reached now."""
         memory = self.machines[number].memory
-        fixed = False
-        for name, records in calls.records.items():
-            first = calls.open.get(name, 0)
-            while first < len(records):
-                arrivals = [self._arrival(peer, name, first) for peer in self.classes[number].peers[name]]
-                if min(arrivals) < 0:
-                    break
-                memory[records[first] + at.C_START] = max(arrivals)
-                first += 1
-                fixed = True
-            calls.open[name] = first
-        return fixed
+        ready = []
+        for ahead in self.calls[number].ahead.values():
+            while ahead and memory[ahead[0][0] + at.C_ARRIVAL] >= 0:
+                record, meeting = ahead.popleft()
+                meeting.arrived[number] = record
+                meeting.start = max(meeting.start, int(memory[record + at.C_ARRIVAL]))
+                if len(meeting.arrived) == len(meeting.peers):
+                    ready.append(meeting)
+        return ready
 
-    def _arrival(self, number: int, group: str, ordinal: int) -> int:
-        """When a class reached its collective `ordinal` of a group, or -1."""
-        records = self.calls[number].records.get(group, ())
-        return int(self.machines[number].memory[records[ordinal] + at.C_ARRIVAL]) if ordinal < len(records) else -1
+    def _begin(self, meeting: Meeting) -> None:
+        """Tell everyone when a collective starts."""
+        for number, record in meeting.arrived.items():
+            self.machines[number].memory[record + at.C_START] = meeting.start
+        del self.meetings[meeting.group, meeting.peers, meeting.ordinal]
 
-    def _let_poll(self, waiting: dict[int, int], serve: ServeFunction) -> None:
+    # --- where all wait -------------------------------------------------------------------------------------------
+
+    def _let_poll(self, serve: ServeFunction) -> None:
         """Let the class that is furthest behind poll its unknown events as incomplete, if a poll is all it waits for."""
-        pollers = [
-            number
-            for number in waiting
-            if self.machines[number].program.events.op[self.machines[number].index] == Op.ALLOC
-        ]
+        pollers = [number for number in self.waiting if self._polls(number)]
         if not pollers:
-            raise self._deadlock(waiting)
-        number = min(pollers, key=lambda item: (waiting[item], item))
-        del waiting[number]
-        if self._advance(number, serve, self.machines[number].index):
-            waiting[number] = int(self.machines[number].memory[at.HOST])
-        for other in self._start_collectives():
-            if other in waiting:
-                self.push(other, waiting.pop(other), START_PRIORITY)
+            raise self._deadlock()
+        number = min(pollers, key=lambda item: (self.waiting[item], item))
+        self._take_turn(number, serve, self.machines[number].index)
 
-    def _deadlock(self, waiting: Iterable[int]) -> TraceError:
-        """The error where nobody can go on: names a collective that some rank never reaches."""
-        number = min(waiting)
-        calls, item = self.calls[number], self.classes[number]
+    def _polls(self, number: int) -> bool:
+        """Whether a waiting class only asks whether events are complete."""
         machine = self.machines[number]
-        for name, records in calls.records.items():
-            ordinal = calls.open.get(name, 0)
-            missing = [peer for peer in item.peers[name] if self._arrival(peer, name, ordinal) < 0]
-            if ordinal < len(records) and missing and missing != [number]:
-                index = int(machine.memory[records[ordinal] + at.C_EVENT])
-                other = self.classes[next(peer for peer in missing if peer != number)].ranks[0]
+        return bool(machine.program.ops[machine.index] == Op.ALLOC)
+
+    def _deadlock(self) -> TraceError:
+        """The error where nobody can go on: names a collective that some rank never reaches."""
+        number = min(self.waiting)
+        rank = self.classes[number].ranks[0]
+        for meeting in self.meetings.values():
+            if number in meeting.arrived:
+                index = int(self.machines[number].memory[meeting.arrived[number] + at.C_EVENT])
+                other = next(self.classes[peer].ranks[0] for peer in meeting.peers if peer not in meeting.arrived)
                 return EventError(
-                    f"collective {ordinal} of group '{name}' is never reached by rank {other}; give every rank of a"
-                    " group the same collectives in the same order",
-                    rank=item.ranks[0],
+                    f"collective {meeting.ordinal} of group '{meeting.group}' is never reached by rank {other}; give"
+                    " every rank of a group the same collectives in the same order",
+                    rank=rank,
                     index=index,
                     field="group",
                 )
-        return EventError("waits for work that never ends", rank=item.ranks[0], index=machine.index)
+        return EventError("waits for work that never ends", rank=rank, index=self.machines[number].index)

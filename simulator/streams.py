@@ -115,35 +115,50 @@ def price(m: Memory, item: int) -> bool:
         if m[ref + C_START] < 0:
             return False
         m[stream + S_CLOCK] = m[ref + C_START] + m[item + W_DURATION]
-    elif ref == 0:
-        m[stream + S_CLOCK] = max(m[stream + S_CLOCK], m[item + W_DURATION])
     else:
-        if m[ref + S_WAITING] == 1:
+        if ref != 0:
             return False
-        m[stream + S_CLOCK] = max(m[stream + S_CLOCK], m[ref + S_CLOCK])
+        m[stream + S_CLOCK] = max(m[stream + S_CLOCK], m[item + W_DURATION])
     return True
 
 
 @kernel
+def learn_wait(m: Memory, item: int) -> None:
+    """Note for a wait_stream how far the other stream had come, once all work queued there before it is priced."""
+    on = m[item + W_REF]
+    if m[item + W_KIND] == WORK_WAIT and on != 0 and m[on + S_WAITING] == 0:
+        m[item + W_DURATION] = m[on + S_CLOCK]
+        m[item + W_REF] = 0
+
+
+@kernel
 def resolve(m: Memory) -> None:
-    """Price all queued work that the known starts of collectives allow, in order of launch."""
+    """Price all queued work that the known starts of collectives allow, in order of launch.
+
+    Streams with queued work are those that wait. Once all of them have come to work that must go on waiting, so must
+    everything behind it.
+    """
+    left = 0
     for i in range(m[NUM_STREAMS]):
+        left += m[stream_at(m, i) + S_WAITING]
         m[stream_at(m, i) + S_WAITING] = 0
+    before = 0
     item = m[WORK]
-    m[WORK] = 0
-    m[LAST_WORK] = 0
-    m[QUEUED] = 0
-    while item != 0:
+    while item != 0 and left > 0:
         following = m[item + W_NEXT]
-        if m[m[item + W_STREAM] + S_WAITING] == 0 and price(m, item):
+        stream = m[item + W_STREAM]
+        learn_wait(m, item)
+        if m[stream + S_WAITING] == 0 and price(m, item):
+            if before == 0:
+                m[WORK] = following
+            else:
+                m[before + W_NEXT] = following
+            if following == 0:
+                m[LAST_WORK] = before
+            m[QUEUED] -= 1
             freelist.drop(m, FREE_WORK, item)
         else:
-            m[m[item + W_STREAM] + S_WAITING] = 1
-            m[item + W_NEXT] = 0
-            if m[LAST_WORK] != 0:
-                m[m[LAST_WORK] + W_NEXT] = item
-            else:
-                m[WORK] = item
-            m[LAST_WORK] = item
-            m[QUEUED] += 1
+            left -= 1 - m[stream + S_WAITING]
+            m[stream + S_WAITING] = 1
+            before = item
         item = following

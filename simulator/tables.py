@@ -13,7 +13,7 @@ from typing import IO, Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from simulator.result import LOG_KINDS, RankResult, Result
+from simulator.result import LOG_KINDS, EventLog, RankResult, Result
 from traces.errors import ReplayError
 from traces.files import write_atomically
 from traces.model import Events, Int64Array, Op, Trace
@@ -25,6 +25,8 @@ CALLS_HEADER: Final = "rank,index,kind,address,bytes"
 
 #: Kinds of a log entry that are calls of the device.
 CALLS: Final = ("A", "X", "F", "R", "V", "M", "U", "Y")
+#: Those of them that come page by page: neighbouring ranges in a row are one call.
+PAGED: Final = ("M", "U")
 
 _ROWS: Final = 1 << 17
 _KEEP_ROWS: Final = 1 << 20
@@ -47,6 +49,7 @@ def write_events(result: Result, trace: Trace, path: str | os.PathLike[str], *, 
 def write_calls(result: Result, path: str | os.PathLike[str], *, force: bool = False) -> None:
     """Write one row a device call, in order: `index` is the event that caused it, `kind` one of `CALLS`.
 
+    Calls that map (or unmap) one range after the other in one event are one row.
     `result` comes of `replay(trace, log=True)`. OutputError as `write_events`.
     """
     _write(result, path, force, CALLS_HEADER, _call_rows)
@@ -121,15 +124,26 @@ def _call_rows(group: RankResult) -> Iterator[bytes]:
     log = group.log
     if log is None:
         raise ReplayError("the replay kept no log: call replay(..., log=True)")
-    calls = np.flatnonzero(np.isin(log.kind, [LOG_KINDS.index(kind) for kind in CALLS]))
-    for part in _parts(len(calls)):
-        chosen = calls[part]
+    kind, event, address, size = _joined_calls(log)
+    for part in _parts(len(kind)):
         yield _join(
-            _digits(log.event[chosen]),
-            _names(log.kind[chosen], LOG_KINDS),
-            _digits(log.address[chosen]),
-            _digits(log.bytes[chosen]),
+            _digits(event[part]),
+            _names(kind[part], LOG_KINDS),
+            _digits(address[part]),
+            _digits(size[part]),
         )
+
+
+def _joined_calls(log: EventLog) -> tuple[npt.NDArray[np.uint8], Int64Array, Int64Array, Int64Array]:
+    """Kind, event, address and bytes of the device calls of a log, those of neighbouring pages in a row as one."""
+    calls = np.flatnonzero(np.isin(log.kind, [LOG_KINDS.index(kind) for kind in CALLS]))
+    kind, event, address, size = log.kind[calls], log.event[calls], log.address[calls], log.bytes[calls]
+    goes_on = np.zeros(len(calls), dtype=np.bool_)
+    goes_on[1:] = np.isin(kind[1:], [LOG_KINDS.index(name) for name in PAGED])
+    goes_on[1:] &= (kind[1:] == kind[:-1]) & (event[1:] == event[:-1]) & (address[1:] == address[:-1] + size[:-1])
+    firsts = np.flatnonzero(~goes_on)
+    total = np.add.reduceat(size, firsts) if len(firsts) else size
+    return kind[firsts], event[firsts], address[firsts], total
 
 
 def _parts(rows: int) -> Iterator[slice]:

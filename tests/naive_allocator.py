@@ -785,6 +785,7 @@ class NaiveAllocator:
         self.deferred = [other for other in self.deferred if other is not block]
         block.event_count = 0
         block.stream_uses = set()
+        block.capture_uses = set()
         self.free_block(block)
 
     def empty_cache(self) -> None:

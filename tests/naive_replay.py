@@ -60,7 +60,7 @@ class NaiveReplay:
                 block = self.freed[id_]
                 if block is not None and block.tenant == id_:
                     self.allocator.complete_free(block)
-                return self.addresses[id_]
+                return 0
             case _:
                 self.command(row)
                 return 0

@@ -14,6 +14,7 @@ import pytest
 from tests.fast import fast_replay, to_trace
 from tests.naive_replay import naive_replay
 from tests.observed import COLUMNS, VA_BASE, Call, Observed, Row, Setup
+from traces.check import check
 from traces.errors import EventError, ReplayError
 
 KIB = 1 << 10
@@ -646,8 +647,9 @@ def test_32_nothing_and_an_exbibyte_touch_no_counter(replay: Replay) -> None:
 
 
 def test_32_freeing_twice_is_an_error() -> None:
+    rows: list[Row] = [["m", 1, 512, 0], ["f", 1], ["f", 1]]
     with pytest.raises(EventError) as caught:
-        fast_replay([["m", 1, 512, 0], ["f", 1], ["f", 1]], Setup("2.11", "", GIB))
+        check(to_trace(rows, Setup("2.11", "", GIB)))
     assert caught.value.index == 2
 
 

@@ -50,7 +50,7 @@ SIMPLE = [
 
 def call(*arguments: str) -> Outcome:
     outcome = CliRunner().invoke(main, list(arguments))
-    assert isinstance(outcome.exception, SystemExit), outcome.output
+    assert outcome.exception is None or isinstance(outcome.exception, SystemExit), outcome.output
     return outcome
 
 

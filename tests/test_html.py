@@ -178,7 +178,9 @@ def test_out_of_memory_is_told() -> None:
     assert "expandable_segments:True" in page.text
     assert page.data["ranks"][0]["ooms"] == [1_500]
     without = replace(out_of_memory(1_500), remedies=())
-    assert "No other allocator setting is known" in render_html(result(rank_result(line, oom=without)))
+    assert "Other allocator settings were not tried" in render_html(result(rank_result(line, oom=without)))
+    tried = replace(without, tried=("max_split_size_mb:128",))
+    assert "does not serve it (max_split_size_mb:128)" in render_html(result(rank_result(line, oom=tried)))
 
 
 def test_hostile_text_is_only_text() -> None:

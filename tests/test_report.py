@@ -111,10 +111,48 @@ def test_out_of_memory_says_what_was_asked_and_what_was_free() -> None:
 
 
 def test_out_of_memory_that_no_setting_serves() -> None:
-    made = rank_result(timeline(900), oom=replace(oom_at_600(), remedies=(), pieces=(), largest_free=0))
-    text = text_of(result(made))
-    assert "None of the other allocator settings that were tried would have served it." in text
+    oom = replace(oom_at_600(), remedies=(), pieces=(), largest_free=0, tried=("a:1", "b:2,c:3"))
+    text = text_of(result(rank_result(timeline(900), oom=oom)))
+    assert "None of the 2 settings tried serves it (a:1; b:2,c:3)." in text
     assert "largest piece" not in text
+
+
+def test_out_of_memory_for_which_no_setting_was_tried() -> None:
+    oom = replace(oom_at_600(), remedies=(), untried="the trace has more than 3,000,000 events")
+    text = text_of(result(rank_result(timeline(900), oom=oom)), 200)
+    assert "Other allocator settings were not tried: the trace has more than 3,000,000 events." in text
+    assert "None of" not in text
+
+
+def test_the_phases_of_a_single_step_are_shown_once() -> None:
+    made = rank_result(timeline(900, steps=1))
+    both = [replace(phase, key=f"{phase.name}_{end}") for phase in made.phases for end in ("first", "last")]
+    twice = result(replace(made, phases=tuple(both)))
+    assert text_of(twice) == text_of(result(made))
+    entry = document(twice)["ranks"][0]
+    assert [phase["name"] for phase in entry["all_phases"]] == ["forward", "backward", "optimizer"]
+    assert sorted(entry["phases"]) == sorted(phase.key for phase in both)
+
+
+@pytest.mark.parametrize(
+    ("duration", "words"),
+    [
+        (None, None),
+        (0, "0 ns"),
+        (999, "999 ns"),
+        (1500, "1.50 us"),
+        (999_999, "1.00 ms"),
+        (12_345_678_901, "12.35 s"),
+        (2**62, "4611686018.43 s"),
+    ],
+)
+def test_simulated_time(duration: int | None, words: str | None) -> None:
+    text = text_of(result(replace(rank_result(timeline(30)), duration_ns=duration)))
+    assert ("simulated time" in text) == (words is not None)
+    if words is not None:
+        (line,) = (line for line in text.splitlines() if line.startswith("simulated time"))
+        assert f" {words} " in line
+        assert f" {duration:,} ns " in line
 
 
 def test_a_trace_without_events_and_one_without_ranks() -> None:

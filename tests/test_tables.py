@@ -13,8 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from simulator import tables
+from simulator.replay import replay
 from simulator.result import LOG_KINDS, EventColumns, EventLog, RankResult, Result
 from simulator.tables import CALLS_HEADER, EVENTS_HEADER, write_calls, write_events
+from tests import golden
+from tests.fast import to_trace
 from tests.handmade import rank_result, result, timeline
 from traces.errors import OutputError, ReplayError
 from traces.model import Events, Op, RankEvents, Trace
@@ -112,6 +115,40 @@ def test_calls_leave_out_what_is_no_call(tmp_path: Path) -> None:
     assert ",".join(header) == CALLS_HEADER
     assert [row[2] for row in body] == list("AFXRMUVY")
     assert body[1] == ["2", "6", "F", str(3 * (2 << 20)), str(3 * 512)]
+
+
+entries = st.tuples(st.sampled_from("MMUUA"), st.integers(0, 1), st.integers(0, 3), st.integers(1, 2))
+
+
+@given(st.lists(entries, max_size=12))
+def test_neighbouring_pages_in_a_row_are_one_call(drawn: list[tuple[str, int, int, int]]) -> None:
+    drawn.sort(key=lambda entry: entry[1])
+    expected: list[tuple[str, int, int, int]] = []
+    for kind, event, address, size in drawn:
+        before = expected[-1] if expected else ("", -1, 0, 0)
+        if kind in "MU" and before[:2] == (kind, event) and before[2] + before[3] == address:
+            expected[-1] = (kind, event, before[2], before[3] + size)
+        else:
+            expected.append((kind, event, address, size))
+    columns = [np.array([entry[place] for entry in drawn], dtype=np.int64) for place in (1, 2, 3)]
+    kinds = np.array([LOG_KINDS.index(entry[0]) for entry in drawn], dtype=np.uint8)
+    found = tables._joined_calls(EventLog(kinds, *columns, stream=columns[0]))
+    names = [LOG_KINDS[kind] for kind in found[0]]
+    assert list(zip(names, *(column.tolist() for column in found[1:]), strict=True)) == expected
+
+
+@pytest.mark.parametrize("name", ["2.11.0/stress.expandable", "2.15.0/stress.expandable", "2.12.1/toggles.expandable"])
+def test_files_of_a_replay_hold_what_was_recorded(name: str, tmp_path: Path) -> None:
+    recording = golden.load(name)
+    trace = to_trace(recording.rows, recording.setup)
+    made = replay(trace, events=True, log=True, analyse=False)
+    write_events(made, trace, tmp_path / "events.csv")
+    write_calls(made, tmp_path / "calls.csv")
+    states = [list(map(int, row[4:])) for row in rows(tmp_path / "events.csv")[1:]]
+    for got, state in zip(states, recording.observed.states, strict=True):
+        assert state is None or got == list(state)
+    calls = [(int(row[1]), row[2], int(row[3]), int(row[4])) for row in rows(tmp_path / "calls.csv")[1:]]
+    assert calls == [(index, *call) for index, made in enumerate(recording.observed.calls) for call in made]
 
 
 def test_a_replay_that_kept_nothing(tmp_path: Path) -> None:

@@ -34,6 +34,7 @@ class Range:
 
     @property
     def size(self) -> int:
+        """Bytes."""
         return self.end - self.start
 
     def gap_after(self, index: int) -> int:

@@ -8,7 +8,8 @@ these events, with the recorded addresses of segments, repeats every entry of th
 from __future__ import annotations
 
 from bisect import bisect_left
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any, Final
 
 import numpy as np
@@ -161,7 +162,7 @@ class _Writer:
         self.pools: dict[PoolId, int] = {}
         self.open_pools: set[PoolId] = set()
         streams = [s.stream for s in record.segments] + self.entries.stream + [r.stream for r in start.ranges]
-        self.other_stream = max(streams, default=0) + 1
+        self.held_on = _held_on(survey, limits, record, max(streams, default=0) + 1)
         self.guessed = self.orphans = 0
         self.modes = _modes(survey, rules)
         self.expandable_at_start = self.expandable = self.modes[0] if self.modes else rules.settings.expandable_segments
@@ -197,7 +198,7 @@ class _Writer:
         if number in self.limits.others:
             self.emit(Op.OTHER_PROCESS, bytes=self.limits.others[number])
         if step.kind is Kind.FREE:
-            self._free(step)
+            self._free(number, step)
         elif step.kind is Kind.MALLOC:
             self._malloc(number, step)
         else:
@@ -208,10 +209,10 @@ class _Writer:
             elif step.kind is Kind.ORPHAN:
                 self.orphans += 1
 
-    def _free(self, step: Step) -> None:
+    def _free(self, number: int, step: Step) -> None:
         ident = self.ids[self.entries.address[step.members[0]]]
         if step.deferred:
-            self.emit(Op.RECORD_STREAM, id=ident, stream=self.other_stream)
+            self.emit(Op.RECORD_STREAM, id=ident, stream=self.held_on[number])
         self.emit(Op.FREE, step.members, id=ident)
         if not step.deferred:
             del self.ids[self.entries.address[step.members[0]]]
@@ -229,15 +230,14 @@ class _Writer:
 
     def _malloc(self, number: int, step: Step) -> None:
         """An allocation, with what has to happen before it, and what its refusal completed after it."""
-        releases = step.releases
-        pressed = number in self.limits.pressed
-        polled = len(step.early)
-        if pressed and releases and step.would_fit >= 0 or (step.oom and step.would_fit >= 0):
-            # Completed before the search, these would have served the request: it was their wait that came later.
-            polled = step.would_fit - 1
-        for i in step.early[:polled]:
-            self._complete(i)
-        late = [self.ids.pop(self.entries.address[i]) for i in (*step.early[polled:], *step.late)]
+        releases, pressed = step.releases, number in self.limits.pressed
+        waited_for = _waited_for(number, step, self.limits)
+        idents = {i: self.ids[self.entries.address[i]] for i in waited_for}
+        for i in (*step.early, *step.late):
+            if i not in idents or idents[i] in self.initial_ids.values():
+                self._complete(i)
+                idents.pop(i, None)
+        late = [self.ids.pop(self.entries.address[i]) for i in idents]
         if releases and not pressed:
             self._release(releases)
             self.guessed += 1
@@ -257,9 +257,7 @@ class _Writer:
         address = None if step.oom else e.address[i]
         ident = self.next_id
         self.next_id += 1
-        self.emit(
-            Op.ALLOC, members, id=ident, bytes=e.size[i], stream=e.stream[i], address=address, name=e.name[i]
-        )
+        self.emit(Op.ALLOC, members, id=ident, bytes=e.size[i], stream=e.stream[i], address=address, name=e.name[i])
         if address is not None:
             self.ids[address] = ident
         if step.pool != DEFAULT_POOL:
@@ -323,6 +321,39 @@ class _Writer:
         return found
 
 
+def _waited_for(number: int, step: Step, limits: Limits) -> list[int]:
+    """The completions for which a refused malloc waited itself; those before them it had found done."""
+    found_done = len(step.early)
+    if step.would_fit >= 0 and (step.oom or (step.releases and number in limits.pressed)):
+        # Done before the search, these would have served the request: it was its own wait that completed them.
+        found_done = step.would_fit - 1
+    return [*step.early[found_done:], *step.late]
+
+
+def _held_on(survey: Survey, limits: Limits, record: DeviceRecord, first: int) -> dict[int, int]:
+    """For each deferred free, by step, a stream that stands for those that hold it up: `first` or one above.
+
+    A wait completes frees stream by stream, those of a stream in order; streams are visited from the last to the
+    first. Frees that a malloc waited for are spread over streams so that they complete in the order recorded.
+    """
+    addresses = record.entries.address
+    streams: dict[int, int] = {}
+    pending: dict[int, int] = {}  # address -> step
+    for number, step in enumerate(survey.steps):
+        if step.kind is Kind.FREE and step.deferred:
+            pending[addresses[step.members[0]]] = number
+            streams[number] = first
+        waited_for = _waited_for(number, step, limits) if step.kind is Kind.MALLOC else []
+        frees = [pending[addresses[i]] for i in waited_for if addresses[i] in pending]
+        descents = sum(later < sooner for sooner, later in pairwise(frees))
+        for k, free in enumerate(frees):
+            descents -= k > 0 and free < frees[k - 1]
+            streams[free] = first + descents
+        for i in (*step.early, *step.late):
+            pending.pop(addresses[i], None)
+    return streams
+
+
 def _filled(count: int, values: dict[int, Any], default: Any, dtype: Any) -> Any:
     column = np.full(count, default, dtype=dtype)
     column[list(values)] = list(values.values())
@@ -343,12 +374,15 @@ def _modes(survey: Survey, rules: SizeRules) -> list[bool]:
     if all(mode == end for _, mode in shown):
         return []
     modes: list[bool] = []
-    current = shown[0][1]
+    current, last = shown[0][1], 0
     for k, mode in shown:
-        modes.extend([current] * (k - len(modes)))
-        current = mode
-    modes.extend([current] * (len(survey.steps) - len(modes)))
-    return modes
+        if mode != current:
+            # The first block split as only the new mode does tells of the switch before new memory does.
+            first = min((s for s in survey.split_finely if last < s < k), default=k) if mode else k
+            modes.extend([current] * (first - len(modes)))
+            current = mode
+        last = k
+    return modes + [current] * (len(survey.steps) - len(modes))
 
 
 def _phases(
@@ -356,7 +390,7 @@ def _phases(
 ) -> dict[int, list[tuple[str, int]]]:
     """Phases that annotations clearly mark, by the number of the step before which they begin."""
     times = [record.entries.time_us[step.members[0]] for step in survey.steps]
-    if any(later < sooner for sooner, later in zip(times, times[1:], strict=False)):
+    if any(later < sooner for sooner, later in pairwise(times)):
         return {}
     found: dict[int, list[tuple[str, int]]] = {}
     count, stepped = 0, False

@@ -12,7 +12,7 @@ from bisect import bisect_left
 from typing import NamedTuple
 
 from traces.address_map import AddressMap, Range
-from traces.rewind import SMALL_SIZE, SizeRules, Start
+from traces.rewind import SizeRules, Start
 from traces.snapshot_layout import PoolId
 
 Key = tuple[int, bool, PoolId]
@@ -73,6 +73,7 @@ class Ages:
         self.initial = {found.start for found in ranges if not found.expandable}
         self.free: dict[tuple[Key, int], dict[int, int]] = {}  # (key, bytes) -> free range -> its segment
         self.older: dict[int, set[int]] = {}  # segment -> those that are younger
+        self.released: tuple[tuple[Key, int], int] | None = None  # the segment given back last
 
     def change(self, found: Range, sizes: dict[int, int], address: int, *, freed: bool) -> None:
         """Keep the index of free ranges: `address` is about to be used in `found`, or was just freed."""
@@ -100,8 +101,12 @@ class Ages:
             self._set(change.found, change.begin, change.stop, there=False)
             self._set(change.found, change.end, change.stop, there=True)
 
-    def drop(self, found: Range) -> None:
-        """A segment was given back; all of it was free."""
+    def drop(self, found: Range, same_call: bool) -> None:
+        """A segment was given back; all of it was free. A call releases those of one size oldest first."""
+        kind = (_key(found), found.size)
+        if same_call and self.released is not None and self.released[0] == kind and found.start in self.initial:
+            self.older.setdefault(self.released[1], set()).add(found.start)
+        self.released = (kind, found.start) if found.start in self.initial else None
         if found.start in self.initial:
             self._set(found, found.start, found.end, there=False)
             self.initial.discard(found.start)

@@ -24,9 +24,9 @@ RECORDED_DEVICE: Final = "recorded GPU"
 class Limits:
     """What a replay is given so that it meets the same lack of memory.
 
-    `fraction` is that of `set_memory_fraction` and `limit` the bytes it stands for, or None. `others` has the bytes that other processes hold from just
-    before a step on. `pressed` are the steps whose releases the replay will make by itself; `notes` say what was
-    assumed.
+    `fraction` is that of `set_memory_fraction` and `limit` the bytes it stands for, or None. `others` has the bytes
+    that other processes hold from just before a step on. `pressed` are the steps whose releases the replay will make
+    by itself; `notes` say what was assumed.
     """
 
     name: str
@@ -41,43 +41,33 @@ class Limits:
 def find_limits(survey: Survey, rules: SizeRules, place: str) -> Limits:
     """The device's size and the memory limit that explain a survey; `place` names the device in notes."""
     mallocs = [(k, step) for k, step in enumerate(survey.steps) if step.kind is Kind.MALLOC]
-    capacity = _Capacity(survey, mallocs, rules)
     limits = Limits(DEFAULT_DEVICE.name, DEFAULT_DEVICE.total_bytes)
     limit = _limit(mallocs, rules)
-    free = capacity.by_oom()
-    if free:
-        limits.name, limits.total = RECORDED_DEVICE, max(max(free.values()), survey.peak)
-        limits.others = _others(limits.total, free, mallocs)
-        limits.notes.append(
-            f"{place}: the device is taken to hold {limits.total} bytes, by what was free at its out-of-memory errors"
-        )
+    free = {k: step.after + step.device_free for k, step in mallocs if step.oom}
     partial = [k for k, step in mallocs if _is_partial(step) and not (limit and limit.explains(step))]
-    if not free and partial:
-        capacity.by_partial(partial, limits, place)
-    if survey.peak > limits.total:
-        limits.name, limits.total = RECORDED_DEVICE, survey.peak
-        limits.notes.append(
-            f"{place}: more was reserved than {DEFAULT_DEVICE.name} has; the device is taken to hold {survey.peak} bytes"
-        )
-    elif limits.name == DEFAULT_DEVICE.name:
-        limits.notes.append(
-            f"{place}: the snapshot does not say the device's size; {DEFAULT_DEVICE.name} "
-            f"({DEFAULT_DEVICE.total_bytes} bytes) is assumed"
-        )
+    if free:
+        _by_oom(limits, survey, free, mallocs, place)
+    elif partial:
+        _by_partial(limits, survey, partial, place)
+    _by_peak(limits, survey, place)
     if limit is not None:
-        limits.fraction = min(limit.value / limits.total, 1.0)
-        limits.limit = limit.value
+        limits.limit, limits.fraction = limit.value, min(limit.value / limits.total, 1.0)
         limits.notes.append(
             f"{place}: allocations were refused or collected below the device's size; a memory limit of "
             f"{limit.value} bytes (set_per_process_memory_fraction) is assumed"
         )
-    known = bool(free) or bool(partial)
     for k, step in mallocs:
-        if step.releases and step.takes or step.oom:
-            bound = limits.total - limits.others.get(k, 0) if known else None
-            if _is_pressed(step, bound, limit, rules):
+        if step.oom or (step.releases and step.takes):
+            capacity = limits.total - _held_by_others(limits, k) if free or partial else None
+            if _is_pressed(step, capacity, limit, rules):
                 limits.pressed.add(k)
     return limits
+
+
+def _held_by_others(limits: Limits, number: int) -> int:
+    """What others hold at a step."""
+    last = max((k for k in limits.others if k <= number), default=None)
+    return 0 if last is None else limits.others[last]
 
 
 def _is_partial(step: Step) -> bool:
@@ -159,33 +149,41 @@ def _by_limit(step: Step, rules: SizeRules) -> bool:
 # The device's size
 
 
-@dataclass
-class _Capacity:
-    """Bounds of the bytes that the driver could give."""
+def _by_oom(limits: Limits, survey: Survey, free: dict[int, int], mallocs: list[tuple[int, Step]], place: str) -> None:
+    """The device's size from what the driver could give in all at each `oom` (by step)."""
+    limits.name, limits.total = RECORDED_DEVICE, max(max(free.values()), survey.peak)
+    limits.others = _others(limits.total, free, mallocs)
+    limits.notes.append(
+        f"{place}: the device is taken to hold {limits.total} bytes, by what was free at its out-of-memory errors"
+    )
 
-    survey: Survey
-    mallocs: list[tuple[int, Step]]
-    rules: SizeRules
 
-    def by_oom(self) -> dict[int, int]:
-        """What the driver could give in all, at each `oom`."""
-        return {k: step.after + step.device_free for k, step in self.mallocs if step.oom}
+def _by_partial(limits: Limits, survey: Survey, partial: list[int], place: str) -> None:
+    """A size that explains the mallocs that were refused at first and served after a partial release."""
+    steps = survey.steps
+    low, high = survey.peak, min(steps[k].before + steps[k].needed for k in partial)
+    if low < high:
+        limits.name, limits.total = RECORDED_DEVICE, min(limits.total, high - 1)
+    else:  # no single size does: others must have held some of it for a while
+        limits.total = max(limits.total, survey.peak)
+        for k in partial:
+            limits.others[k] = limits.total - steps[k].peak
+            limits.others.setdefault(k + 1, 0)
+    limits.notes.append(
+        f"{place}: {len(partial)} allocations were refused by the driver at first; what it could give is inferred"
+    )
 
-    def by_partial(self, partial: list[int], limits: Limits, place: str) -> None:
-        """A size that explains the mallocs that were refused at first and served after a partial release."""
-        steps = self.survey.steps
-        low, high = self.survey.peak, min(steps[k].before + steps[k].needed for k in partial)
-        if low < high:
-            limits.name = RECORDED_DEVICE
-            limits.total = high - 1 if high <= limits.total else limits.total
-        else:
-            limits.total = max(limits.total, self.survey.peak)
-            for k in partial:
-                limits.others[k] = limits.total - steps[k].peak
-                limits.others.setdefault(k + 1, 0)
+
+def _by_peak(limits: Limits, survey: Survey, place: str) -> None:
+    """The assumed device must at least hold what was reserved."""
+    assumed = f"{DEFAULT_DEVICE.name} ({DEFAULT_DEVICE.total_bytes} bytes)"
+    if survey.peak > limits.total:
+        limits.name, limits.total = RECORDED_DEVICE, survey.peak
         limits.notes.append(
-            f"{place}: {len(partial)} allocations were refused by the driver at first; what it could give is inferred"
+            f"{place}: more was reserved than {assumed} has; the device is taken to hold {survey.peak} bytes"
         )
+    elif limits.name == DEFAULT_DEVICE.name:
+        limits.notes.append(f"{place}: the snapshot does not say the device's size; {assumed} is assumed")
 
 
 def _others(total: int, free: dict[int, int], mallocs: list[tuple[int, Step]]) -> dict[int, int]:

@@ -127,7 +127,15 @@ class _Walk:
         for segment in record.segments:
             active = [b.address for b in segment.blocks if b.state != "inactive"]
             self.map.add(
-                Range(segment.address, segment.end, segment.stream, segment.expandable, segment.large, segment.pool, active)
+                Range(
+                    segment.address,
+                    segment.end,
+                    segment.stream,
+                    segment.expandable,
+                    segment.large,
+                    segment.pool,
+                    active,
+                )
             )
             for block in segment.blocks:
                 if block.state != "inactive":
@@ -220,4 +228,3 @@ class _Walk:
             return room, room
         # The free range after it is larger than 1 MiB, or it would not have been split off.
         return size, max(size, size + min(SMALL_SIZE, room - size - SMALL_SIZE - MIN_BLOCK))
-

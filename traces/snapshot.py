@@ -24,7 +24,6 @@ from traces.limits import find_limits
 from traces.model import RankEvents, Trace
 from traces.rewind import SizeRules, rewind
 from traces.snapshot_layout import DEFAULT_POOL, DeviceRecord, Layout, PoolId, Segment, read_layout
-from traces.snapshot_settings import Settings
 from traces.survey import Kind, Step, survey
 from traces.text import path_text
 from traces.unpickle import load_builtins
@@ -180,6 +179,12 @@ def _notes(read: list[tuple[DeviceRecord, Causes]], layout: Layout, release: str
     if release is None:
         span = f"2.{layout.since}" if layout.since == layout.until else f"2.{layout.since} to 2.{layout.until}"
         notes.append(f"the snapshot has the fields of torch {span}; 2.{layout.since} is assumed (--release overrides)")
+    if not layout.settings.known:
+        notes.append(
+            "the snapshot does not hold the allocator's settings (torch 2.3 and later do): defaults are assumed"
+        )
+    if _minor(release or f"2.{layout.since}") == 12 and any(causes.initial for _, causes in read):
+        notes.append("torch 2.12 decides ties by the age of blocks, which a cut recording does not show")
     skipped = Counter[str]()
     for record, _ in read:
         skipped.update(record.unknown)

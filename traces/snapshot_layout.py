@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, Final
 
 from traces.errors import TraceError
@@ -78,6 +79,7 @@ class Segment:
 
     @property
     def end(self) -> int:
+        """The address after its last byte."""
         return self.address + self.size
 
 
@@ -221,7 +223,7 @@ def _segments(segments: list[Any], where: str) -> dict[int, tuple[Segment, ...]]
         by_device.setdefault(device, []).append(_segment(segment, place))
     ordered = {device: tuple(sorted(found, key=lambda s: s.address)) for device, found in by_device.items()}
     for device, found in ordered.items():
-        for one, other in zip(found, found[1:], strict=False):
+        for one, other in pairwise(found):
             if one.end > other.address:
                 raise TraceError(
                     f"{where}: device {device}: the segments at {one.address:#x} and {other.address:#x} overlap"
@@ -302,7 +304,7 @@ def _entries(entries: list[Any], where: str, namer: Namer) -> tuple[Entries, dic
                 unknown[action] += 1
             continue
         _append(columns, entry, kind, i, where)
-        columns.name.append(namer.name(entry) if kind == ALLOC or kind == OOM else None)
+        columns.name.append(namer.name(entry) if kind in (ALLOC, OOM) else None)
     return columns, dict(unknown)
 
 
@@ -370,43 +372,38 @@ def _annotations(snapshot: dict[str, Any]) -> tuple[Annotation, ...]:
     return tuple(sorted(found, key=lambda a: a.time_us))
 
 
-#: Fields, and the minor release of torch 2 that first writes them (allocator.md 7.3, 7.4 and 8).
+#: Fields, and the minor release of torch 2 that first writes them, as seen in recordings of every release from 2.1 to
+#: 2.15. (2.10 writes `user_metadata` too, and differs from 2.11 in nothing that a snapshot would show.)
 _ENTRY_FIELDS: Final = {"time_us": 2, "compile_context": 8, "user_metadata": 11, "pool_id": 12, "internal_metadata": 15}
 _SETTING_FIELDS: Final = {"graph_capture_record_stream_reuse": 9, "max_round_threshold": 13, "max_cached_size": 13}
-_TOP_FIELDS: Final = {"allocator_settings": 1, "external_annotations": 6, "host_segments": 14, "host_traces": 14}
+_TOP_FIELDS: Final = {"allocator_settings": 3, "external_annotations": 5, "host_segments": 14, "host_traces": 14}
 _SEGMENT_FIELDS: Final = {"segment_pool_id": 1, "is_expandable": 1}
+_BLOCK_FIELDS: Final = {"address": 1}
 _NEWEST: Final = 15
 
 
 def _releases(snapshot: dict[str, Any], segments: list[Any], traces: list[Any]) -> tuple[int, int]:
     """The oldest and the newest minor release of torch 2 that write the fields seen."""
-    entry = next((trace[0] for trace in traces if trace), {})
-    last = next((trace[-1] for trace in traces if trace), {})
-    segment = next((s for s in segments), {})
-    block = next((b for s in segments for b in s["blocks"]), {})
-    settings = snapshot.get("allocator_settings")
-    seen = {
-        **{field: minor for field, minor in _TOP_FIELDS.items() if field in snapshot},
-        **{field: minor for field, minor in _SETTING_FIELDS.items() if field in (settings or {})},
-        **{field: minor for field, minor in _SEGMENT_FIELDS.items() if field in segment},
-        **{field: minor for field, minor in _ENTRY_FIELDS.items() if field in entry or field in last},
-    }
-    if "address" in block:
-        seen["address"] = 2
-    if any(e.get("action") == "annotate" or "internal_metadata" in e for trace in traces for e in trace):
-        seen["internal_metadata"] = 15
-    since = max(seen.values(), default=0)
-    if "history" in block:
+    entries = [trace[0] for trace in traces if trace] + [trace[-1] for trace in traces if trace]
+    blocks = [block for segment in segments[:1] for block in segment["blocks"][:1]]
+    if any("history" in block for segment in segments for block in segment["blocks"]):
         return 0, 0
-    return since, _until(since, snapshot, settings, entry)
-
-
-def _until(since: int, snapshot: dict[str, Any], settings: Any, entry: dict[str, Any]) -> int:
-    """The newest release that could have written a snapshot without the fields that are missing."""
-    absent = [minor for field, minor in _TOP_FIELDS.items() if field not in snapshot]
-    if isinstance(settings, dict):
-        absent += [minor for field, minor in _SETTING_FIELDS.items() if field not in settings]
-    if entry:
-        absent += [minor for name, minor in _ENTRY_FIELDS.items() if name not in entry and name != "internal_metadata"]
-    later = [minor for minor in absent if minor > since]
-    return min(later, default=_NEWEST + 1) - 1
+    settings = snapshot.get("allocator_settings")
+    places: list[tuple[list[Any], Mapping[str, int]]] = [
+        ([snapshot], _TOP_FIELDS),
+        ([settings] if settings else [], _SETTING_FIELDS),
+        (segments[:1], _SEGMENT_FIELDS),
+        (blocks, _BLOCK_FIELDS),
+        (entries, _ENTRY_FIELDS),
+    ]
+    seen = [since for items, fields in places for name, since in fields.items() if any(name in item for item in items)]
+    if any(entry.get("action") == "annotate" or "internal_metadata" in entry for trace in traces for entry in trace):
+        seen.append(15)
+    since = max(seen, default=0)
+    missing = [
+        first
+        for items, fields in places
+        for name, first in fields.items()
+        if items and name != "internal_metadata" and not any(name in item for item in items)
+    ]
+    return since, min((first for first in missing if first > since), default=_NEWEST + 1) - 1

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from traces.errors import TraceError
@@ -23,7 +23,10 @@ _LARGE_SEGMENT: Final = re.compile(r"\blarge_segment_size_mb\s*:\s*(\d{1,7})\b")
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """The allocator's settings when the snapshot was taken; `max_split_size` is None where unlimited."""
+    """The allocator's settings when the snapshot was taken; `max_split_size` is None where unlimited.
+
+    `known` is False where the file has none, and these are the defaults.
+    """
 
     conf: str = ""
     max_split_size: int | None = None
@@ -31,6 +34,7 @@ class Settings:
     expandable_segments: bool = False
     divisions: tuple[int, ...] = (0,) * INTERVALS
     large_segment_size: int = 20 * MIB
+    known: bool = False
 
     def with_expandable(self, on: bool) -> str:
         """The string, with expandable segments switched on or off."""
@@ -66,6 +70,7 @@ def read_settings(settings: Any, where: str) -> Settings:
         expandable_segments=settings.get("expandable_segments", _says_expandable(conf)) is True,
         divisions=_divisions(settings.get("roundup_power2_divisions"), place),
         large_segment_size=int(large[1]) * MIB if large and int(large[1]) else 20 * MIB,
+        known=True,
     )
     return _completed(found)
 
@@ -79,9 +84,7 @@ def _divisions(table: Any, place: str) -> tuple[int, ...]:
     values = tuple(table.get(str(1 << i), 0) for i in range(INTERVALS))
     for value in values:
         if type(value) is not int or not 0 <= value < (1 << 31) or value & (value - 1):
-            raise TraceError(
-                f"{place}: key 'roundup_power2_divisions': must hold powers of two, not {quoted(value)}"
-            )
+            raise TraceError(f"{place}: key 'roundup_power2_divisions': must hold powers of two, not {quoted(value)}")
     return values
 
 
@@ -102,14 +105,7 @@ def _completed(found: Settings) -> Settings:
     if any(found.divisions) and not _mentions(found.conf, "roundup_power2_divisions"):
         table = ",".join(f"{1 << i}:{value}" for i, value in enumerate(found.divisions))
         parts.append(f"roundup_power2_divisions:[{table}]")
-    return Settings(
-        ",".join(parts),
-        found.max_split_size,
-        found.garbage_collection_threshold,
-        found.expandable_segments,
-        found.divisions,
-        found.large_segment_size,
-    )
+    return replace(found, conf=",".join(parts))
 
 
 def _says_expandable(conf: str) -> bool:

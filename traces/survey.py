@@ -11,6 +11,7 @@ completions waited for, every cached segment released, and a segment obtained or
 from __future__ import annotations
 
 import itertools
+from bisect import bisect_left, bisect_right
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Final
@@ -30,6 +31,7 @@ from traces.snapshot_layout import (
     SEGMENT_MAP,
     SEGMENT_UNMAP,
     DeviceRecord,
+    Entries,
     PoolId,
 )
 
@@ -120,6 +122,7 @@ class Survey:
     spaces: list[tuple[tuple[int, bool, PoolId], AddressSpace]]  # of the start, by stream, size class and pool
     released_pools: dict[int, PoolId]  # the pool of what an entry gave back
     sizes: dict[int, int]
+    split_finely: set[int]  # steps whose block left a remainder that only expandable segments split off
     order: list[int]
     peak: int
     top: int  # an address above all seen
@@ -148,6 +151,9 @@ class _Survey:
         self.ages = Ages(start.ranges if rules.minor >= 13 else ())
         self.idle: dict[int, bool] = {}  # cached whole segments by address: whether large
         self.spaces: dict[tuple[int, bool, PoolId], list[AddressSpace]] = {}
+        self.modes = _modes_of_takes(record.entries, start.pools)
+        self.born: dict[int, int] = {}  # address in use -> number of the step that allocated it
+        self.split_finely: set[int] = set()
         self.steps: list[Step] = []
         self.placed: list[Placed] = []
         self.refused: dict[tuple[int, bool, PoolId], Placed] = {}  # address ranges asked for, not yet seen
@@ -198,6 +204,7 @@ class _Survey:
             spaces=self.initial_spaces,
             released_pools=self.released_pools,
             sizes=self.guesses.initial,
+            split_finely=self.split_finely,
             order=self.ages.order([found.start for found in self.start.ranges]),
             peak=self.peak,
             top=self.top,
@@ -303,22 +310,39 @@ class _Survey:
             raise MapError(f"the address {address:#x} is in no segment")
         step.pool = e.pool[i] or found.pool
         free = found.free_from(address)
+        self._check_below(found, address)
         for raised in self.guesses.note(self.map, _key(found), size, None if step.takes else (address, free)):
             self.ages.raised(raised)
-        self.sizes[address] = self._taken(found, size, free)
+        self.sizes[address] = self._taken(found, size, free, self._expandable_on(i))
+        self.born[address] = len(self.steps) - 1
         if not step.takes:
             self.ages.note(found, (address, free))
         self.ages.change(found, self.sizes, address, freed=False)
         self.map.use(address, e.size[i])
         self.idle.pop(found.start, None)
 
-    def _taken(self, found: Range, size: int, free: int) -> int:
+    def _taken(self, found: Range, size: int, free: int, expandable_on: bool) -> int:
         """The size of the block cut from a free range (`should_split`)."""
-        settings = self.rules.settings
-        if found.expandable or not found.large or settings.expandable_segments:
+        if found.expandable or not found.large or expandable_on:
             return min(size, free)
-        whole = settings.max_split_size is not None and size >= settings.max_split_size
+        max_split = self.rules.settings.max_split_size
+        whole = max_split is not None and size >= max_split
         return free if whole or free - size <= SMALL_SIZE else size
+
+    def _expandable_on(self, i: int) -> bool:
+        """Whether expandable segments seem to be on: as in the memory obtained last before entry `i`."""
+        if not self.modes:
+            return self.rules.settings.expandable_segments
+        k = bisect_right(self.modes, i, key=lambda mode: mode[0]) - 1
+        return self.modes[max(k, 0)][1]
+
+    def _check_below(self, found: Range, address: int) -> None:
+        """Learn from an address right after a block that was thought to be larger: its remainder was split off."""
+        k = bisect_left(found.active, address)
+        below = found.active[k - 1] if k else address
+        if below + self.sizes.get(below, 0) > address and below in self.born:
+            self.split_finely.add(self.born[below])
+            self.sizes[below] = address - below
 
     def _apply(self, i: int) -> None:
         """Enter an entry of a run into the books."""
@@ -332,7 +356,8 @@ class _Survey:
         elif kind == SEGMENT_FREE:
             found = self.map.take_segment(self.entries.address[i], self.entries.size[i])
             self.released_pools[i] = found.pool
-            self.ages.drop(found)
+            in_call = self.entries.kind[i - 1] == SEGMENT_FREE if i else False
+            self.ages.drop(found, in_call and self.rules.settings.max_split_size is None)
             self.idle.pop(found.start, None)
         else:
             self._unmap(i)
@@ -341,6 +366,7 @@ class _Survey:
     def _complete(self, i: int) -> None:
         address = self.entries.address[i]
         found = self.map.drop(address)
+        self.born.pop(address, None)
         self.guesses.freed(address)
         self.ages.change(found, self.sizes, address, freed=True)
         self._note_idle(found)
@@ -429,6 +455,13 @@ class _Survey:
 
 def _key(found: Range) -> tuple[int, bool, PoolId]:
     return found.stream, bool(found.large), found.pool
+
+
+def _modes_of_takes(entries: Entries, pools: dict[int, PoolId]) -> list[tuple[int, bool]]:
+    """Where memory was obtained for the default pool, and whether it was mapped."""
+    return [
+        (i, kind == SEGMENT_MAP) for i, kind in enumerate(entries.kind) if kind in _TAKES and pools[i] == DEFAULT_POOL
+    ]
 
 
 def _in_passes(released: list[tuple[int, int]]) -> bool:

@@ -169,4 +169,3 @@ def _refuse(data: bytes, at: int) -> NoReturn:
     if op in _PERSISTENT:
         raise _Refused(f"asks for a persistent object: {_PLAIN}")
     raise _Refused(f"asks for opcode 0x{op:02x}: {_PLAIN}")
-

@@ -1,0 +1,116 @@
+"""Measures of fresh processes: a large file from the command line, start-up, and the first compilation."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import traces
+from tests.benchmarks.figures import Figure
+from tests.benchmarks.launch import SHOW
+from tests.benchmarks.workloads import transformer
+
+ROOT: Final = Path(__file__).resolve().parents[2]
+TINY: Final = "traces/samples/tiny.json"
+GIB: Final = 2**30
+FILE_GOAL_S: Final = 10.0
+FILE_GOAL_GIB: Final = 4.0
+HELP_GOAL_MS: Final = 150.0
+RUN_GOAL_S: Final = 1.5
+COLD_GOAL_S: Final = 60.0
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What a process took; `said` is the JSON it printed, if it was asked for."""
+
+    wall: float
+    cpu: float
+    peak: int
+    said: Mapping[str, Any]
+
+
+def launch(*arguments: str, show: bool = False, environment: Mapping[str, str] | None = None) -> Usage:
+    """Run this Python with some arguments in a fresh process. Raises RuntimeError where it fails."""
+    command = [sys.executable, "-m", "tests.benchmarks.launch", *([SHOW] if show else []), sys.executable, *arguments]
+    done = subprocess.run(
+        command,
+        cwd=ROOT,
+        env={**os.environ, **(environment or {})},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    lines = done.stdout.splitlines()
+    taken = json.loads(lines[-1]) if lines else {"code": done.returncode}
+    if taken["code"] != 0:
+        raise RuntimeError(f"'{' '.join(arguments)}' failed with exit code {taken['code']}: {done.stderr.strip()}")
+    said = json.loads(lines[0]) if show else {}
+    return Usage(taken["wall"], taken["cpu"], taken["peak"], said)
+
+
+def fastest_launch(rounds: int, *arguments: str) -> Usage:
+    """The run with the least wall time."""
+    return min((launch(*arguments) for _ in range(rounds)), key=lambda usage: usage.wall)
+
+
+def large_file(events: int, rounds: int) -> list[Figure]:
+    """A columnar file of transformer training: `run` on it, and reading and replay apart."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "large.npz"
+        traces.write(transformer(events).trace("", "2.13"), path)
+        size = path.stat().st_size
+        run = fastest_launch(rounds, "-m", "simulator", "run", "--json", str(path))
+        apart = launch("-m", "tests.benchmarks.read_and_replay", str(path), show=True).said
+    grown = apart["after_replay"] - apart["before"]
+    return [
+        Figure("`run` on the file", run.wall, "s", FILE_GOAL_S, {"s of CPU": run.cpu, "M events/s": events / run.wall / 1e6}),
+        Figure("peak memory of `run`", run.peak / GIB, "GiB", FILE_GOAL_GIB, {"bytes an event": run.peak / events}),
+        Figure("traces.read, checks included", apart["read"], "s"),
+        Figure("replay", apart["replay"], "s"),
+        Figure("memory that both add at the peak", grown / events, "bytes an event", None),
+        Figure("the file itself", size / events, "bytes an event"),
+    ]
+
+
+def start_up(rounds: int) -> list[Figure]:
+    """`--help` beyond Python's own start, and `run` on a small sample with kernels compiled before."""
+    run = ("-m", "simulator", "run", TINY)
+    launch(*run)
+    nothing = fastest_launch(2 * rounds, "-c", "pass")
+    shown = fastest_launch(2 * rounds, "-m", "simulator", "--help")
+    small = fastest_launch(rounds, *run)
+    return [
+        Figure(
+            "--help, beyond `python -c pass`",
+            1e3 * (shown.wall - nothing.wall),
+            "ms",
+            HELP_GOAL_MS,
+            {"ms of CPU": 1e3 * (shown.cpu - nothing.cpu)},
+        ),
+        Figure(f"run {TINY}, kernels in the cache", small.wall, "s", RUN_GOAL_S, {"s of CPU": small.cpu}),
+    ]
+
+
+def cold_start() -> list[Figure]:
+    """The first run ever: with an empty cache, beyond what it takes with a full one."""
+    return [
+        _compilation("compile all kernels", "-m", "tests.benchmarks.compile_all"),
+        _compilation(f"compile what `run {TINY}` needs", "-m", "simulator", "run", TINY),
+    ]
+
+
+def _compilation(name: str, *arguments: str) -> Figure:
+    with tempfile.TemporaryDirectory() as folder:
+        cold = launch(*arguments, environment={"NUMBA_CACHE_DIR": folder})
+        kept = sum(1 for _ in Path(folder).rglob("*.nbc"))
+        warm = launch(*arguments, environment={"NUMBA_CACHE_DIR": folder})
+    details = {"s of CPU": cold.cpu - warm.cpu, "files in the cache": kept, "s when cached": warm.wall}
+    return Figure(name, cold.wall - warm.wall, "s", COLD_GOAL_S, details)
