@@ -126,6 +126,7 @@ from simulator.layout import (
     REQUESTED_BYTES,
     RESERVED_BYTES,
     RETRIES,
+    ROOM,
     S_CLOCK,
     S_COLUMNS,
     S_HEAD,
@@ -569,6 +570,7 @@ def insert_events(m: Memory, block: int) -> None:
     while use != 0:
         following = m[use + N_NEXT]
         stream = m[use + N_STREAM]
+        m[ROOM] += W_COLUMNS
         m[use + N_NEXT] = 0
         m[use + N_BLOCK] = block
         m[use + N_SERIAL] = m[SERIAL]
@@ -607,6 +609,7 @@ def drop_captured_uses(m: Memory, block: int) -> None:
     while use != 0:
         following = m[use + N_NEXT]
         if m[use + N_CAPTURED] == 1:
+            m[ROOM] += W_COLUMNS
             drop_node(m, use)
         else:
             m[use + N_NEXT] = m[block + USES]
@@ -677,6 +680,7 @@ def record_stream(m: Memory, block: int, stream: int) -> None:
         use = m[use + N_NEXT]
     if use == 0:
         use = new_node(m)
+        m[ROOM] -= W_COLUMNS  # set aside: when the block is freed, each use may become an item of work
         m[use + N_STREAM] = stream
         m[use + N_NEXT] = m[block + USES]
         m[use + N_CAPTURED] = 0
@@ -720,10 +724,36 @@ def free_later(m: Memory, block: int, owner: int) -> None:
 
 
 @kernel
+def drop_deferred(m: Memory, block: int) -> None:
+    """Take a block off the list of frees deferred by a capture, and forget its stream uses."""
+    before = 0
+    node = m[DEFERRED]
+    while node != 0 and m[node + N_BLOCK] != block:
+        before = node
+        node = m[node + N_NEXT]
+    if node == 0:
+        return
+    if before != 0:
+        m[before + N_NEXT] = m[node + N_NEXT]
+    else:
+        m[DEFERRED] = m[node + N_NEXT]
+    if m[DEFERRED_TAIL] == node:
+        m[DEFERRED_TAIL] = before
+    drop_node(m, node)
+    while m[block + USES] != 0:
+        use = m[block + USES]
+        m[block + USES] = m[use + N_NEXT]
+        m[ROOM] += W_COLUMNS
+        drop_node(m, use)
+    m[block + FLAGS] &= ~HAS_USES
+
+
+@kernel
 def complete_free(m: Memory, block: int, owner: int) -> None:
     """This pending free completes now, whatever its events say; nothing happens if it is not pending any more."""
     if block == 0 or m[block + FLAGS] & PENDING == 0 or m[block + OWNER] != owner:
         return
+    drop_deferred(m, block)
     for number in range(m[NUM_STREAMS]):
         stream = stream_at(m, number)
         before = 0

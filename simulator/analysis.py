@@ -5,6 +5,7 @@ Pure functions of a `Machine` that has run (and of what it measured); nothing he
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from dataclasses import dataclass
 
 import numpy as np
@@ -40,13 +41,14 @@ def phase_spans(machine: Machine) -> tuple[PhaseSpan, ...]:
 def phase_peaks(machine: Machine, spans: tuple[PhaseSpan, ...]) -> tuple[PhasePeak, ...]:
     """Peaks of every phase; phases of the same key (several micro-batches of a step) are taken together."""
     found: dict[str, PhasePeak] = {}
+    ends = _first_and_last(spans)
     out = machine.out
     for span in spans:
         window = out[span.start : span.stop]
         peak = int(window[:, engine.OUT_ALLOCATED].max())
         reserved = int(window[:, engine.OUT_RESERVED].max())
         left = int(window[-1, engine.OUT_ALLOCATED])
-        for key in _phase_keys(span, spans):
+        for key in _phase_keys(span, ends):
             before = found.get(key)
             if before is not None:
                 peak, reserved = max(peak, before.peak), max(reserved, before.peak_reserved)
@@ -54,24 +56,35 @@ def phase_peaks(machine: Machine, spans: tuple[PhaseSpan, ...]) -> tuple[PhasePe
     return tuple(found.values())
 
 
-def _phase_keys(span: PhaseSpan, spans: tuple[PhaseSpan, ...]) -> list[str]:
+def _first_and_last(spans: tuple[PhaseSpan, ...]) -> dict[str, tuple[int, int]]:
+    """The first and the last step of each kind of phase."""
+    ends: dict[str, tuple[int, int]] = {}
+    for span in spans:
+        short = _SHORT.get(span.name)
+        if short is not None and span.step is not None:
+            low, high = ends.get(short, (span.step, span.step))
+            ends[short] = (min(low, span.step), max(high, span.step))
+    return ends
+
+
+def _phase_keys(span: PhaseSpan, ends: dict[str, tuple[int, int]]) -> list[str]:
     """`fwd_first`, `fwd_last` and the like for the first and last step of a phase; name and step for others."""
     short = _SHORT.get(span.name)
     if short == "load":
         return ["load"]
     if short is None or span.step is None:
         return [span.name if span.step is None else f"{span.name}.{span.step}"]
-    steps = [other.step for other in spans if _SHORT.get(other.name) == short and other.step is not None]
-    keys = [f"{short}_{end}" for end, step in (("first", min(steps)), ("last", max(steps))) if span.step == step]
+    keys = [f"{short}_{end}" for end, step in zip(("first", "last"), ends[short], strict=True) if span.step == step]
     return keys or [f"{short}.{span.step}"]
 
 
 def phase_at(spans: tuple[PhaseSpan, ...], index: int) -> str | None:
     """The phase that event `index` belongs to, with its step."""
-    for span in reversed(spans):
-        if span.start <= index < span.stop:
-            return span.name if span.step is None else f"{span.name} {span.step}"
-    return None
+    found = bisect_right(spans, index, key=lambda span: span.start) - 1
+    if found < 0:
+        return None
+    span = spans[found]
+    return span.name if span.step is None else f"{span.name} {span.step}"
 
 
 # --- what was alive ---------------------------------------------------------------------------------------------------

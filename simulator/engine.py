@@ -390,8 +390,8 @@ def serve(m: Memory, ids: Memory, op: int, ident: int, arg: int, stream: int, pa
             ids[2 * ident] = 0
         free(m, block, ident)
         return DONE, address
-    block = ids[2 * ident] if op == RECORD_STREAM or op == COMPLETE_FREE else 0
-    address = m[block + PTR] if block > 0 else 0
+    block = ids[2 * ident] if op in (RECORD_STREAM, COMPLETE_FREE) else 0
+    address = m[block + PTR] if block > 0 and op == RECORD_STREAM else 0
     return serve_rare(m, op, block, ident, arg, stream), address
 
 

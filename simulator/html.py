@@ -219,7 +219,9 @@ def _figures(rank: RankResult) -> str:
         for key, name, count in figures
     ]
     if rank.duration_ns is not None:
-        cells.append(f'<div><dt>simulated time</dt><dd data-key="duration_ns">{format_time(rank.duration_ns)}</dd></div>')
+        cells.append(
+            f'<div><dt>simulated time</dt><dd data-key="duration_ns">{format_time(rank.duration_ns)}</dd></div>'
+        )
     for key, name in (("num_alloc_retries", "allocation retries"), ("num_ooms", "out-of-memory events")):
         if key in stats:
             cells.append(f'<div><dt>{name}</dt><dd data-key="{key}">{stats[key]:,}</dd></div>')

@@ -254,7 +254,7 @@ UNLIMITED: Final = (1 << 63) - 1  # max_split_size where it is not set
 NEVER: Final = 1 << 62  # a time that no clock reaches
 UNKNOWN: Final = NEVER - 1  # ... because a collective's start is not known yet
 
-# --- log: entries of five words ----------------------------------------------------------------------------------------------------------
+# --- log: entries of five words -------------------------------------------------------------------------------------
 L_KIND: Final = 0
 L_EVENT: Final = 1
 L_ADDRESS: Final = 2

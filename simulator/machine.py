@@ -6,6 +6,7 @@ trace alone, so that many replays under other settings share it.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -24,12 +25,18 @@ STREAM_OPS = (Op.ALLOC, Op.RECORD_STREAM, Op.COMPLETE_EVENTS, Op.SYNCHRONIZE, Op
 GRANULE = 2 << 20
 LOG_ENTRIES = 4096  # room of the log at first
 FIRST_WORDS = 1 << 16  # room for records at first
+MAX_SETS = 1 << 16  # streams x pools
+PATIENCE = 0.05  # seconds after which the kernels are left, so that Python can see a Ctrl-C
 BLOCK_FLAGS = {"active_allocated": at.ALLOCATED, "active_pending_free": at.PENDING, "inactive": 0}
 
 
 @dataclass(frozen=True)
 class Program:
-    """A rank's events for the kernels. `ids` are the trace's ids by dense id; `streams` its stream numbers, ascending."""
+    """A rank's events for the kernels.
+
+    What the trace numbers at will is dense here: `ids` are the trace's ids by dense id, `stream_values` its streams by
+    theirs, `pools` its private pools by theirs less one (0 is the default pool); all ascending.
+    """
 
     events: Events
     initial: Initial
@@ -40,12 +47,17 @@ class Program:
     host_ns: Int64Array
     ids: Int64Array
     stream_values: Int64Array
-    num_pools: int
+    pools: Int64Array
     timed: bool
     num_collectives: int
 
     def __len__(self) -> int:
         return len(self.ops)
+
+    @property
+    def num_pools(self) -> int:
+        """How many pools there are, the default one included."""
+        return 1 + len(self.pools)
 
 
 def _dense_ids(events: Events, initial: Initial) -> tuple[npt.NDArray[np.int32], Int64Array]:
@@ -73,10 +85,12 @@ def _dense_streams(events: Events, initial: Initial) -> tuple[npt.NDArray[np.int
     return np.minimum(dense, len(known) - 1).astype(np.int32), np.searchsorted(known, on), known
 
 
-def _arguments(events: Events, on: Int64Array) -> Int64Array:
+def _arguments(events: Events, on: Int64Array, pools: Int64Array) -> Int64Array:
     """The one number that an op takes beside id and stream."""
     ops = events.op
     args = events.ints("bytes").copy()
+    if (ops == Op.OTHER_PROCESS).any():
+        args = np.where(ops == Op.OTHER_PROCESS, np.minimum(args, MAX_DEVICE_BYTES), args)  # more is as much as all
     for op, column in ((Op.KERNEL, "duration_ns"), (Op.COLLECTIVE, "duration_ns")):
         chosen = ops == op
         if chosen.any():
@@ -90,22 +104,28 @@ def _arguments(events: Events, on: Int64Array) -> Int64Array:
     chosen = ops >= Op.POOL_CREATE
     chosen &= ops <= Op.POOL_RELEASE
     if chosen.any():
-        packed = np.searchsorted(_pool_numbers(events), events.ints("pool")) + 1
+        packed = np.searchsorted(pools, events.ints("pool")) + 1
         packed += events.bools("no_split") * engine.POOL_NO_SPLIT + events.bools("use_on_oom") * engine.POOL_ON_OOM
         args[chosen] = packed[chosen]
     return args
 
 
-def _pool_numbers(events: Events) -> Int64Array:
-    """The private pools that a rank's events name, ascending."""
-    return np.unique(events.ints("pool")[np.isin(events.op, POOL_OPS)])
+def _pool_numbers(events: Events, initial: Initial) -> Int64Array:
+    """The private pools that a rank's events and initial state name, ascending."""
+    early = np.asarray([segment.pool_id for segment in initial.segments if segment.pool_id], dtype=np.int64)
+    return np.unique(np.concatenate([events.ints("pool")[np.isin(events.op, POOL_OPS)], early]))
+
+
+def _plain(column: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """A column as kernels read it, by bare pointers: one value after the other, in memory of one type."""
+    return np.require(column, requirements=["C", "A", "W"])
 
 
 def compile_rank(rank: RankEvents, *, timed: bool, solo: npt.NDArray[np.bool_] | None = None) -> Program:
     """Make a rank's (checked) events ready. `timed`: some rank of the trace has kernel or collective events.
 
     `solo` marks the collectives that every present rank of their group reaches at the same time by symmetry: they are
-    served like kernels.
+    served like kernels. Raises TraceError for more streams and pools than can be simulated.
     """
     events = rank.events
     initial = rank.initial or Initial()
@@ -114,18 +134,23 @@ def compile_rank(rank: RankEvents, *, timed: bool, solo: npt.NDArray[np.bool_] |
     ops = events.op
     if solo is not None and solo.any():
         ops = np.where(solo, np.uint8(Op.KERNEL), ops)
-    pools = max((segment.pool_id for segment in initial.segments), default=0)
+    pools = _pool_numbers(events, initial)
+    if len(stream_values) * (1 + len(pools)) > MAX_SETS:
+        raise TraceError(
+            f"rank {rank.ranks[0]}: {len(stream_values)} streams in {1 + len(pools)} memory pools are more than can be"
+            f" simulated: their product may be {MAX_SETS}"
+        )
     return Program(
         events=events,
         initial=initial,
-        ops=ops,
-        idents=idents,
-        args=_arguments(events, on),
-        streams=streams,
-        host_ns=events.ints("host_ns") if "host_ns" in events.columns else np.empty(0, dtype=np.int64),
+        ops=_plain(ops),
+        idents=_plain(idents),
+        args=_plain(_arguments(events, on, pools)),
+        streams=_plain(streams),
+        host_ns=_plain(events.ints("host_ns")) if "host_ns" in events.columns else np.empty(0, dtype=np.int64),
         ids=ids,
         stream_values=stream_values,
-        num_pools=1 + max(len(_pool_numbers(events)), pools),
+        pools=pools,
         timed=timed,
         num_collectives=int((ops == Op.COLLECTIVE).sum()),
     )
@@ -165,6 +190,7 @@ class Machine:
         self.first_settings = settings
         self.release = release
         self.index = 0
+        self.stretch = 4096  # how many events the kernels are given at once
         self.fraction = 1.0
         columns = engine.OUT_FULL if full else engine.OUT_TIMED if program.timed else engine.OUT_PLAIN
         self.out = np.zeros((len(program), columns), dtype=np.int64)
@@ -203,12 +229,14 @@ class Machine:
             at.LOG: LOG_ENTRIES * at.L_COLUMNS if log else 0,
         }
         top = at.SCALARS
-        memory = np.zeros(top + sum(sizes.values()) + FIRST_WORDS, dtype=np.int64)
+        # Set aside: in one event, each set (for free and for unmapped blocks) may get its first leaf and directory.
+        first_leaves = (4 * program.num_pools * streams + 1) * (at.LEAF_COLUMNS + 4)
+        memory = np.zeros(top + sum(sizes.values()) + FIRST_WORDS + first_leaves, dtype=np.int64)
         for cell, size in sizes.items():
             memory[cell] = top
             top += size
         memory[at.TOP] = top
-        memory[at.ROOM] = len(memory)
+        memory[at.ROOM] = len(memory) - first_leaves
         memory[at.LOG_ROOM] = LOG_ENTRIES if log else 0
         memory[at.LOGGING] = log
         memory[[at.LIMIT, at.REJECT_CAP, at.PEAK_EVENT]] = -1
@@ -278,7 +306,7 @@ class Machine:
         scalars[at.LARGE_SEGMENT] = settings.large_segment_size
         scalars[at.EXPANDABLE_ON] = settings.expandable_segments
         scalars[at.DIVISIONS_ON] = any(settings.roundup_power2_divisions)
-        scalars[at.DIVISIONS : at.DIVISIONS + 16] = settings.roundup_power2_divisions
+        scalars[at.DIVISIONS : at.DIVISIONS + 16] = np.minimum(settings.roundup_power2_divisions, MAX_DIVISIONS)
         scalars[at.REJECT_CAP] = -1
         if settings.throw_on_cudamalloc_oom:
             scalars[at.REJECT_CAP] = int(settings.per_process_memory_fraction * self.device.total_bytes)
@@ -308,7 +336,7 @@ class Machine:
         position = {int(value): i for i, value in enumerate(self.program.stream_values)}
         for members in _address_ranges(initial):
             head = members[0]
-            pool = int(self.memory[at.POOLS]) + head.pool_id * at.P_COLUMNS
+            pool = int(self.memory[at.POOLS]) + self._pool_index(head.pool_id) * at.P_COLUMNS
             self._enter_pool(pool)
             which = int(self.memory[pool + at.P_SETS])
             which += ((head.pool == "large") * len(position) + position[head.stream]) * at.SET_COLUMNS
@@ -320,10 +348,8 @@ class Machine:
         self.memory[at.EVENT] = -1
         engine.finish_event(self.memory, np.zeros(engine.OUT_FULL, dtype=np.int64), engine.OUT_FULL, 0)
 
-    def _initial_rows(
-        self, members: list[InitialSegment], which: int, dense: dict[int, int]
-    ) -> tuple[Int64Array, int]:
-        """Blocks of one segment in address order, unmapped ranges between mapped ones included; its ExpandableSegment."""
+    def _initial_rows(self, members: list[InitialSegment], which: int, dense: dict[int, int]) -> tuple[Int64Array, int]:
+        """Blocks of one segment in address order, unmapped ranges included, and its ExpandableSegment."""
         head = members[0]
         flags = (at.LARGE if head.pool == "large" else 0) | (at.IS_EXPANDABLE if head.expandable else 0)
         base, end, segment = head.address, head.address + head.bytes, 0
@@ -354,6 +380,10 @@ class Machine:
         self.memory[at.VA_TOP] = max(int(self.memory[at.VA_TOP]), round_up(base + size, GRANULE))
         return base, base + size, int(engine.load_expandable(self.memory, base, size, page, which))
 
+    def _pool_index(self, number: int) -> int:
+        """The dense number of a pool that the trace calls `number`."""
+        return 0 if number == 0 else 1 + int(np.searchsorted(self.program.pools, number))
+
     def _enter_pool(self, pool: int) -> None:
         """A private pool that the initial state mentions exists and is in use."""
         if self.memory[pool + at.P_PRIVATE] and not self.memory[pool + at.P_ALIVE]:
@@ -371,15 +401,15 @@ class Machine:
         blocks = (int(m[at.LIVE_BLOCKS]) + 32) * (2 * at.BLOCK_COLUMNS + 16)
         return blocks + (int(m[at.LIVE_LEAVES]) + 8) * (at.LEAF_COLUMNS + 8)
 
-    def _reserve(self, blocks: int) -> None:
-        """Make room for so many new blocks, and for what any one event may add after them."""
-        live = int(self.memory[at.LIVE_BLOCKS]) + blocks
-        need = 2 * self._words_needed() + 80 * blocks + 96 * live
-        if self.memory[at.TOP] + need > len(self.memory):
-            grown = np.zeros(max(int(self.memory[at.TOP]) + need, 2 * len(self.memory)), dtype=np.int64)
-            top = int(self.memory[at.TOP])
+    def _reserve(self, blocks: int, words: int = 0) -> None:
+        """Make room for so many new blocks, for `words` more, and for what any one event may add after them."""
+        top = int(self.memory[at.TOP])
+        need = 2 * self._words_needed() + 200 * blocks + words
+        missing = top + need - int(self.memory[at.ROOM])
+        if missing > 0:
+            grown = np.zeros(len(self.memory) + max(missing, len(self.memory)), dtype=np.int64)
             grown[:top] = self.memory[:top]
-            grown[at.ROOM] = len(grown)
+            grown[at.ROOM] += len(grown) - len(self.memory)  # what is set aside stays so
             self.memory = grown
 
     def _flush_log(self) -> None:
@@ -390,10 +420,7 @@ class Machine:
         self.memory[at.LOGGED] = 0
         wanted = 8 * int(self.memory[at.LIVE_BLOCKS]) + 256
         if wanted > self.memory[at.LOG_ROOM]:
-            self._reserve(wanted)
-            while self.memory[at.TOP] + wanted * at.L_COLUMNS + self._words_needed() > len(self.memory):
-                self._reserve(2 * wanted)
-                wanted += 1
+            self._reserve(0, wanted * at.L_COLUMNS)
             self.memory[at.LOG] = self.memory[at.TOP]
             self.memory[at.TOP] += wanted * at.L_COLUMNS
             self.memory[at.LOG_ROOM] = wanted
@@ -412,6 +439,7 @@ class Machine:
     def step(self, stop: int, patient: int = -1) -> int:
         """Serve events up to `stop`, growing arrays as needed; the status of `engine.run` at `self.index`."""
         program = self.program
+        before = time.monotonic()
         while True:
             status, self.index = engine.run(
                 self.memory,
@@ -424,12 +452,24 @@ class Machine:
                 self.out.reshape(-1),
                 self.out.shape[1],
                 self.index,
-                stop,
+                min(stop, self.index + self.stretch),
                 patient,
             )
-            if status != at.GROW:
+            if status == at.GROW:
+                self.grow()
+            elif status != at.PAUSED or self.index == stop:
                 return int(status)
-            self.grow()
+            else:
+                before = self._pace(before)
+
+    def _pace(self, before: float) -> float:
+        """Choose how many events the kernels get at once: so many that Python sees a Ctrl-C soon. The time now."""
+        now = time.monotonic()
+        if now - before < PATIENCE:
+            self.stretch = min(2 * self.stretch, 1 << 20)
+        elif now - before > 2 * PATIENCE:
+            self.stretch = max(self.stretch // 4, 16)
+        return now
 
     def serve_control(self) -> tuple[str, Mapping[str, Any]] | None:
         """Serve the event at `index` that the kernel leaves to Python; a report, if it asked for one."""
@@ -455,7 +495,7 @@ class Machine:
             at.STOP_SPLIT_RELEASED: "a split block would be released after max_split_size_mb was lowered at run time;"
             " this is undefined in PyTorch (it frees memory that is in use): keep the setting constant",
             at.STOP_EXPANDABLE_ASSERT: f"releasing an expandable block fails an internal assertion in PyTorch"
-            f" {self.release.text}: leave out garbage_collection_threshold or max_split_size_mb, or take a newer release",
+            f" {self.release.text}: leave out garbage_collection_threshold and max_split_size_mb",
             at.STOP_ODD_PAGE: "the driver refuses pages of this large_segment_size_mb, undefined in PyTorch"
             f" {self.release.text}: give a multiple of 2",
         }
@@ -476,7 +516,7 @@ class Machine:
         return {"all": both, "small_pool": pools[0], "large_pool": pools[1]}
 
     def statistics_report(self) -> dict[str, Any]:
-        """Every statistic, nested as in `torch.cuda.memory_stats_as_nested_dict`, each [current, peak, allocated, freed]."""
+        """Every statistic, nested as PyTorch's, each [current, peak, allocated, freed]."""
         report: dict[str, Any] = {}
         for stat, name in enumerate(at.STAT_NAMES):
             values = self.stat(stat)
@@ -492,7 +532,7 @@ class Machine:
         return report
 
     def memory_stats(self) -> dict[str, int]:
-        """The flat dictionary of `torch.cuda.memory_stats`, sorted as there; counters the release has not are left out."""
+        """The flat dictionary of `torch.cuda.memory_stats`, with the counters that the release has."""
         report = self.statistics_report()
         if not self.release.has_device_counters:
             for name in ("num_sync_all_streams", "num_device_alloc", "num_device_free"):
@@ -513,13 +553,14 @@ class Machine:
                 cell = int(self.memory[at.POOLS]) + pool * at.P_COLUMNS + at.P_RESERVED
                 current, peak, allocated = self.memory[cell : cell + 3].tolist()
                 if allocated or current:
-                    name = f"reserved_bytes_by_private_pools.0_{pool}.all"
+                    name = f"reserved_bytes_by_private_pools.0_{self.program.pools[pool - 1]}.all"
                     _flatten(flat, name, [current, peak, allocated, allocated - current])
         return dict(sorted(flat.items()))
 
     def segments(self) -> list[dict[str, Any]]:
         """Every mapped range in address order, with its blocks: section 7.2 with `large` and `expandable` as flags."""
         m = self.memory
+        pools = [0, *self.program.pools.tolist()]
         segments: list[dict[str, Any]] = []
         for head in self._heads():
             which = m[head + at.SET]
@@ -542,7 +583,7 @@ class Machine:
                     "large": bool(m[head + at.FLAGS] & at.LARGE),
                     "expandable": bool(m[head + at.FLAGS] & at.IS_EXPANDABLE),
                     "blocks": run,
-                    "pool_id": (int(m[which + at.SET_POOL]) - int(m[at.POOLS])) // at.P_COLUMNS,
+                    "pool_id": pools[(int(m[which + at.SET_POOL]) - int(m[at.POOLS])) // at.P_COLUMNS],
                 }
             )
         return sorted(segments, key=lambda segment: int(segment["address"]))
@@ -552,7 +593,9 @@ class Machine:
         m = self.memory
         pending = [int(m[node + at.N_BLOCK]) for node in self._pending_nodes()]
         seen = {int(block) for block in self.ids[self.ids[:, 0] > 0, 0]}
-        starts = {block for block in seen if m[block + at.FLAGS] & at.ALLOCATED} | set(pending) | set(self.free_blocks())
+        starts = (
+            {block for block in seen if m[block + at.FLAGS] & at.ALLOCATED} | set(pending) | set(self.free_blocks())
+        )
         starts |= {block for block in seen if m[block + at.FLAGS] & at.PENDING}
         heads = set()
         for start in starts:

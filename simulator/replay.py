@@ -5,10 +5,9 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 
@@ -157,9 +156,7 @@ def _check_settings(trace: Trace, setup: Setup) -> None:
 
 def _build(trace: Trace, classes: Sequence[RankClass], setup: Setup, *, full: bool, log: bool) -> list[Machine]:
     """A machine for every class."""
-    timed = any(
-        bool(((rank.events.op == Op.KERNEL) | (rank.events.op == Op.COLLECTIVE)).any()) for rank in trace.ranks
-    )
+    timed = any(bool(((rank.events.op == Op.KERNEL) | (rank.events.op == Op.COLLECTIVE)).any()) for rank in trace.ranks)
     machines = []
     for number, item in enumerate(classes):
         device = setup.device(item.source.device)
@@ -219,7 +216,7 @@ def _result_of(
     ranks = tuple(item.ranks)
     device = machine.device
     entries = _log_of(machine) if log or snapshot else None
-    outside = ()
+    outside: tuple[OutsideTerm, ...] = ()
     if device.context_bytes:
         outside = (OutsideTerm("context", device.context_bytes, "the trace's device, or --context"),)
     return RankResult(
@@ -318,11 +315,3 @@ def _with_answers(
             result = replace(result, oom=replace(result.oom, remedies=remedies, tried=tried, untried=untried))
         ranks.append(result)
     return replace(found, ranks=tuple(ranks))
-
-
-def announce_compilation(stream: Any = None) -> None:
-    """Say on `stream` (stderr) that kernels are compiled now, when that has not been done before."""
-    from traces.jit import is_cached
-
-    if not is_cached():
-        print("compiling the kernels, once: this takes up to a minute ...", file=stream or sys.stderr, flush=True)

@@ -256,7 +256,9 @@ def _figures(group: RankResult) -> Table:
     if bound is not None:
         _figure(table, "peak requested", bound, "for a perfect allocator")
     if group.duration_ns is not None:
-        add_row(table, "simulated time", format_time(group.duration_ns), f"{group.duration_ns:,} ns", "host and streams")
+        add_row(
+            table, "simulated time", format_time(group.duration_ns), f"{group.duration_ns:,} ns", "host and streams"
+        )
     retries, ooms = (group.memory_stats.get(name, 0) for name in ("num_alloc_retries", "num_ooms"))
     add_row(table, "retries, OOM events", f"{retries}, {ooms}", "", f"in {group.events} events")
     return table

@@ -209,7 +209,7 @@ class Schedule:
     # --- collectives ----------------------------------------------------------------------------------------------
 
     def _start_collectives(self, number: int) -> list[int]:
-        """After a turn of a class: fix the start of all that everyone has reached; the classes that learned something."""
+        """After a turn of a class: fix the starts that everyone has reached; the classes that learned something."""
         self._note_launches(number)
         changed: set[int] = set()
         fresh = [number]
@@ -266,7 +266,7 @@ class Schedule:
     # --- where all wait -------------------------------------------------------------------------------------------
 
     def _let_poll(self, serve: ServeFunction) -> None:
-        """Let the class that is furthest behind poll its unknown events as incomplete, if a poll is all it waits for."""
+        """Let the class that is furthest behind poll its unknown events as incomplete, if it waits for a poll."""
         pollers = [number for number in self.waiting if self._polls(number)]
         if not pollers:
             raise self._deadlock()

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from simulator.result import LOG_KINDS, RankResult
-from tests.observed import Call, Observed, Row, Setup, calls_of, merge_pages
+from tests.observed import DEVICE_CALLS, Entry, Observed, Row, Setup, calls_of, merge_pages
 from traces.errors import ReplayError
 from traces.model import (
     BOOL_FIELDS,
@@ -127,13 +127,13 @@ def observe(rank: RankResult, rows: Sequence[Row]) -> Observed:
     return Observed(states, [calls_of(log) for log in logs], logs, reports, dict(rank.memory_stats))
 
 
-def full_log(rank: RankResult, events: int) -> list[list[Call]]:
+def full_log(rank: RankResult, events: int) -> list[list[Entry]]:
     """The log by event: calls of the device, and the allocator's own trace among them."""
     log = rank.log
     assert log is not None
-    entries: list[list[Call]] = [[] for _ in range(events)]
-    for kind, event, address, size in zip(
-        log.kind.tolist(), log.event.tolist(), log.address.tolist(), log.bytes.tolist(), strict=True
-    ):
-        entries[event].append((LOG_KINDS[kind], address, size))
+    entries: list[list[Entry]] = [[] for _ in range(events)]
+    columns = (log.kind, log.event, log.address, log.bytes, log.stream)
+    for code, event, address, size, stream in zip(*(column.tolist() for column in columns), strict=True):
+        kind = LOG_KINDS[code]
+        entries[event].append((kind, address, size) if kind in DEVICE_CALLS else (kind, address, size, stream))
     return [merge_pages(of_event) for of_event in entries]

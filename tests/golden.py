@@ -42,7 +42,7 @@ def load(name: str) -> Recording:
     return parse(name, archive(path.name.split(".")[0])[f"{name}.jsonl"])
 
 
-@lru_cache(maxsize=2)
+@lru_cache(maxsize=None)
 def archive(workload: str) -> dict[str, bytes]:
     """The files of one archive."""
     data = lzma.decompress((FOLDER / f"{workload}.tar.xz").read_bytes())

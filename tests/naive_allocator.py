@@ -429,7 +429,7 @@ class NaiveAllocator:
                 self.num_oom_rejections += 1
                 raise
             if block is None:
-                self.device.note("oom", max(self.device.left, 0), size)
+                self.device.note("oom", max(self.device.left, 0), size, stream)
                 self.counters["num_ooms"] += 1
                 raise OutOfMemoryError
             expandable = expandable and (block.pool is pool)
@@ -641,7 +641,7 @@ class NaiveAllocator:
             self.count("inactive_split_bytes", pool, change_bytes)
         block.allocated = True
         block.requested_size = n
-        self.device.note("alloc", block.ptr, n)
+        self.device.note("alloc", block.ptr, n, block.stream)
         self.count("allocation", pool, 1)
         self.count("allocated_bytes", pool, block.size)
         self.count("active", pool, 1)
@@ -677,7 +677,7 @@ class NaiveAllocator:
         block.allocated = False
         self.count("allocation", block.pool, -1)
         self.count("allocated_bytes", block.pool, -block.size)
-        self.device.note("free_requested", block.ptr, block.requested_size)
+        self.device.note("free_requested", block.ptr, block.requested_size, block.stream)
         self.count_oversize("oversize_allocations", block.size, -1)
         if not block.stream_uses:
             self.free_block(block)
@@ -689,7 +689,7 @@ class NaiveAllocator:
     def free_block(self, block: Block) -> None:
         """Section 3.3."""
         pool, size, requested = block.pool, block.size, block.requested_size
-        self.device.note("free_completed", block.ptr, requested)
+        self.device.note("free_completed", block.ptr, requested, block.stream)
         count = absorbed = 0
         for neighbour in (block.prev, block.next):
             gained = self.merge(block, neighbour)
@@ -850,8 +850,6 @@ class NaiveAllocator:
             if self.room_from(start, size) >= size:
                 return start
         page = SMALL_BUFFER if pool.small else self.settings.large_segment_size
-        if page % GRANULE and self.release >= (2, 15):
-            raise UndefinedInPyTorchError("the driver refuses pages of this size")
         total = self.device.total + self.device.total // 8
         bytes_ = -(-total // page) * page
         address = self.device.reserve(bytes_)
@@ -877,6 +875,8 @@ class NaiveAllocator:
         """Section 4.3: give memory to the start of an unmapped block."""
         assert block.segment is not None
         assert not block.mapped
+        if block.segment.page % GRANULE and self.release >= (2, 15):
+            raise UndefinedInPyTorchError("the driver refuses pages of this size")
         mapped = block.segment.map(block.ptr, size)
         if mapped == 0:
             return False

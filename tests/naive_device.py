@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import insort
 from dataclasses import dataclass, field
 
-from tests.observed import VA_BASE, Call
+from tests.observed import VA_BASE, Entry, merge_pages
 
 GRANULE = 2 << 20
 
@@ -27,7 +27,7 @@ class NaiveDevice:
     used: int = 0
     ranges: list[tuple[int, int]] = field(default_factory=list)  # (address, bytes) taken, by address
     pages: set[tuple[int, int]] = field(default_factory=set)  # (address, bytes) mapped
-    log: list[Call] = field(default_factory=list)  # of the event under way: calls, and what the allocator adds
+    log: list[Entry] = field(default_factory=list)  # of the event under way: calls, and what the allocator adds
     placements: int = 0
     top: int = 0  # bump: nothing at or above this was ever used
 
@@ -36,9 +36,9 @@ class NaiveDevice:
         """Bytes that can still be had (negative when other processes took more)."""
         return self.total - self.used - self.other
 
-    def note(self, action: str, address: int, size: int) -> None:
+    def note(self, action: str, address: int, size: int, stream: int) -> None:
         """Write down an entry of the allocator's own trace among the calls."""
-        self.log.append((action, address, size))
+        self.log.append((action, address, size, stream))
 
     def malloc(self, size: int) -> int | None:
         """cudaMalloc: an address, or None."""
@@ -92,10 +92,7 @@ class NaiveDevice:
 
     def log_range(self, kind: str, address: int, size: int) -> None:
         """Log a page; it is one call with the page before it when that is its neighbour."""
-        if self.log and self.log[-1][0] == kind and self.log[-1][1] + self.log[-1][2] == address:
-            kind, first, before = self.log.pop()
-            address, size = first, before + size
-        self.log.append((kind, address, size))
+        self.log[-1:] = merge_pages([*self.log[-1:], (kind, address, size)])
 
     def place(self, size: int) -> int:
         """Pick the address of a new range by the device's rule."""

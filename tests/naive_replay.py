@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from tests.naive_allocator import Block, NaiveAllocator, OutOfMemoryError, UndefinedInPyTorchError
 from tests.naive_device import NaiveDevice
-from tests.observed import OUT_OF_MEMORY, Call, Observed, Report, Row, Setup, State, calls_of
+from tests.observed import OUT_OF_MEMORY, Entry, Observed, Report, Row, Setup, State, calls_of
 
 
 class NaiveReplay:
@@ -19,7 +19,7 @@ class NaiveReplay:
         self.freed: dict[int, Block | None] = {}
         self.addresses: dict[int, int] = {}
 
-    def step(self, row: Row) -> tuple[State, list[Call], Report | None]:
+    def step(self, row: Row) -> tuple[State, list[Entry], Report | None]:
         """Serve an event: the state after it, the log of what was done for it, and a report if it asked for one."""
         self.device.log = []
         report = None

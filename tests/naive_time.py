@@ -1,9 +1,9 @@
-"""A slow, plain model of simulated time, beside the engine: every piece of work is an object that knows what it waits for.
+"""A slow, plain model of simulated time: every piece of work is an object that knows what it waits for.
 
-Streams are chains of work; when a piece ends is asked of the chain, and is None while some rank has not come to a
-collective yet. Events are served one at a time, always on the rank whose host clock is lowest (then: the lowest rank),
-so that whatever is not known yet lies in the future. Memory is the naive allocator's, which asks the same chains
-whether an event is complete.
+It stands beside the engine. Streams are chains of work; when a piece ends is asked of the chain, and is None while
+some rank has not come to a collective yet. Events are served one at a time, always on the rank whose host clock is
+lowest (then: the lowest rank), so that whatever is not known yet lies in the future. Memory is the naive allocator's,
+which asks the same chains whether an event is complete.
 """
 
 from __future__ import annotations
@@ -81,13 +81,20 @@ class Meetings:
 
 @dataclass
 class Clock:
-    """A rank's host clock and the last work on each of its streams."""
+    """A rank's host clock and the work on each of its streams."""
 
     host: int = 0
-    tails: dict[int, Work] = field(default_factory=dict)
+    streams: dict[int, list[Work]] = field(default_factory=dict)
 
     def tail(self, stream: int) -> Work:
-        return self.tails.get(stream, NOTHING)
+        return self.streams[stream][-1] if stream in self.streams else NOTHING
+
+    def tails(self) -> list[Work]:
+        return [works[-1] for works in self.streams.values()]
+
+    def add(self, stream: int, find: Callable[[], int | None]) -> None:
+        """More work on a stream."""
+        self.streams.setdefault(stream, []).append(Work(find))
 
     def wait(self, works: Sequence[Work]) -> None:
         """The host waits for some works."""
@@ -110,6 +117,11 @@ class Recorded:
     def __bool__(self) -> bool:
         end = self.work.end()
         return end is not None and end <= self.clock.host
+
+
+def without_hold(mark: Any) -> Any:
+    """What becomes of a mark when events are not held any more: only time counts."""
+    return mark if isinstance(mark, Recorded) else True
 
 
 class TimedAllocator(NaiveAllocator):
@@ -140,7 +152,7 @@ class TimedAllocator(NaiveAllocator):
         self.hold = hold
         if not hold:
             for fifo in self.events.values():
-                fifo[:] = [(mark if isinstance(mark, Recorded) else True, block) for mark, block in fifo]
+                fifo[:] = [(without_hold(mark), block) for mark, block in fifo]
 
     def synchronize_and_free_events(self) -> None:
         """The host waits for every event; held ones take no time."""
@@ -202,10 +214,10 @@ class NaiveRank:
                 self.launch(row)
             case "wait_stream":
                 tails = [self.clock.tail(row.get("stream", 0)), self.clock.tail(row["on"])]
-                self.clock.tails[row.get("stream", 0)] = Work(lambda: latest([work.end() for work in tails]))
+                self.clock.add(row.get("stream", 0), lambda: latest([work.end() for work in tails]))
             case "synchronize":
                 stream = row.get("stream")
-                self.clock.wait([self.clock.tail(stream)] if stream is not None else list(self.clock.tails.values()))
+                self.clock.wait([self.clock.tail(stream)] if stream is not None else self.clock.tails())
                 self.allocator.complete_events(stream)
             case "complete_events":
                 self.allocator.complete_events(row["stream"])
@@ -248,17 +260,17 @@ class NaiveRank:
         front, issued = self.clock.tail(stream), self.clock.host
         arrival = Work(lambda: latest([front.end(), issued]))
         if row["op"] == "kernel":
-            self.clock.tails[stream] = Work(lambda: later(arrival.end(), duration))
+            self.clock.add(stream, lambda: later(arrival.end(), duration))
             return
         group = row["group"]
         ordinal = self.calls.get(group, 0)
         self.calls[group] = ordinal + 1
         self.meetings.arrivals[group, ordinal, self.rank] = arrival
-        self.clock.tails[stream] = Work(lambda: later(self.meetings.start(group, ordinal, self.rank), duration))
+        self.clock.add(stream, lambda: later(self.meetings.start(group, ordinal, self.rank), duration))
 
     def result(self) -> Shown:
-        """What it showed, with the time at which the host and all streams are done."""
-        ends = [work.end() for work in self.clock.tails.values()]
+        """What it showed, with the time at which the host and all streams are done with what ever ends."""
+        ends = [work.end() for works in self.clock.streams.values() for work in works]
         duration = max([self.clock.host, *(end for end in ends if end is not None)])
         return Shown(**(vars(self.shown) | {"duration": duration}))
 

@@ -17,6 +17,7 @@ from typing import Any
 Row = list[Any]
 State = tuple[int, ...]
 Call = tuple[str, int, int]
+Entry = tuple[str | int, ...]  # a call, or an entry of the allocator's own trace: kind, address, bytes, stream
 Report = dict[str, Any]
 
 COLUMNS = ("address", "reserved", "allocated", "active", "segments", "num_alloc_retries", "num_ooms")
@@ -42,14 +43,15 @@ class Observed:
     """What stood after every event, the device's calls of every event, and the reports by event.
 
     `logs` has the device's calls with the entries of the allocator's own trace among them (`alloc`, `free_requested`,
-    `free_completed`: address and requested bytes; `oom`: bytes free on the device, and the rounded request).
+    `free_completed`: address and requested bytes; `oom`: bytes free on the device, and the rounded request; then the
+    stream).
     A state is None where nothing was recorded (the events that ask for a report). `undefined` says at which event
     the replay stopped because PyTorch leaves undefined what follows.
     """
 
     states: list[State | None] = field(default_factory=list)
     calls: list[list[Call]] = field(default_factory=list)
-    logs: list[list[Call]] = field(default_factory=list)
+    logs: list[list[Entry]] = field(default_factory=list)
     reports: dict[int, Report] = field(default_factory=dict)
     memory_stats: dict[str, int] = field(default_factory=dict)  # at the end, by PyTorch's flat names
     undefined: int | None = None
@@ -60,18 +62,20 @@ class Observed:
         return [state[index] for state in self.states if state is not None]
 
 
-def calls_of(log: Sequence[Call]) -> list[Call]:
+def calls_of(log: Sequence[Entry]) -> list[Call]:
     """The device's calls of a log."""
-    return [entry for entry in log if entry[0] in DEVICE_CALLS]
+    return [(str(kind), int(address), int(size)) for kind, address, size, *_ in log if kind in DEVICE_CALLS]
 
 
-def merge_pages(calls: Sequence[Call]) -> list[Call]:
+def merge_pages(log: Sequence[Entry]) -> list[Entry]:
     """Join `M` and `U` calls of neighbouring ranges that follow each other."""
-    merged: list[Call] = []
-    for kind, address, size in calls:
-        if kind in ("M", "U") and merged and merged[-1][0] == kind and sum(merged[-1][1:]) == address:
-            address, size = merged[-1][1], merged.pop()[2] + size
-        merged.append((kind, address, size))
+    merged: list[Entry] = []
+    for kind, *rest in log:
+        before = merged[-1] if merged else ("",)
+        if kind in ("M", "U") and before[0] == kind and int(before[1]) + int(before[2]) == rest[0]:
+            merged.pop()
+            rest = [before[1], int(before[2]) + int(rest[1])]
+        merged.append((kind, *rest))
     return merged
 
 

@@ -16,6 +16,7 @@ from traces.model import Events, InitialSegment, Op, RankEvents, Strings, Trace
 from traces.snapshot import LOG_KINDS, RankRecording, Recording
 
 Entry = tuple[str, int, int]
+SHOWN = frozenset(LOG_KINDS) - frozenset("XRVY")  # what a snapshot's trace shows of the device's calls
 STATES = {"allocated": "active_allocated", "pending_free": "active_pending_free", "inactive": "inactive"}
 
 
@@ -113,7 +114,7 @@ class Replay:
                 self._event(Op(op), index, int(ids[index]), int(sizes[index]), int(streams[index]), events)
             except NoBlockError:
                 break
-            logs.append([(kind, a, b) for kind, a, b in self.device.log if kind in LOG_KINDS and kind not in "XRVY"])
+            logs.append([_entry(entry) for entry in self.device.log if entry[0] in SHOWN])
         return logs
 
     def _event(self, op: Op, index: int, ident: int, size: int, stream: int, events: Events) -> None:
@@ -172,6 +173,11 @@ class Replay:
             }
             for s in found
         ]
+
+
+def _entry(entry: tuple[str | int, ...]) -> Entry:
+    kind, address, size, *_ = entry
+    return str(kind), int(address), int(size)
 
 
 def _by_space(rank: RankEvents) -> list[list[InitialSegment]]:

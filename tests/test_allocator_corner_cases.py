@@ -13,7 +13,7 @@ import pytest
 
 from tests.fast import fast_replay, to_trace
 from tests.naive_replay import naive_replay
-from tests.observed import COLUMNS, VA_BASE, Call, Observed, Row, Setup
+from tests.observed import COLUMNS, VA_BASE, Call, Entry, Observed, Row, Setup
 from traces.check import check
 from traces.errors import EventError, ReplayError
 
@@ -53,9 +53,12 @@ class Shown:
         """The device calls of an allocation."""
         return self.calls(self.places[id_])
 
-    def log_for(self, id_: int) -> list[Call]:
-        """The whole log of an allocation."""
-        return [relative(entry) for entry in self.observed.logs[self.places[id_]]]
+    def log_for(self, id_: int) -> list[Entry]:
+        """The whole log of an allocation, with relative addresses."""
+        return [
+            (kind, int(address) - VA_BASE if int(address) >= VA_BASE else address, *rest)
+            for kind, address, *rest in self.observed.logs[self.places[id_]]
+        ]
 
     def stat(self, name: str, index: int = -1) -> Any:
         """A statistic of the report at an event (default: the last one): a counter, or "current" of all pools."""
@@ -315,7 +318,7 @@ def test_14_accounts_of_an_out_of_memory(replay: Replay) -> None:
     case.malloc(512)
     failed = case.malloc(60 * MIB)
     shown = case.run()
-    assert shown.log_for(failed)[-1] == ("oom", 38 * MIB, 62914560)
+    assert shown.log_for(failed)[-1] == ("oom", 38 * MIB, 62914560, 0)
     assert shown.stat("num_alloc_retries") == 1
     assert shown.stat("num_ooms") == 1
     assert shown.stat("num_sync_all_streams") == 1
@@ -346,9 +349,9 @@ def test_15_freed_block_waits_for_the_other_stream(replay: Replay) -> None:
     assert shown.at(freed, "allocated") == 2 * MIB
     assert shown.at(freed, "active") == 32 * MIB
     assert shown.address(other) == 32 * MIB
-    assert shown.log_for(other) == [("alloc", 32 * MIB, 10 * MIB - 512)]
+    assert shown.log_for(other) == [("alloc", 32 * MIB, 10 * MIB - 512, 0)]
     assert shown.address(again) == 0
-    assert shown.log_for(again) == [("free_completed", 0, 30 * MIB), ("alloc", 0, 30 * MIB)]
+    assert shown.log_for(again) == [("free_completed", 0, 30 * MIB, 0), ("alloc", 0, 30 * MIB, 0)]
 
 
 def test_15_requested_bytes_fall_when_the_free_completes(replay: Replay) -> None:
@@ -407,9 +410,9 @@ def test_18_pool_is_not_searched_again_after_the_retry(replay: Replay) -> None:
     assert shown.address(failed) == -1
     assert shown.log_for(failed) == [
         ("X", 0, 26 * MIB),
-        ("free_completed", 0, 25 * MIB),
+        ("free_completed", 0, 25 * MIB, 0),
         ("X", 0, 26 * MIB),
-        ("oom", 10 * MIB, 25 * MIB),
+        ("oom", 10 * MIB, 25 * MIB, 0),
     ]
     assert shown.address(served) == 0
 
@@ -728,6 +731,6 @@ def test_38_streams_are_polled_from_the_last_to_the_first_after_the_default_one(
     case.do("e", 0)
     last = case.malloc(512, 9)
     shown = case.run()
-    completed = [4 * MIB - entry[2] for entry in shown.log_for(last) if entry[0] == "free_completed"]
+    completed = [4 * MIB - int(entry[2]) for entry in shown.log_for(last) if entry[0] == "free_completed"]
     assert completed == [0, 4, 3, 2, 1]
     assert shown.segments[0] == (0, [[20 * MIB, 4 * MIB - 1, "inactive"]])

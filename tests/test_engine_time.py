@@ -9,9 +9,11 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
+from hypothesis import event, given
 
 from simulator.replay import replay
-from tests.naive_time import naive
+from tests.naive_time import DeadlockError, naive
+from tests.random_ranks import cases
 from tests.timed import (
     MIB,
     Case,
@@ -29,6 +31,7 @@ from tests.timed import (
     synchronize,
     wait_stream,
 )
+from traces.errors import EventError
 
 Serve = Callable[[Case], Mapping[int, Shown]]
 
@@ -427,8 +430,18 @@ def test_collectives_of_two_groups_are_counted_apart(serve: Serve) -> None:
 
 def test_a_later_collective_on_another_stream_need_not_wait_for_an_earlier_one(serve: Serve) -> None:
     """All ranks have reached the second one of the group; the first is held up behind a group that nobody waits for."""
-    first = [collective("g", 10, stream=1), collective("g", 10, stream=2), synchronize(2), collective("h", 10, stream=3)]
-    second = [collective("h", 10, stream=1), collective("g", 10, stream=1), collective("g", 10, stream=2), synchronize()]
+    first = [
+        collective("g", 10, stream=1),
+        collective("g", 10, stream=2),
+        synchronize(2),
+        collective("h", 10, stream=3),
+    ]
+    second = [
+        collective("h", 10, stream=1),
+        collective("g", 10, stream=1),
+        collective("g", 10, stream=2),
+        synchronize(),
+    ]
     shown = serve(Case({0: first, 1: second}, {"g": [0, 1], "h": [0, 1]}))
     assert shown[0].times == [0, 0, 10, 10]
     assert shown[1].times[-1] == 30
@@ -516,7 +529,7 @@ def test_a_poll_of_the_rank_furthest_behind_needs_no_wait(serve: Serve) -> None:
 
 
 def test_polls_of_several_ranks_go_by_their_clocks(serve: Serve) -> None:
-    """Both poll behind a collective that the other reaches later: the rank at 20 must not be asked before that at 10."""
+    """Both poll behind a collective that the other reaches later: the one at 10 must go on before the one at 20."""
     first = [alloc(1), record(1, 1), collective("a", 5, stream=1), free(1), busy(20), alloc(2), collective("b", 5)]
     second = [alloc(1), record(1, 1), collective("b", 5, stream=1), free(1), busy(10), alloc(2), collective("a", 5)]
     shown = serve(Case({0: first, 1: second}, {"a": [0, 1], "b": [0, 1]}))
@@ -550,3 +563,110 @@ def test_a_retry_waits_for_a_collective_that_is_reached_later(serve: Serve) -> N
     assert shown[0].times[-2:] == [130, 130]
     assert shown[0].retries[-1] == 1
     assert shown[1].duration == 131
+
+
+# --- deadlocks ----------------------------------------------------------------------------------------------------
+
+
+def crossed(wait: list[Row]) -> Case:
+    """Two ranks that launch the collectives of two groups in opposite order, with something between."""
+    return Case(
+        {
+            3: [alloc(1), collective("a", 10, stream=1), *wait, collective("b", 10, stream=2), synchronize()],
+            5: [collective("b", 10, stream=2), *wait, collective("a", 10, stream=1), synchronize()],
+        },
+        {"a": [3, 5], "b": [3, 5]},
+    )
+
+
+@pytest.mark.parametrize("wait", [[], [busy(7)], [alloc(2)], [synchronize(0)]], ids=["nothing", "busy", "poll", "idle"])
+def test_groups_in_another_order_are_no_deadlock_where_nobody_waits(wait: list[Row], serve: Serve) -> None:
+    shown = serve(crossed(wait))
+    end = 17 if wait == [busy(7)] else 10
+    assert shown[3].times[-1] == shown[5].times[-1] == end
+
+
+def test_a_deadlock_is_one_clear_error() -> None:
+    with pytest.raises(EventError) as caught:
+        fast(crossed([synchronize()]))
+    assert str(caught.value) == (
+        "rank 3, event 1, field 'group': collective 0 of group 'a' is never reached by rank 5; give every rank of a"
+        " group the same collectives in the same order"
+    )
+    assert (caught.value.rank, caught.value.index, caught.value.field) == (3, 1, "group")
+    with pytest.raises(DeadlockError):
+        naive(crossed([synchronize()]))
+
+
+def test_crossed_groups_on_one_stream_are_a_deadlock() -> None:
+    """Nobody waits in between, but the streams do."""
+    case = Case(
+        {
+            0: [collective("a", 10), collective("b", 10), synchronize()],
+            1: [collective("b", 10), collective("a", 10), synchronize()],
+        },
+        {"a": [0, 1], "b": [0, 1]},
+    )
+    with pytest.raises(EventError, match=r"^rank 0, event 0, field 'group': collective 0 of group 'a' is never"):
+        fast(case)
+    with pytest.raises(DeadlockError):
+        naive(case)
+
+
+def test_a_deadlock_names_the_collective_that_lacks_a_rank() -> None:
+    """The second collective of rank 2 is missing; the first is not to blame, nor are the ranks that came."""
+    rows = [collective("g", 10), alloc(1), collective("g", 10), alloc(2), synchronize()]
+    case = Case({(0, 1): rows, 2: [collective("g", 10)]}, {"g": [0, 1, 2]})
+    with pytest.raises(EventError, match=r"^rank 0, event 2, .* collective 1 of group 'g' is never reached by rank 2;"):
+        fast(case)
+    with pytest.raises(DeadlockError):
+        naive(case)
+
+
+def test_a_collective_that_a_rank_never_reaches_is_no_error_where_nobody_waits(serve: Serve) -> None:
+    """A trace may end anywhere; what is behind the collective just never ends."""
+    shown = serve(Case({0: [kernel(7), collective("g", 10), kernel(5), alloc(1)], 1: [busy(3)]}, {"g": [0, 1]}))
+    assert (shown[0].duration, shown[1].duration) == (7, 3)
+
+
+def test_empty_cache_in_a_deadlock() -> None:
+    rows = [alloc(1), record(1, 1), collective("g", 1, stream=1), free(1), plain("empty_cache")]
+    with pytest.raises(EventError, match="rank 0, event 2"):
+        fast(Case({0: rows, 1: [kernel(1)]}, {"g": [0, 1]}))
+
+
+# --- random cases against the model -------------------------------------------------------------------------------
+
+
+def assert_same(case: Case) -> None:
+    """The engine and the model show the same, a deadlock included."""
+    try:
+        expected = naive(case)
+    except DeadlockError:
+        with pytest.raises(EventError, match="is never reached by rank"):
+            fast(case)
+        event("deadlock")
+        return
+    got = fast(case)
+    event(f"{len({id(rows) for _, rows in case.by_rank()})} sequences of events")
+    for rank, rows in case.by_rank():
+        for name in vars(expected[rank]):
+            wanted, made = getattr(expected[rank], name), getattr(got[rank], name)
+            assert made == wanted, f"rank {rank}: {name} of {rows}"
+
+
+@given(cases())
+def test_random_ranks_agree_with_the_model(case: Case) -> None:
+    assert_same(case)
+
+
+@given(cases(total_bytes=64 * MIB, together=False))
+def test_random_ranks_under_pressure_agree_with_the_model(case: Case) -> None:
+    """Retries and failures, whose waits move the host clock."""
+    assert_same(case)
+
+
+@given(cases(total_bytes=64 * MIB))
+def test_random_ranks_that_meet_under_pressure_agree_with_the_model(case: Case) -> None:
+    """Retries that wait for collectives."""
+    assert_same(case)

@@ -137,7 +137,9 @@ def test_neighbouring_pages_in_a_row_are_one_call(drawn: list[tuple[str, int, in
     assert list(zip(names, *(column.tolist() for column in found[1:]), strict=True)) == expected
 
 
-@pytest.mark.parametrize("name", ["2.11.0/stress.expandable", "2.15.0/stress.expandable", "2.12.1/toggles.expandable"])
+@pytest.mark.parametrize(
+    "name", ["2.11.0/stress.expandable", "2.15.0/streams.small-device", "2.12.1/toggles.expandable"]
+)
 def test_files_of_a_replay_hold_what_was_recorded(name: str, tmp_path: Path) -> None:
     recording = golden.load(name)
     trace = to_trace(recording.rows, recording.setup)

@@ -33,7 +33,8 @@ class Sizes:
     def __init__(self, start: Start, rules: SizeRules) -> None:
         self.known = start.sizes  # of all blocks in use, as they come and go
         self.initial = dict(start.sizes)
-        self.most = start.most if rules.settings.max_split_size is None else {}
+        self.most = start.most
+        self.max_split = rules.settings.max_split_size
         self.lowest_first = rules.minor <= 11
 
     def freed(self, address: int) -> None:
@@ -51,6 +52,8 @@ class Sizes:
             room = address + found.gap_after(bisect_left(found.active, address)) - begin
             if room < needed or not self._preferred((room, begin), chosen):
                 continue
+            if self.max_split is not None and room >= self.max_split:
+                continue  # too large to be split for this
             more = room - needed + 512
             if self.known[address] + more <= most:
                 self.known[address] += more

@@ -16,10 +16,12 @@ from pathlib import Path
 from typing import Any, Final, TypeVar
 
 import numba
-from numba.core import config, types
+from numba.core import config as _config
+from numba.core import types
 from numba.extending import intrinsic
 from numba.np.arrayobj import make_array
 
+config: Any = _config  # its options are set at run time
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 _ROOT: Final = Path(__file__).resolve().parent.parent
@@ -84,19 +86,16 @@ def _cache_dir() -> str:
 CACHE_DIR: Final = _cache_dir()
 
 
-def is_cached() -> bool:
-    """Whether some kernel was compiled and kept before (a first run takes much longer)."""
-    return bool(CACHE_DIR) and any(Path(CACHE_DIR).rglob("*.nbc"))
-
-
 @intrinsic
 def _data_pointer(typing_context: Any, array: Any) -> Any:
     """The address of an array's first element, as a typed pointer."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return make_array(signature.args[0])(context, builder, arguments[0]).data
+        make: Any = make_array
+        return make(signature.args[0])(context, builder, arguments[0]).data
 
-    return types.CPointer(array.dtype)(array), generate
+    pointer_type: Any = types.CPointer
+    return pointer_type(array.dtype)(array), generate
 
 
 if config.DISABLE_JIT:
@@ -113,7 +112,7 @@ else:
 
         Only valid while the caller holds the array; indices are flat.
         """
-        return _data_pointer(array)
+        return _data_pointer(array)  # type: ignore[call-arg]  # numba gives the typing context
 
 
 def kernel(function: Function | None = None, *, inline: bool = False) -> Any:
@@ -126,7 +125,8 @@ def kernel(function: Function | None = None, *, inline: bool = False) -> Any:
         before = config.CACHE_DIR
         config.CACHE_DIR = CACHE_DIR
         try:
-            return numba.njit(cache=bool(CACHE_DIR), nogil=True, forceinline=inline)(plain)  # type: ignore[no-any-return]
+            compiled: Any = numba.njit(cache=bool(CACHE_DIR), nogil=True, forceinline=inline)(plain)
+            return compiled
         finally:
             config.CACHE_DIR = before
 

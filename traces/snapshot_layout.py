@@ -154,8 +154,10 @@ def read_layout(snapshot: Any, where: str) -> Layout:
     segments = _list(snapshot, "segments", where)
     traces = _list(snapshot, "device_traces", where) if "device_traces" in snapshot else []
     _refuse_shared(traces, f"{where}: key 'device_traces'")
-    settings = read_settings(snapshot.get("allocator_settings"), where)
     by_device = _segments(segments, where)
+    settings = read_settings(snapshot.get("allocator_settings"), where)
+    if not settings.known and any(segment.expandable for found in by_device.values() for segment in found):
+        settings = Settings(conf="expandable_segments:True", expandable_segments=True)
     namer = Namer()
     devices = []
     for device in range(max(len(traces), 1 + max(by_device, default=-1))):

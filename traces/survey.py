@@ -258,6 +258,9 @@ class _Survey:
         step.mapped_before_release = first_take < last_release or (oom and bool(step.takes))
         step.expandable = any(kind == SEGMENT_MAP for kind in kinds)
         self.steps.append(step)
+        if step.takes or oom:
+            step.pool = e.pool[i] or (self.start.pools[step.takes[-1]] if step.takes else DEFAULT_POOL)
+            self._note_choice(step, e.size[i] if oom else self.rules.round_size(e.size[i]), None)
         for k, j in enumerate(run):
             self._apply(j)
             if k < memory and step.would_fit < 0 and self._fits(step, self.entries.address[j]):
@@ -311,8 +314,8 @@ class _Survey:
         step.pool = e.pool[i] or found.pool
         free = found.free_from(address)
         self._check_below(found, address)
-        for raised in self.guesses.note(self.map, _key(found), size, None if step.takes else (address, free)):
-            self.ages.raised(raised)
+        if not step.takes:
+            self._note_choice(step, size, (address, free))
         self.sizes[address] = self._taken(found, size, free, self._expandable_on(i))
         self.born[address] = len(self.steps) - 1
         if not step.takes:
@@ -320,6 +323,11 @@ class _Survey:
         self.ages.change(found, self.sizes, address, freed=False)
         self.map.use(address, e.size[i])
         self.idle.pop(found.start, None)
+
+    def _note_choice(self, step: Step, size: int, chosen: tuple[int, int] | None) -> None:
+        """Learn from what the allocator found, or did not find, for `size` bytes."""
+        for raised in self.guesses.note(self.map, (step.stream, step.large, step.pool), size, chosen):
+            self.ages.raised(raised)
 
     def _taken(self, found: Range, size: int, free: int, expandable_on: bool) -> int:
         """The size of the block cut from a free range (`should_split`)."""

@@ -1,15 +1,21 @@
-"""What the commands share: notes on stderr, JSON on stdout, sizes of options."""
+"""What the commands share: notes and progress on stderr, JSON on stdout, sizes of options."""
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import sys
-from collections.abc import Iterable
-from typing import Any
+import threading
+from collections.abc import Iterable, Iterator
+from typing import Any, Final
 
 from simulator.settings import parse_size
 from traces.errors import ConfigError, LLMemError
 from traces.text import one_line
+
+#: Seconds of work before a spinner appears.
+PATIENCE: Final = 0.5
 
 
 def announce(notes: Iterable[str], quiet: bool) -> None:
@@ -17,6 +23,64 @@ def announce(notes: Iterable[str], quiet: bool) -> None:
     if not quiet:
         for note in dict.fromkeys(notes):
             print(f"note: {one_line(note)}", file=sys.stderr)
+
+
+@contextlib.contextmanager
+def working(what: str, quiet: bool, *, compiles: bool = False) -> Iterator[None]:
+    """Show on stderr that `what` goes on inside: by a spinner on a terminal, once it takes long, which then goes.
+
+    With `compiles` a line says so when kernels are compiled inside (and numba is loaded, for that). `quiet`: nothing.
+    """
+    with contextlib.ExitStack() as stack:
+        if not quiet:
+            stack.enter_context(_spinner(what))
+        if compiles and not quiet:
+            stack.enter_context(_announced_compilation())
+        yield
+
+
+@contextlib.contextmanager
+def _spinner(what: str) -> Iterator[None]:
+    """A spinner with the elapsed time on stderr, after a moment, where stderr is a terminal that can show it."""
+    if not sys.stderr.isatty() or os.environ.get("TERM") in ("dumb", "unknown"):
+        yield
+        return
+    from rich.console import Console
+    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    console = Console(stderr=True)
+    columns = (SpinnerColumn("line"), TextColumn("{task.description}", markup=False), TimeElapsedColumn())
+    progress = Progress(*columns, console=console, transient=True, redirect_stdout=False)
+    progress.add_task(what, total=None)
+    timer = threading.Timer(PATIENCE, progress.start)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        timer.join()
+        progress.stop()
+
+
+@contextlib.contextmanager
+def _announced_compilation() -> Iterator[None]:
+    """Say so, once, when kernels are compiled: what was compiled before comes from a cache, within a second."""
+    from numba.core import event
+
+    class Announcer(event.Listener):
+        said = False
+
+        def on_start(self, _: Any) -> None:
+            if not self.said:
+                self.said = True
+                print("compiling the kernels, once: this takes up to a minute ...", file=sys.stderr, flush=True)
+
+        def on_end(self, _: Any) -> None:
+            pass
+
+    with event.install_listener("numba:compile", Announcer()):
+        yield
 
 
 def print_json(document: Any) -> None:

@@ -12,6 +12,7 @@ from traces.errors import ConfigError, OutputError
 from traces.text import path_text
 
 if TYPE_CHECKING:
+    from simulator.result import Result
     from traces.model import Trace
 
 #: What `--to` accepts.
@@ -54,7 +55,7 @@ def command(source: str, target: str, to: str | None, release: str | None, force
 
     A snapshot, chrome or timeline file holds what the allocator did, so IN is replayed for it.
     """
-    from simulator.commands.common import announce
+    from simulator.commands.common import announce, working
     from simulator.settings import parse_release
 
     form = to or format_of(target)
@@ -66,10 +67,12 @@ def command(source: str, target: str, to: str | None, release: str | None, force
 
     import traces
 
-    trace = traces.read(source, release=release)
+    with working(f"reading {path_text(source)}", quiet):
+        trace = traces.read(source, release=release)
     announce(trace.notes, quiet)
     if form in ("json", "json-rows", "json-columns", "npz"):
-        traces.write(trace, target, to=form, force=force)
+        with working("writing", quiet):
+            traces.write(trace, target, to=form, force=force)
     else:
         _write_replay(trace, target, form, force, quiet)
     return 0
@@ -90,12 +93,19 @@ def _check_distinct(source: str, target: str) -> None:
 
 
 def _write_replay(trace: Trace, path: str, form: str, force: bool, quiet: bool) -> None:
-    from simulator.commands.common import announce
-    from simulator.outputs import write_snapshots
+    from simulator.commands.common import announce, working
     from simulator.replay import replay
 
-    result = replay(trace, snapshot=form == "snapshot", analyse=False)
+    with working("replaying", quiet, compiles=True):
+        result = replay(trace, snapshot=form == "snapshot", analyse=False)
     announce((note for note in result.notes if note not in trace.notes), quiet)
+    with working("writing", quiet):
+        _write_result(result, path, form, force)
+
+
+def _write_result(result: Result, path: str, form: str, force: bool) -> None:
+    from simulator.outputs import write_snapshots
+
     if form == "snapshot":
         write_snapshots(result, path, force=force)
         return

@@ -45,9 +45,10 @@ def command(
     quiet: bool,
 ) -> int:
     """Replay TRACE (a trace, or a torch memory snapshot) and report the memory of every rank."""
-    from simulator.commands.common import announce, print_json, sizes
+    from simulator.commands.common import announce, print_json, sizes, working
     from simulator.settings import conf_from_environment, parse_conf, parse_release
     from traces.model import DEFAULT_RELEASE
+    from traces.text import path_text
 
     if allocator is not None and allocator_from_env:
         raise click.UsageError("--allocator and --allocator-from-env exclude each other")
@@ -59,7 +60,8 @@ def command(
 
     import traces
 
-    source = traces.read(trace, release=release)
+    with working(f"reading {path_text(trace)}", quiet):
+        source = traces.read(trace, release=release)
     behaviour = parse_release(release or source.release or DEFAULT_RELEASE)
     if allocator_from_env:
         allocator = conf_from_environment(os.environ, behaviour)
@@ -72,21 +74,23 @@ def command(
     from simulator.replay import replay
     from simulator.report import render_json, render_table
 
-    result = replay(
-        source,
-        conf=allocator,
-        release=release,
-        memory=total,
-        context=outside,
-        events=events is not None,
-        log=calls is not None,
-        snapshot=snapshot is not None,
-    )
+    with working("replaying", quiet, compiles=True):
+        result = replay(
+            source,
+            conf=allocator,
+            release=release,
+            memory=total,
+            context=outside,
+            events=events is not None,
+            log=calls is not None,
+            snapshot=snapshot is not None,
+        )
     shown = result if chosen is None else only_ranks(result, chosen)
     announce((*source.notes, *result.notes), quiet)
     if shown.verdict != result.verdict:
         announce(("a rank that is not shown runs out of memory",), quiet)
-    outputs.write(shown, source)
+    with working("writing", quiet):
+        outputs.write(shown, source)
     if as_json:
         print_json(render_json(shown))
     else:

@@ -15,8 +15,9 @@ def command(snapshot: str, release: str | None, as_json: bool, quiet: bool) -> i
 
     Exit code 1 if the replay differs anywhere.
     """
-    from simulator.commands.common import announce, print_json
+    from simulator.commands.common import announce, print_json, working
     from simulator.settings import parse_release
+    from traces.text import path_text
 
     if release is not None:
         parse_release(release)
@@ -24,7 +25,8 @@ def command(snapshot: str, release: str | None, as_json: bool, quiet: bool) -> i
     from simulator.report_verify import render_json, render_table
     from simulator.verify import verify
 
-    report = verify(snapshot, release=release)
+    with working(f"verifying {path_text(snapshot)}", quiet, compiles=True):
+        report = verify(snapshot, release=release)
     announce(report.notes, quiet)
     if as_json:
         print_json(render_json(report))

@@ -39,8 +39,10 @@ class Section:
 
 
 def number(value: float) -> str:
-    """Three or four digits: 0.123, 12.3, 1,234."""
-    return f"{value:,.0f}" if abs(value) >= 1000 or value == int(value) else f"{value:.1f}" if abs(value) >= 10 else f"{value:.2f}"
+    """Three or four digits: 0.12, 12.3, 1,234; whole numbers without decimals."""
+    if abs(value) >= 1000 or value == int(value):
+        return f"{value:,.0f}"
+    return f"{value:.1f}" if abs(value) >= 10 else f"{value:.2f}"
 
 
 def as_text(section: Section) -> str:

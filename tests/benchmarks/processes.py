@@ -69,13 +69,14 @@ def large_file(events: int, rounds: int) -> list[Figure]:
         size = path.stat().st_size
         run = fastest_launch(rounds, "-m", "simulator", "run", "--json", str(path))
         apart = launch("-m", "tests.benchmarks.read_and_replay", str(path), show=True).said
+    speed = {"s of CPU": run.cpu, "M events/s": events / run.wall / 1e6}
     grown = apart["after_replay"] - apart["before"]
     return [
-        Figure("`run` on the file", run.wall, "s", FILE_GOAL_S, {"s of CPU": run.cpu, "M events/s": events / run.wall / 1e6}),
+        Figure("`run` on the file", run.wall, "s", FILE_GOAL_S, speed),
         Figure("peak memory of `run`", run.peak / GIB, "GiB", FILE_GOAL_GIB, {"bytes an event": run.peak / events}),
         Figure("traces.read, checks included", apart["read"], "s"),
-        Figure("replay", apart["replay"], "s"),
-        Figure("memory that both add at the peak", grown / events, "bytes an event", None),
+        Figure("replay()", apart["replay"], "s"),
+        Figure("memory that both add at the peak", grown / events, "bytes an event"),
         Figure("the file itself", size / events, "bytes an event"),
     ]
 

@@ -308,19 +308,21 @@ PROBES: Final = 10  # allocations alive at a time
 SEPARATOR: Final = 2 * MIB
 
 
-def free_list(blocks: int, events: int, seed: int = 0) -> Workload:
+def free_list(blocks: int, events: int, *, used: int | None = None, seed: int = 0) -> Workload:
     """`blocks` free blocks of distinct sizes in the large pool, while random ones of them are taken and come back.
 
     One huge segment is cut into blocks of distinct sizes, in random order, with live ones between them. Every timed
-    allocation finds a block that fits, by a search among all of them, and frees take turns with allocations.
+    allocation finds a block that fits, by a search among all of them, and frees take turns with allocations. With
+    `used` only so many of the blocks are ever taken: the search is as long, but what it meets stays in the caches.
     """
     random = np.random.default_rng(seed)
     holes = blocks + PROBES
     sizes = MIB + 512 * (1 + random.permutation(holes))
     rows = _cut(sizes.tolist())
     untimed = len(rows)
-    rows += _probe(sizes.tolist(), events // 2, random)
-    return Workload(f"{blocks} free blocks", plain_events(rows), HUGE_DEVICE, untimed + PROBES)
+    chosen = random.permutation(holes)[:used]
+    rows += _probe(sizes.tolist(), chosen.tolist(), events // 2, random)
+    return Workload("free list", plain_events(rows), HUGE_DEVICE, untimed + PROBES)
 
 
 def _cut(sizes: list[int]) -> list[tuple[int, int, int]]:
@@ -335,11 +337,10 @@ def _cut(sizes: list[int]) -> list[tuple[int, int, int]]:
     return rows
 
 
-def _probe(sizes: list[int], pairs: int, random: np.random.Generator) -> list[tuple[int, int, int]]:
-    """Take some of the free blocks, then free the oldest and take another, over and over."""
+def _probe(sizes: list[int], free: list[int], pairs: int, random: np.random.Generator) -> list[tuple[int, int, int]]:
+    """Take some of the `free` blocks, then take another and free the oldest, over and over."""
     picks = random.random(pairs + PROBES).tolist()
     slack = random.integers(0, 512, pairs + PROBES).tolist()
-    free = list(range(len(sizes)))
     taken: deque[tuple[int, int]] = deque()  # block and id
     rows: list[tuple[int, int, int]] = []
     for number, (pick, less) in enumerate(zip(picks, slack, strict=True), start=2 * len(sizes) + 1):
