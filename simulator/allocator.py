@@ -195,6 +195,7 @@ SMALL_BUFFER = 2 << 20  # kSmallBuffer
 MIN_LARGE_ALLOC = 10 << 20  # kMinLargeAlloc
 ROUND_LARGE = 2 << 20  # kRoundLarge
 ONE_EIB = 1 << 60
+NEXT_POWER = 1 << 55  # so many divisions make no division: rounded to the next power of two
 OUT = -1  # no memory
 REJECTED = -2  # throw_on_cudamalloc_oom refused
 
@@ -257,9 +258,9 @@ def power_of_two_division(m: Memory, n: int) -> int:
     divisions = m[DIVISIONS + min(max(exponent - 20, 0), 15)]
     if divisions == 1 and m[ONE_UNROUNDED] == 1 and n > MIN_BLOCK:
         return n
-    if divisions <= 1 or n <= MIN_BLOCK * divisions:
+    if divisions <= 1 or (divisions < NEXT_POWER and n <= MIN_BLOCK * divisions):
         return -1
-    step = (1 << exponent) // divisions
+    step = (1 << exponent) // divisions if divisions < NEXT_POWER else 1 << exponent
     return (n + step - 1) // step * step
 
 

@@ -178,7 +178,7 @@ def peak_of(machine: Machine, spans: tuple[PhaseSpan, ...]) -> Peak:
 def round_sizes(sizes: Int64Array, settings: AllocatorSettings, release: Release) -> Int64Array:
     """round_size of many requests at once (the rule of `allocator.round_size`)."""
     plain = np.maximum((sizes + 511) // 512 * 512, 512)
-    divisions = np.asarray(settings.roundup_power2_divisions, dtype=np.int64)
+    divisions = np.asarray(settings.bounded_divisions, dtype=np.int64)
     if not divisions.any():
         return np.asarray(plain)
     exponents = np.frexp(np.maximum(sizes, 1).astype(np.float64))[1].astype(np.int64) - 1

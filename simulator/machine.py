@@ -17,7 +17,8 @@ import numpy.typing as npt
 from simulator import engine
 from simulator import layout as at
 from simulator.settings import UNLIMITED, AllocatorSettings, Release, parse_conf
-from traces.errors import EventError, ReplayError
+from traces.check import MAX_DEVICE_BYTES
+from traces.errors import EventError, ReplayError, TraceError
 from traces.model import Device, Events, Initial, InitialSegment, Int64Array, Op, RankEvents
 
 POOL_OPS = (Op.POOL_CREATE, Op.POOL_BEGIN, Op.POOL_END, Op.POOL_RELEASE)
@@ -306,7 +307,7 @@ class Machine:
         scalars[at.LARGE_SEGMENT] = settings.large_segment_size
         scalars[at.EXPANDABLE_ON] = settings.expandable_segments
         scalars[at.DIVISIONS_ON] = any(settings.roundup_power2_divisions)
-        scalars[at.DIVISIONS : at.DIVISIONS + 16] = np.minimum(settings.roundup_power2_divisions, MAX_DIVISIONS)
+        scalars[at.DIVISIONS : at.DIVISIONS + 16] = settings.bounded_divisions
         scalars[at.REJECT_CAP] = -1
         if settings.throw_on_cudamalloc_oom:
             scalars[at.REJECT_CAP] = int(settings.per_process_memory_fraction * self.device.total_bytes)
@@ -485,6 +486,8 @@ class Machine:
             report = ("snapshot", self.snapshot_report())
         else:
             report = ("statistics", self.statistics_report())
+        if len(self.program.host_ns):
+            self.memory[at.HOST] += self.program.host_ns[self.index]
         engine.finish_event(self.memory, self.out.reshape(-1), self.out.shape[1], self.index)
         self.index += 1
         return report

@@ -115,6 +115,8 @@ def _set_up(trace: Trace, conf: str | None, release: str | None, memory: int | N
     if not trace.devices and memory is None:
         gib = DEFAULT_DEVICE.total_bytes / 2**30
         notes.append(f"assumed device {DEFAULT_DEVICE.name} ({gib:.2f} GiB): the trace names none (--memory)")
+    if any(bool((rank.events.op == Op.POOL_BEGIN).any()) for rank in trace.ranks):
+        notes.append("private pools follow PyTorch's source: they are not verified against the library")
     chosen = parse_release(text)
     string = trace.conf if conf is None else conf
     devices = tuple(_override(device, memory, context) for device in (trace.devices or (DEFAULT_DEVICE,)))

@@ -31,6 +31,9 @@ DEFAULT_LARGE_SEGMENT: Final = 20 * MiB
 #: kRoundUpPowerOfTwoIntervals: 1 MiB, 2 MiB, ... 32 GiB.
 DIVISIONS: Final = 16
 
+#: The number of divisions from which on 512 times it is 0 in 64 bits.
+NEXT_POWER: Final = 2**55
+
 OLDEST_MINOR: Final = 0
 NEWEST_MINOR: Final = 15
 
@@ -225,6 +228,16 @@ class AllocatorSettings:
     pinned_num_register_threads: int = 1
     conf: str = ""
     """The string that was parsed last."""
+
+    @property
+    def bounded_divisions(self) -> tuple[int, ...]:
+        """`roundup_power2_divisions` with numbers above 2^53 replaced by smaller ones of the same effect.
+
+        512 x 2^54 is above every size, so that plain rounding applies; from 512 x 2^55 on PyTorch's product of 64 bits
+        is 0, and sizes are rounded to the next power of two (`NEXT_POWER`).
+        """
+        least = NEXT_POWER // 4
+        return tuple(min(n, NEXT_POWER) if n >= NEXT_POWER else min(n, least) for n in self.roundup_power2_divisions)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ import json
 import lzma
 import tarfile
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from io import BytesIO
 from pathlib import Path
 
@@ -42,7 +42,7 @@ def load(name: str) -> Recording:
     return parse(name, archive(path.name.split(".")[0])[f"{name}.jsonl"])
 
 
-@lru_cache(maxsize=None)
+@cache
 def archive(workload: str) -> dict[str, bytes]:
     """The files of one archive."""
     data = lzma.decompress((FOLDER / f"{workload}.tar.xz").read_bytes())

@@ -1,4 +1,4 @@
-"""Random ranks in simulated time: streams, groups of every shape, deferred frees, and waits that may end in a deadlock."""
+"""Random ranks in simulated time: streams, groups of every shape, deferred frees, waits that may be a deadlock."""
 
 from __future__ import annotations
 
@@ -54,6 +54,7 @@ class Script:
     calls: Counter[str] = field(default_factory=Counter)
 
     def meet(self, group: str, duration: int, stream: int) -> None:
+        """A collective; of 1 ns at least, so that none could end at the very time of a poll that comes before it."""
         self.calls[group] += 1
         self.rows.append(collective(group, duration, stream))
 

@@ -537,6 +537,15 @@ def test_polls_of_several_ranks_go_by_their_clocks(serve: Serve) -> None:
     assert shown[0].address_of(first, 2) == 0, "polled at 20: group a started at 10 and ended at 15"
 
 
+def test_of_ranks_equally_far_behind_the_lower_polls_first(serve: Serve) -> None:
+    """All clocks stay at 0: rank 0 asks before group a has started; by its next step rank 1 finds b complete."""
+    first = [alloc(1), record(1, 1), collective("a", 0, stream=1), free(1), alloc(2), collective("b", 0)]
+    second = [alloc(1), record(1, 1), collective("b", 0, stream=1), free(1), alloc(2), collective("a", 0)]
+    shown = serve(Case({1: second, 0: first}, {"a": [0, 1], "b": [0, 1]}))
+    assert shown[0].address_of(first, 2) == 512
+    assert shown[1].address_of(second, 2) == 0
+
+
 def test_empty_cache_waits_for_a_collective(serve: Serve) -> None:
     first = [alloc(1, 16 * MIB), record(1, 1), collective("g", 10, stream=1), free(1), plain("empty_cache")]
     shown = serve(Case({0: first, 1: [busy(100), collective("g", 1)]}, {"g": [0, 1]}))[0]

@@ -21,9 +21,9 @@ SHOWN_OPS = ("alloc", "free", "record_stream")  # the ops whose rows show an add
 
 @dataclass(frozen=True)
 class Case:
-    """A trace: the rows of each rank (or of several ranks that share them), and where they run."""
+    """A trace: the rows of each rank (a number, or a tuple of several that share them), and where they run."""
 
-    ranks: Mapping[int | tuple[int, ...], Sequence[Row]]
+    ranks: Mapping[Any, Sequence[Row]]
     groups: Groups | None = None
     launch_ns: int = 0
     total_bytes: int = 80 << 30

@@ -9,6 +9,7 @@ taken was created first (from torch 2.13 on; before, the address decides).
 from __future__ import annotations
 
 from bisect import bisect_left
+from itertools import pairwise
 from typing import NamedTuple
 
 from traces.address_map import AddressMap, Range
@@ -76,7 +77,7 @@ class Ages:
         self.initial = {found.start for found in ranges if not found.expandable}
         self.free: dict[tuple[Key, int], dict[int, int]] = {}  # (key, bytes) -> free range -> its segment
         self.older: dict[int, set[int]] = {}  # segment -> those that are younger
-        self.released: tuple[tuple[Key, int], int] | None = None  # the segment given back last
+        self.released: list[tuple[Key, int, int]] = []  # by the call under way: key, bytes, segment
 
     def change(self, found: Range, sizes: dict[int, int], address: int, *, freed: bool) -> None:
         """Keep the index of free ranges: `address` is about to be used in `found`, or was just freed."""
@@ -104,15 +105,37 @@ class Ages:
             self._set(change.found, change.begin, change.stop, there=False)
             self._set(change.found, change.end, change.stop, there=True)
 
-    def drop(self, found: Range, same_call: bool) -> None:
-        """A segment was given back; all of it was free. A call releases those of one size oldest first."""
-        kind = (_key(found), found.size)
-        if same_call and self.released is not None and self.released[0] == kind and found.start in self.initial:
-            self.older.setdefault(self.released[1], set()).add(found.start)
-        self.released = (kind, found.start) if found.start in self.initial else None
+    def drop(self, found: Range) -> None:
+        """A segment was given back; all of it was free."""
+        self.released.append((_key(found), found.size, found.start))
         if found.start in self.initial:
             self._set(found, found.start, found.end, there=False)
-            self.initial.discard(found.start)
+
+    def end_call(self, backwards_too: bool) -> None:
+        """One call gave back the segments dropped since the last: those of one size oldest first.
+
+        With max_split_size a malloc may walk the free blocks from the largest to the smallest (`backwards_too`).
+        """
+        released, self.released = self.released, []
+        for i, (one, other) in enumerate(pairwise(released)):
+            if one[:2] != other[:2]:
+                continue
+            before = next((r[1] for r in reversed(released[:i]) if r[:2] != one[:2] and r[0] == one[0]), None)
+            after = next((r[1] for r in released[i + 2 :] if r[:2] != one[:2] and r[0] == one[0]), None)
+            rising = (before is not None and before < one[1]) or (
+                before is None and after is not None and after > one[1]
+            )
+            falling = before is not None and before > one[1] and (after is None or after < one[1])
+            if rising or not backwards_too:
+                self._note_order(one[2], other[2])
+            elif falling:
+                self._note_order(other[2], one[2])
+        for _, _, start in released:
+            self.initial.discard(start)
+
+    def _note_order(self, old: int, young: int) -> None:
+        if old in self.initial and young in self.initial:
+            self.older.setdefault(old, set()).add(young)
 
     def _set(self, found: Range, low: int, high: int, *, there: bool) -> None:
         if low >= high:

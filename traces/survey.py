@@ -235,6 +235,7 @@ class _Survey:
         self.steps.append(step)
         for i in run:
             self._apply(i)
+        self.ages.end_call(backwards_too=False)
 
     def _malloc(self, i: int, oom: bool) -> None:
         """A malloc, and the entries before it that it caused."""
@@ -271,6 +272,7 @@ class _Survey:
             if k == last_release:
                 step.fits_still = any(self._fits(step, self.entries.address[m]) for m in step.early)
                 step.spared = bool(self.idle) or bool(self.pending)  # empty_cache waits for all of these
+        self.ages.end_call(backwards_too=self.rules.settings.max_split_size is not None)
         step.after = self.map.reserved
         step.in_passes = _in_passes(
             [
@@ -364,8 +366,7 @@ class _Survey:
         elif kind == SEGMENT_FREE:
             found = self.map.take_segment(self.entries.address[i], self.entries.size[i])
             self.released_pools[i] = found.pool
-            in_call = self.entries.kind[i - 1] == SEGMENT_FREE if i else False
-            self.ages.drop(found, in_call and self.rules.settings.max_split_size is None)
+            self.ages.drop(found)
             self.idle.pop(found.start, None)
         else:
             self._unmap(i)

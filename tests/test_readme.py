@@ -1,0 +1,34 @@
+"""What the README shows is what the commands print."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+RECORDING = "tests/data/snapshots/opt-125m_fp32_sdpa_b2_s512_sgd_A100.pickle.gz"
+
+
+def blocks() -> list[list[str]]:
+    """The README's blocks of output, as lines."""
+    text = (ROOT / "README.md").read_text()
+    return [block.strip().splitlines() for block in re.findall(r"```text\n(.*?)```", text, re.DOTALL)]
+
+
+@pytest.mark.parametrize(
+    ("number", "arguments"),
+    [(0, ["run", "traces/samples/tiny.json"]), (1, ["verify", RECORDING]), (2, ["run", RECORDING])],
+)
+def test_output_shown_is_output_printed(number: int, arguments: list[str]) -> None:
+    environment = {**os.environ, "COLUMNS": "80", "NO_COLOR": "1"}
+    command = [sys.executable, "-m", "simulator", *arguments]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
+    shown = [line.rstrip() for line in blocks()[number]]
+    printed = [line.rstrip() for line in done.stdout.strip().splitlines()]
+    assert shown == printed[: len(shown)]
+    assert len(shown) > 3
