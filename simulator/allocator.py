@@ -107,6 +107,7 @@ from simulator.layout import (
     P_CLOCK,
     P_COLUMNS,
     P_CREATED,
+    P_EVER,
     P_MALLOC_COUNT,
     P_NO_SPLIT,
     P_ON_OOM,
@@ -204,9 +205,8 @@ REJECTED = -2  # throw_on_cudamalloc_oom refused
 
 
 @kernel(inline=True)
-def increase(m: Memory, stat: int, large: int, amount: int) -> None:
-    """Stat::increase, for the pool and for both together."""
-    row = STATS + stat * STAT_ROW
+def raise_row(m: Memory, row: int, large: int, amount: int) -> None:
+    """Stat::increase in a row of statistics, for the pool and for both together."""
     cell = row + large * ST_POOL
     current = m[cell] + amount
     m[cell] = current
@@ -216,6 +216,12 @@ def increase(m: Memory, stat: int, large: int, amount: int) -> None:
     both = m[row] + m[row + ST_POOL]
     if both > m[row + ST_PEAK_ALL]:
         m[row + ST_PEAK_ALL] = both
+
+
+@kernel(inline=True)
+def increase(m: Memory, stat: int, large: int, amount: int) -> None:
+    """Stat::increase."""
+    raise_row(m, STATS + stat * STAT_ROW, large, amount)
 
 
 @kernel(inline=True)
@@ -240,10 +246,11 @@ def count_reserved(m: Memory, which: int, amount: int) -> None:
     change(m, RESERVED_BYTES, m[which + SET_LARGE], amount)
     pool = m[which + SET_POOL]
     if m[pool + P_PRIVATE] == 1:
-        m[pool + P_RESERVED] += amount
         if amount > 0:
-            m[pool + P_RESERVED + 2] += amount
-            m[pool + P_RESERVED + 1] = max(m[pool + P_RESERVED + 1], m[pool + P_RESERVED])
+            raise_row(m, pool + P_RESERVED, m[which + SET_LARGE], amount)
+            m[pool + P_EVER] = 1
+        else:
+            m[pool + P_RESERVED + m[which + SET_LARGE] * ST_POOL + ST_CURRENT] += amount
 
 
 # --- rounding and pools -------------------------------------------------------------------------------------------
@@ -409,7 +416,7 @@ def insert_free(m: Memory, block: int) -> None:
 @kernel
 def erase_free(m: Memory, block: int) -> None:
     """Take a block out of its free set."""
-    freelist.erase(m, m[block + SET], m[block + SIZE], freelist.tie(m, block))
+    freelist.erase(m, m[block + SET], m[block + SIZE], freelist.tie(m, block), block)
 
 
 @kernel
@@ -421,7 +428,7 @@ def insert_unmapped(m: Memory, block: int) -> None:
 @kernel
 def erase_unmapped(m: Memory, block: int) -> None:
     """Take a block out of its set of unmapped blocks."""
-    freelist.erase(m, m[m[block + SET] + SET_UNMAPPED], m[block + PTR], freelist.FIRST)
+    freelist.erase(m, m[m[block + SET] + SET_UNMAPPED], m[block + PTR], freelist.FIRST, block)
 
 
 @kernel(inline=True)
@@ -494,11 +501,11 @@ def free_block(m: Memory, block: int) -> None:
     merge_right = can_merge(m, block, right)
     cursor = -1
     if merge_right:
-        cursor = freelist.seek(m, which, m[right + SIZE], freelist.tie(m, right))
+        cursor = freelist.find(m, which, m[right + SIZE], freelist.tie(m, right), right)
     if merge_left:
         if merge_right:
             freelist.erase_at(m, which, cursor)
-        cursor = freelist.seek(m, which, m[left + SIZE], freelist.tie(m, left))
+        cursor = freelist.find(m, which, m[left + SIZE], freelist.tie(m, left), left)
         absorb_left(m, block, left)
     if merge_right:
         absorb_right(m, block, right)
@@ -830,9 +837,14 @@ def cursor_of(m: Memory, block: int) -> int:
         return -1
     which = m[block + SET]
     cursor = freelist.seek(m, which, m[block + SIZE], freelist.tie(m, block))
-    if cursor < 0 or freelist.block_at(m, which, cursor) != block:
-        return -1
-    return cursor
+    while cursor >= 0 and freelist.key_at(m, which, cursor) == m[block + SIZE]:
+        found = freelist.block_at(m, which, cursor)
+        if found == block:
+            return cursor
+        if freelist.tie(m, found) != freelist.tie(m, block):
+            break
+        cursor = freelist.successor(m, which, cursor)
+    return -1
 
 
 @kernel
@@ -1370,7 +1382,7 @@ def malloc_miss(m: Memory, which: int, n: int, size: int) -> int:
         return OUT
     if block == OUT:
         m[OOMS] += 1
-        log(m, LOG_OOM, device_free(m), size, stream_value(m, which))
+        log(m, LOG_OOM, max(device_free(m), 0), size, stream_value(m, which))
     if block < 0:
         return note_failure(m, size)
     borrowed = m[block + SET] != which

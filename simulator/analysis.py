@@ -15,7 +15,7 @@ from simulator import engine
 from simulator import layout as at
 from simulator.machine import Machine
 from simulator.result import Fragmentation, FreePiece, LiveTensor, OutOfMemory, Peak, PhasePeak
-from simulator.settings import AllocatorSettings, Release
+from simulator.settings import NEXT_POWER, AllocatorSettings, Release
 from traces.model import Int64Array, Op, Strings
 from traces.timeline import PhaseSpan
 
@@ -184,7 +184,7 @@ def round_sizes(sizes: Int64Array, settings: AllocatorSettings, release: Release
     exponents = np.frexp(np.maximum(sizes, 1).astype(np.float64))[1].astype(np.int64) - 1
     exponents -= (np.int64(1) << exponents) > sizes  # frexp of a rounded-up double
     chosen = divisions[np.clip(exponents - 20, 0, 15)]
-    step = (np.int64(1) << exponents) // np.maximum(chosen, 1)
+    step = (np.int64(1) << exponents) // np.where(chosen < NEXT_POWER, np.maximum(chosen, 1), 1)
     divided = (sizes + step - 1) // np.maximum(step, 1) * np.maximum(step, 1)
     rounded = np.where((chosen > 1) & (sizes > 512 * chosen), divided, plain)
     if release.divisions_one_unrounded:

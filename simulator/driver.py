@@ -28,6 +28,8 @@ from simulator.layout import (
     PLACE_RECORDED,
     PLACEMENT,
     RECORDED,
+    STOP_ADDRESSES,
+    STOPPED,
     VA_RECORDED,
     VA_TOP,
     Memory,
@@ -35,6 +37,7 @@ from simulator.layout import (
 from traces.jit import kernel
 
 GRANULE = 2 << 20
+LAST_ADDRESS = (1 << 63) - (1 << 45)  # sums of an address above it and a block's size could overflow
 
 
 @kernel(inline=True)
@@ -91,7 +94,10 @@ def take_address(m: Memory, size: int) -> int:
         m[VA_RECORDED] += 1
         return m[m[RECORDED] + m[VA_RECORDED] - 1]
     address = m[VA_TOP]
-    m[VA_TOP] += size
+    if size > LAST_ADDRESS - address:
+        m[STOPPED] = STOP_ADDRESSES
+    else:
+        m[VA_TOP] += size
     return address
 
 
@@ -114,7 +120,7 @@ def give_address(m: Memory, address: int, size: int) -> None:
             size += length
             if follows:
                 freelist.erase_at(m, m[GAPS], after)
-            freelist.erase(m, m[GAPS], start, freelist.FIRST)
+            freelist.erase_at(m, m[GAPS], freelist.seek(m, m[GAPS], start, freelist.FIRST))
             follows = False
     if follows:
         freelist.erase_at(m, m[GAPS], after)

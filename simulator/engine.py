@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from simulator import freelist
 from simulator.allocator import (
+    capturing,
     complete_events,
     complete_free,
     free,
@@ -25,6 +26,7 @@ from simulator.allocator import (
     new_fragment,
     new_memory,
     pool_at,
+    raise_row,
     record_stream,
     release_cached_blocks,
     stream_at,
@@ -41,6 +43,7 @@ from simulator.layout import (
     DEVICE_ALLOCS,
     DEVICE_FREES,
     DONE,
+    EMPTY_IN_CAPTURE,
     EVENT,
     EVENTS,
     EXPANDABLE,
@@ -75,6 +78,7 @@ from simulator.layout import (
     OWNER,
     P_ALIVE,
     P_CREATED,
+    P_EVER,
     P_MALLOC_COUNT,
     P_NO_SPLIT,
     P_ON_OOM,
@@ -112,6 +116,7 @@ from simulator.layout import (
     ST_POOL,
     STAT_ROW,
     STATS,
+    STOP_CAPTURE,
     STOPPED,
     SYNCS,
     TIMED,
@@ -194,24 +199,30 @@ def has_room(m: Memory) -> bool:
 
 
 @kernel
+def stat_row(m: Memory, number: int) -> int:
+    """The rows of statistics: those of the allocator, then reserved_bytes of every pool."""
+    if number < NUM_STATS:
+        return STATS + number * STAT_ROW
+    return pool_at(m, number - NUM_STATS) + P_RESERVED
+
+
+@kernel
 def reset_peak(m: Memory) -> None:
     """resetPeakStats: every peak becomes the current value."""
-    for stat in range(NUM_STATS):
-        row = STATS + stat * STAT_ROW
+    for number in range(NUM_STATS + m[NUM_POOLS]):
+        row = stat_row(m, number)
         for pool in range(2):
             cell = row + pool * ST_POOL
             m[cell + ST_PEAK] = m[cell]
         m[row + ST_PEAK_ALL] = m[row] + m[row + ST_POOL]
-    for number in range(m[NUM_POOLS]):
-        m[pool_at(m, number) + P_RESERVED + 1] = m[pool_at(m, number) + P_RESERVED]
 
 
 @kernel
 def reset_accumulated(m: Memory) -> None:
     """resetAccumulatedStats: allocated and freed counts, and the plain counters, become 0."""
-    for stat in range(NUM_STATS):
+    for number in range(NUM_STATS + m[NUM_POOLS]):
         for pool in range(2):
-            cell = STATS + stat * STAT_ROW + pool * ST_POOL
+            cell = stat_row(m, number) + pool * ST_POOL
             m[cell + ST_ALLOCATED] = 0
             m[cell + ST_BASE] = m[cell]
     for counter in (RETRIES, OOMS, SYNCS, DEVICE_ALLOCS, DEVICE_FREES, REJECTIONS):
@@ -301,7 +312,10 @@ def serve_rare(m: Memory, op: int, block: int, ident: int, arg: int, number: int
     elif op == EMPTY_CACHE:
         if must_wait(m):
             return WAIT
-        release_cached_blocks(m)
+        if capturing(m) and m[EMPTY_IN_CAPTURE] == 0:
+            m[STOPPED] = STOP_CAPTURE
+        else:
+            release_cached_blocks(m)
     elif op == RESET_PEAK:
         reset_peak(m)
     elif op == RESET_ACCUMULATED:
@@ -492,8 +506,8 @@ def count_initial(m: Memory, block: int) -> None:
         add_initial(m, INACTIVE_SPLIT_BYTES, large, size)
     if flags & UNMAPPED == 0:
         add_initial(m, RESERVED_BYTES, large, size)
-        pool = m[m[block + SET] + SET_POOL]
-        m[pool + P_RESERVED] += size
+        raise_row(m, m[m[block + SET] + SET_POOL] + P_RESERVED, large, size)
+        m[m[m[block + SET] + SET_POOL] + P_EVER] = 1
 
 
 @kernel

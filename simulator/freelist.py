@@ -311,10 +311,19 @@ def erase_at(m: Memory, which: int, cursor: int) -> None:
         tidy(m, which, cursor // LEAF)
 
 
+@kernel(inline=True)
+def find(m: Memory, which: int, key: int, order: int, block: int) -> int:
+    """Cursor of a block that the set holds. Blocks at one address, as a trace may give it, can be equal in all else."""
+    cursor = seek(m, which, key, order)
+    while block_at(m, which, cursor) != block:
+        cursor = successor(m, which, cursor)
+    return cursor
+
+
 @kernel
-def erase(m: Memory, which: int, key: int, order: int) -> None:
-    """Remove an entry that the set holds."""
-    erase_at(m, which, seek(m, which, key, order))
+def erase(m: Memory, which: int, key: int, order: int, block: int) -> None:
+    """Remove a block that the set holds."""
+    erase_at(m, which, find(m, which, key, order, block))
 
 
 @kernel

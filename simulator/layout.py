@@ -108,12 +108,13 @@ P_NO_SPLIT: Final = 2
 P_ON_OOM: Final = 3
 P_ALIVE: Final = 4
 P_SCOPE: Final = 5  # the pools of open scopes, oldest first, stand in this word of all pools, counted by SCOPES
-P_RESERVED: Final = 6  # reserved_bytes of the pool: current, peak, allocated
-P_CLOCK: Final = 9  # GC clocks of its small and large BlockPool
-P_CREATED: Final = 11  # order of creation
-P_PRIVATE: Final = 12  # 1 for all but the default pool
-P_SETS: Final = 13  # its free sets: those of the small pool by stream, then those of the large pool
-P_COLUMNS: Final = 14
+P_CLOCK: Final = 6  # GC clocks of its small and large BlockPool
+P_CREATED: Final = 8  # order of creation
+P_PRIVATE: Final = 9  # 1 for all but the default pool
+P_SETS: Final = 10  # its free sets: those of the small pool by stream, then those of the large pool
+P_RESERVED: Final = 11  # reserved_bytes of the pool: a row of statistics, as below
+P_EVER: Final = P_RESERVED + 12  # 1 once it reserved anything
+P_COLUMNS: Final = P_EVER + 1
 
 # --- scalars: settings, switches and counters, one int64 each ------------------------------------------------------
 (
@@ -134,6 +135,7 @@ P_COLUMNS: Final = 14
     ON_OOM_LATE,
     NEWEST_SCOPE,
     SCOPE_CAPTURES,
+    EMPTY_IN_CAPTURE,
     NO_SPLIT_POOLS,
     VA_CHECKED,
     ODD_PAGE_ERROR,
@@ -201,8 +203,8 @@ P_COLUMNS: Final = 14
     PEAK_EVENT,
     PEAK_STRANDED,
     PEAK_CACHED,
-) = range(84)
-DIVISIONS: Final = 84  # 16 values
+) = range(85)
+DIVISIONS: Final = 85  # 16 values
 STATS: Final = DIVISIONS + 16  # see below
 
 # statistics: for each stat a row of 12: for small, large: current, allocated, peak, base; then the peak of both
@@ -290,3 +292,5 @@ PAUSED: Final = 6  # reached the index asked for
 STOP_SPLIT_RELEASED: Final = 1  # max_split_size was lowered at run time: a split block would be released
 STOP_EXPANDABLE_ASSERT: Final = 2  # before 2.6: GC or max_split release meets an expandable block
 STOP_ODD_PAGE: Final = 3  # 2.15: page size that the driver refuses
+STOP_CAPTURE: Final = 5  # before 2.8: empty_cache during a capture
+STOP_ADDRESSES: Final = 4  # no address space is left above what was handed out

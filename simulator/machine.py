@@ -289,6 +289,7 @@ class Machine:
             at.ON_OOM_LATE: release.use_on_oom == "last",
             at.NEWEST_SCOPE: release.newest_scope_first,
             at.SCOPE_CAPTURES: release.scope_means_capturing,
+            at.EMPTY_IN_CAPTURE: release.empty_cache_in_capture,
             at.NO_SPLIT_POOLS: release.no_split_pools,
             at.VA_CHECKED: release.fresh_va_checked,
             at.ODD_PAGE_ERROR: release.minor >= 15,
@@ -497,10 +498,15 @@ class Machine:
         reasons = {
             at.STOP_SPLIT_RELEASED: "a split block would be released after max_split_size_mb was lowered at run time;"
             " this is undefined in PyTorch (it frees memory that is in use): keep the setting constant",
-            at.STOP_EXPANDABLE_ASSERT: f"releasing an expandable block fails an internal assertion in PyTorch"
-            f" {self.release.text}: leave out garbage_collection_threshold and max_split_size_mb",
+            at.STOP_EXPANDABLE_ASSERT: "releasing an expandable block is undefined in PyTorch"
+            f" {self.release.text} (an internal assertion fails): leave out garbage_collection_threshold and"
+            " max_split_size_mb",
             at.STOP_ODD_PAGE: "the driver refuses pages of this large_segment_size_mb, undefined in PyTorch"
             f" {self.release.text}: give a multiple of 2",
+            at.STOP_CAPTURE: "empty_cache while a pool is open is undefined in PyTorch"
+            f" {self.release.text} (an internal assertion fails): close the pool first",
+            at.STOP_ADDRESSES: "no address space is left: the device's va_base, addresses of the initial state or"
+            " large_segment_size_mb are too large, or placement 'bump' went too far",
         }
         reason = reasons[int(self.memory[at.STOPPED])]
         return ReplayError(str(EventError(reason, rank=rank, index=self.index)))
@@ -509,7 +515,11 @@ class Machine:
 
     def stat(self, stat: int) -> dict[str, list[int]]:
         """[current, peak, allocated, freed] of a statistic for all, small_pool and large_pool."""
-        row = self.memory[at.STATS + stat * at.STAT_ROW :][: at.STAT_ROW].tolist()
+        return self._stat_row(at.STATS + stat * at.STAT_ROW)
+
+    def _stat_row(self, start: int) -> dict[str, list[int]]:
+        """The statistic whose row begins at `start`."""
+        row = self.memory[start : start + at.STAT_ROW].tolist()
         pools = []
         for pool in range(2):
             current, allocated, peak, base = row[pool * at.ST_POOL : (pool + 1) * at.ST_POOL]
@@ -553,11 +563,11 @@ class Machine:
                 flat[name] = value
         if self.release.has_private_pool_stats:
             for pool in range(1, self.program.num_pools):
-                cell = int(self.memory[at.POOLS]) + pool * at.P_COLUMNS + at.P_RESERVED
-                current, peak, allocated = self.memory[cell : cell + 3].tolist()
-                if allocated or current:
-                    name = f"reserved_bytes_by_private_pools.0_{self.program.pools[pool - 1]}.all"
-                    _flatten(flat, name, [current, peak, allocated, allocated - current])
+                record = int(self.memory[at.POOLS]) + pool * at.P_COLUMNS
+                if self.memory[record + at.P_EVER]:
+                    name = f"reserved_bytes_by_private_pools.0_{self.program.pools[pool - 1]}"
+                    for part, numbers in self._stat_row(record + at.P_RESERVED).items():
+                        _flatten(flat, f"{name}.{part}", numbers)
         return dict(sorted(flat.items()))
 
     def segments(self) -> list[dict[str, Any]]:

@@ -26,6 +26,7 @@ from simulator.result import (
 from simulator.schedule import RankClass, Schedule, classify, solo_collectives
 from simulator.settings import AllocatorSettings, Release, parse_conf, parse_release
 from simulator.snapshots import torch_snapshot
+from traces.check import check
 from traces.errors import ConfigError, EventError, LLMemError
 from traces.model import DEFAULT_DEVICE, DEFAULT_RELEASE, Device, Op, Trace
 from traces.timeline import Timeline
@@ -69,16 +70,17 @@ def replay(
     snapshot: bool = False,
     analyse: bool = True,
 ) -> Result:
-    """Replay a (checked) trace and return what it needs of memory, worst rank first.
+    """Replay a trace and return what it needs of memory, worst rank first.
 
     `conf`, `release`, `memory` (total bytes of every device) and `context` (bytes of it that are not PyTorch's)
     override what the trace says. `events` keeps what stood after every event, `log` every call of the device and entry
     of a torch memory trace, `snapshot` the final state in torch's layout (with the log as its trace). `analyse` tries
     other allocator settings when the trace runs out of memory.
 
-    Raises ConfigError for illegal settings, TraceError where ranks wait for each other forever, and ReplayError where
-    the events ask for what PyTorch leaves undefined.
+    Raises ConfigError for illegal settings, TraceError where the trace is not valid (`traces.check`) or ranks wait for
+    each other forever, and ReplayError where the events ask for what PyTorch leaves undefined.
     """
+    check(trace)  # again, if it was read from a file: what the kernels are given must be sound
     setup = _set_up(trace, conf, release, memory, context)
     _check_settings(trace, setup)
     classes = classify(trace)
@@ -134,6 +136,8 @@ def _override(device: Device, memory: int | None, context: int | None) -> Device
         name = f"{device.name} with {memory} bytes" if memory != device.total_bytes else device.name
         device = replace(device, total_bytes=memory, name=name)
     if context is not None:
+        if context < 0:
+            raise ConfigError(f"a context of {context} bytes is out of range: give 0 or more")
         device = replace(device, context_bytes=context)
     if device.context_bytes > device.total_bytes:
         raise ConfigError(

@@ -187,7 +187,9 @@ def test_an_oom_entry_gives_the_device() -> None:
     assert trace.devices[0].total_bytes == 1 << 30
     ooms = sum(entry["action"] == "oom" for entry in snapshot_of("2.13-oom")["device_traces"][0])
     assert ooms == memory_stats()["2.13-oom"]["0"]["num_ooms"]
-    assert np.count_nonzero((trace.ranks[0].events.op == Op.ALLOC) & (trace.ranks[0].events.ints("address") < 0)) == ooms
+    assert (
+        np.count_nonzero((trace.ranks[0].events.op == Op.ALLOC) & (trace.ranks[0].events.ints("address") < 0)) == ooms
+    )
 
 
 def test_a_memory_limit_is_found() -> None:
@@ -219,7 +221,10 @@ def frame(name: str, filename: str, line: int = 7) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("frames", "expected"),
     [
-        ([frame("empty", "/x/site-packages/torch/__init__.py"), frame("fit", "/home/me/train.py", 12)], "fit@train.py:12"),
+        (
+            [frame("empty", "/x/site-packages/torch/__init__.py"), frame("fit", "/home/me/train.py", 12)],
+            "fit@train.py:12",
+        ),
         ([frame("malloc", "??"), frame("f", "alloc.cpp"), frame("step", "C:\\work\\run.py", 3)], "step@run.py:3"),
         ([frame("add", "/v/torch/_ops.py"), frame("forward", "/v/transformers/m.py", 9)], "forward@m.py:9"),
         ([frame("to", "/v/torch/nn/module.py", 4), frame("run", "/usr/lib/python3.11/runpy.py")], "to@module.py:4"),
@@ -275,7 +280,9 @@ def test_marks_of_phases_become_phases_and_others_do_not() -> None:
         {"stage": "START"},
     ]
     events = snapshot_to_trace(tiny(external_annotations=annotations), where="f").ranks[0].events
-    found = [(Op(op).name, events.strings("name").get(i), int(events.ints("step")[i])) for i, op in enumerate(events.op)]
+    found = [
+        (Op(op).name, events.strings("name").get(i), int(events.ints("step")[i])) for i, op in enumerate(events.op)
+    ]
     assert found == [
         ("PHASE", "forward", 0),
         ("ALLOC", None, -1),

@@ -102,7 +102,11 @@ def test_deferred_frees_complete_where_they_did() -> None:
     entries = snapshot_of("2.11-lag")["device_traces"][0]
     deferred = sum(
         entry["action"] == "free_requested"
-        and (i + 1 == len(entries) or entries[i + 1]["action"] != "free_completed" or entries[i + 1]["addr"] != entry["addr"])
+        and (
+            i + 1 == len(entries)
+            or entries[i + 1]["action"] != "free_completed"
+            or entries[i + 1]["addr"] != entry["addr"]
+        )
         for i, entry in enumerate(entries)
     )
     assert deferred > 10

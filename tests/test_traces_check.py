@@ -161,12 +161,23 @@ def test_durations_that_no_clock_holds() -> None:
     assert fault(one_rank([Op.KERNEL] * 3, duration_ns=[half, half, 4096])) == (
         2,
         "duration_ns",
-        "the times of the trace add up to more than 2^62 ns",
+        "the times of the trace add up to more than 2^61 ns",
     )
     assert fault(one_rank([Op.KERNEL], duration_ns=[half], host_ns=[half + 4096]))[1] == "host_ns"
     entry = one_rank([Op.KERNEL], duration_ns=[half + 4096]).ranks[0]
     with pytest.raises(EventError, match="rank 1, event 0, field 'duration_ns'"):
         check(Trace((entry, RankEvents((1,), entry.events))))
+    with pytest.raises(EventError, match="rank 0, event 0, field 'duration_ns'"):
+        check(Trace((RankEvents((0, 1), entry.events),)))
+
+
+def test_launches_that_no_clock_holds() -> None:
+    entry = one_rank(
+        [Op.KERNEL, Op.PHASE, Op.KERNEL], duration_ns=[0, 0, MAX_TIME_NS - (3 << 19)], name=["", "a", ""]
+    ).ranks[0]
+    check(Trace((entry,), devices=(Device("a", 1, launch_ns=1 << 19),)))
+    with pytest.raises(EventError, match="rank 0, event 2, field 'op': with the device's launch_ns, times add up to"):
+        check(Trace((entry,), devices=(Device("a", 1, launch_ns=1 << 20),)))
 
 
 def test_pools_live_by_use_counts() -> None:

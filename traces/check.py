@@ -60,7 +60,7 @@ MAX_ADDRESS: Final = 1 << 62  #: addresses are below this
 MAX_DEVICE_BYTES: Final = 1 << 43  #: 8 TiB
 MAX_RANK: Final = (1 << 31) - 1
 MAX_LAUNCH_NS: Final = 10**12
-MAX_TIME_NS: Final = 1 << 62  #: all durations of a trace together (146 years)
+MAX_TIME_NS: Final = 1 << 61  #: all durations of a trace together (73 years)
 MIN_BLOCK: Final = 512  #: every address is a multiple of this (kMinBlockSize)
 #: Traces with at most so many events have the lives of their ids checked without numba.
 SMALL: Final = 200_000
@@ -95,7 +95,7 @@ def check(trace: Trace) -> None:
             _check_initial(entry.initial, place)
         _check_columns(entry.events, place)
         findings = list(_faults(trace, entry))
-        elapsed, finding = _too_long(entry.events, elapsed)
+        elapsed, finding = _too_long(entry, trace.device_of(entry), elapsed)
         if finding is not None:
             findings.append(finding)
         if findings:
@@ -437,18 +437,25 @@ def _pools(events: Events, initial: Initial | None) -> Iterator[Finding]:
             uses[pool] = uses.get(pool, 0) - 1
 
 
-def _too_long(events: Events, elapsed: float) -> tuple[float, Finding | None]:
+def _too_long(entry: RankEvents, device: Device, elapsed: float) -> tuple[float, Finding | None]:
     """The time that all events so far can take together, in ns, and the event that makes it more than a clock holds."""
+    events, ranks = entry.events, len(entry.ranks)
     for field in ("duration_ns", "host_ns"):
         column = events.columns.get(field)
         if column is None or not len(events):
             continue
         assert isinstance(column, np.ndarray)
-        total = elapsed + float(column.sum(dtype=np.float64))
+        total = elapsed + ranks * float(column.sum(dtype=np.float64))
         if total > MAX_TIME_NS:
-            index = max(_first(elapsed + np.cumsum(column, dtype=np.float64) > MAX_TIME_NS), 0)
-            return total, Finding(index, field, "the times of the trace add up to more than 2^62 ns")
+            index = max(_first(elapsed + ranks * np.cumsum(column, dtype=np.float64) > MAX_TIME_NS), 0)
+            return total, Finding(index, field, "the times of the trace add up to more than 2^61 ns")
         elapsed = total
+    if device.launch_ns:
+        launches = np.cumsum((events.op == Op.KERNEL) | (events.op == Op.COLLECTIVE), dtype=np.float64)
+        index = _first(elapsed + ranks * device.launch_ns * launches > MAX_TIME_NS)
+        if index >= 0:
+            return elapsed, Finding(index, "op", "with the device's launch_ns, times add up to more than 2^61 ns")
+        elapsed += ranks * device.launch_ns * float(launches[-1]) if len(launches) else 0.0
     return elapsed, None
 
 

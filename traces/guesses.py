@@ -34,33 +34,54 @@ class Sizes:
     def __init__(self, start: Start, rules: SizeRules) -> None:
         self.known = start.sizes  # of all blocks in use, as they come and go
         self.initial = dict(start.sizes)
-        self.most = start.most
+        self.most = dict(start.most)
         self.max_split = rules.settings.max_split_size
         self.lowest_first = rules.minor <= 11
+        self.groups: dict[int, tuple[Range, list[int]]] = {}  # the blocks in question, by their segment
+        self.largest: dict[int, int] = {}  # the most room after one of them, by segment; left out: not known
+        for found in start.ranges:
+            blocks = [address for address in found.active if address in self.most]
+            if blocks:
+                self.groups[found.start] = found, blocks
 
-    def freed(self, address: int) -> None:
+    def changed(self, found: Range) -> None:
+        """A block of this segment came into use or was freed."""
+        self.largest.pop(found.start, None)
+
+    def freed(self, found: Range, address: int) -> None:
         """The block at `address` is gone: nothing more will be learned of its size."""
-        self.most.pop(address, None)
+        self.changed(found)
+        if self.most.pop(address, None) is not None:
+            self.groups[found.start][1].remove(address)
+            if not self.groups[found.start][1]:
+                del self.groups[found.start]
 
     def note(self, memory: AddressMap, key: Key, needed: int, chosen: tuple[int, int] | None) -> list[Raised]:
         """An allocation of `needed` bytes took the free range `chosen` (address, bytes), or found none (None)."""
         raised = []
-        for address, most in self.most.items():
-            found = memory.at(address)
-            if found is None or _key(found) != key:
+        for start, (first, blocks) in self.groups.items():
+            if _key(first) != key or self.largest.get(start, needed) < needed:
                 continue
-            begin = address + self.known[address]
-            room = address + found.gap_after(bisect_left(found.active, address)) - begin
-            if room < needed or not self._preferred((room, begin), chosen):
-                continue
-            if self.max_split is not None and room >= self.max_split:
-                continue  # too large to be split for this
-            more = room - needed + 512
-            if self.known[address] + more <= most:
-                self.known[address] += more
-                self.initial[address] = self.known[address]
-                raised.append(Raised(found, begin, begin + more, begin + room))
+            found = memory.starting_at(start) or first
+            rooms = [self._room(found, address) for address in blocks]
+            self.largest[start] = max(rooms)
+            for address, room in zip(blocks, rooms, strict=True):
+                begin = address + self.known[address]
+                more = room - needed + 512
+                if (
+                    room >= needed
+                    and self._preferred((room, begin), chosen)
+                    and (self.max_split is None or room < self.max_split)  # else it is too large to be split for this
+                    and self.known[address] + more <= self.most[address]
+                ):
+                    self.known[address] += more
+                    self.initial[address] = self.known[address]
+                    raised.append(Raised(found, begin, begin + more, begin + room))
         return raised
+
+    def _room(self, found: Range, address: int) -> int:
+        """Free bytes after a block of unsure size."""
+        return found.gap_after(bisect_left(found.active, address)) - self.known[address]
 
     def _preferred(self, free: tuple[int, int], chosen: tuple[int, int] | None) -> bool:
         """Whether a free range (bytes, address) would have been taken rather than the chosen (address, bytes)."""

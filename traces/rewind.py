@@ -67,7 +67,7 @@ class SizeRules:
 
 def _power2_division(n: int, divisions: int) -> int:
     """Round up to the next of `divisions` steps between two powers of two (roundup_power2_next_division)."""
-    if n & (n - 1) == 0:
+    if divisions == 1 or n & (n - 1) == 0:
         return n
     step = (1 << (n.bit_length() - 1)) >> (divisions.bit_length() - 1)
     return -(-n // step) * step if step else 1 << n.bit_length()

@@ -9,10 +9,12 @@ of the recording as a consequence of an event, and the final segments. Several d
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import os
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,7 +25,7 @@ from traces.files import read_bytes
 from traces.limits import find_limits
 from traces.model import RankEvents, Trace
 from traces.rewind import SizeRules, rewind
-from traces.snapshot_layout import DEFAULT_POOL, DeviceRecord, Layout, PoolId, Segment, read_layout
+from traces.snapshot_layout import DEFAULT_POOL, DeviceRecord, Entries, Layout, PoolId, Segment, read_layout
 from traces.survey import Kind, Step, survey
 from traces.text import path_text
 from traces.unpickle import load_builtins
@@ -86,7 +88,8 @@ def read_snapshot(path: str | os.PathLike[str], *, release: str | None = None) -
 def read_recording(path: str | os.PathLike[str], *, release: str | None = None) -> Recording:
     """As `read_snapshot`, with the recorded consequences and final segments beside the trace."""
     where = path_text(path)
-    return snapshot_to_recording(load_builtins(read_bytes(path), where), where=where, release=release)
+    with _without_collector():
+        return snapshot_to_recording(load_builtins(read_bytes(path), where), where=where, release=release)
 
 
 def snapshot_to_trace(snapshot: Any, *, where: str, release: str | None = None) -> Trace:
@@ -102,7 +105,7 @@ def snapshot_to_recording(snapshot: Any, *, where: str, release: str | None = No
     layout = read_layout(snapshot, where)
     minor = layout.since if release is None else _minor(release)
     rules = SizeRules(layout.settings, minor)
-    records = layout.devices or (DeviceRecord(0, (), _no_entries(), {}),)
+    records = layout.devices or (DeviceRecord(0, (), Entries(), {}),)
     read = [_read_device(record, rules, layout, where) for record in records]
     trace = _trace([(record, causes) for record, causes, _ in read], layout, release)
     try:
@@ -116,10 +119,16 @@ def snapshot_to_recording(snapshot: Any, *, where: str, release: str | None = No
     )
 
 
-def _no_entries() -> Any:
-    from traces.snapshot_layout import Entries
-
-    return Entries()
+@contextlib.contextmanager
+def _without_collector() -> Iterator[None]:
+    """Python's cyclic garbage collector off: millions of plain dicts would have it run over and over for nothing."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _minor(release: str) -> int:

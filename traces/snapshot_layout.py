@@ -142,9 +142,10 @@ class Layout:
     until: int
 
 
-def read_layout(snapshot: Any, where: str) -> Layout:
+def read_layout(snapshot: Any, where: str, *, fill: bool = True) -> Layout:
     """Check the layout of an unpickled snapshot; `where` names the file in errors.
 
+    `fill`: where a recording has only one half of its frees (`skip_actions`), the other half is put in.
     Raises TraceError, which names device, entry or segment, and key, where something is missing or wrong.
     """
     if isinstance(snapshot, list):
@@ -167,7 +168,8 @@ def read_layout(snapshot: Any, where: str) -> Layout:
         if not entries and device not in by_device:
             continue
         columns, unknown = _entries(entries, f"{where}: device {device}", namer)
-        _complete_left_out(columns, by_device.get(device, ()))
+        if fill:
+            _complete_left_out(columns, by_device.get(device, ()))
         devices.append(DeviceRecord(device, by_device.get(device, ()), columns, unknown))
     since, until = _releases(snapshot, segments, traces)
     return Layout(tuple(devices), settings, _annotations(snapshot), since, until)
@@ -340,8 +342,8 @@ def _append(columns: Entries, entry: dict[str, Any], kind: int, i: int, where: s
 def _complete_left_out(columns: Entries, segments: tuple[Segment, ...]) -> None:
     """Put in the frees' other halves where the recording skipped one kind of them (`skip_actions`)."""
     requested, completed = FREE_REQUESTED in columns.kind, FREE_COMPLETED in columns.kind
-    if requested == completed:
-        return
+    if requested == completed or columns.kind.count(FREE_COMPLETED) == columns.kind[:1].count(FREE_COMPLETED) == 1:
+        return  # both are there, or neither, or the recording begins between the halves of its only free
     pending = {b.address for s in segments for b in s.blocks if b.state == "active_pending_free"}
     old = Entries(**{name: list(values) for name, values in vars(columns).items()})
     last = {address: i for i, address in enumerate(old.address)}

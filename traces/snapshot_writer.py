@@ -150,7 +150,7 @@ def _rewinds(snapshot: dict[str, Any]) -> list[str]:
     """Whether the state can be taken back through every trace."""
     problems = []
     try:
-        layout = read_layout(snapshot, "snapshot")
+        layout = read_layout(snapshot, "snapshot", fill=False)
     except TraceError as error:
         return [str(error)]
     for record in layout.devices:

@@ -147,7 +147,7 @@ class _Survey:
         self.entries, self.rules, self.start = record.entries, rules, start
         self.map = AddressMap()
         self.sizes = dict(start.sizes)
-        self.guesses = Sizes(replace(start, sizes=self.sizes, most=dict(start.most)), rules)
+        self.guesses = Sizes(replace(start, sizes=self.sizes), rules)
         self.ages = Ages(start.ranges if rules.minor >= 13 else ())
         self.idle: dict[int, bool] = {}  # cached whole segments by address: whether large
         self.spaces: dict[tuple[int, bool, PoolId], list[AddressSpace]] = {}
@@ -240,6 +240,9 @@ class _Survey:
     def _malloc(self, i: int, oom: bool) -> None:
         """A malloc, and the entries before it that it caused."""
         e = self.entries
+        if not self.buffer and not oom:
+            self._hit(i)
+            return
         run, self.buffer = self.buffer, []
         kinds = [self.entries.kind[j] for j in run]
         last_release = max((k for k, kind in enumerate(kinds) if kind in _RELEASES), default=-1)
@@ -286,6 +289,14 @@ class _Survey:
         else:
             self._use(i, step)
 
+    def _hit(self, i: int) -> None:
+        """A malloc that did nothing but take a free block."""
+        step = self._new_malloc(i, False)
+        step.members = [i]
+        step.after = step.before
+        self.steps.append(step)
+        self._use(i, step)
+
     def _new_malloc(self, i: int, oom: bool) -> Step:
         """A malloc step, as far as its own entry tells."""
         e = self.entries
@@ -294,9 +305,8 @@ class _Survey:
         step.device_free = e.address[i] if oom else 0
         step.large = size > SMALL_SIZE
         step.needed = self.rules.segment_size(size)
-        step.idle_large = True in self.idle.values()
-        found = None if oom else self.map.at(e.address[i])
-        step.pool = e.pool[i] or (found.pool if found is not None else DEFAULT_POOL)
+        step.idle_large = bool(self.rules.settings.garbage_collection_threshold) and True in self.idle.values()
+        step.pool = e.pool[i] or DEFAULT_POOL  # `_use` knows better
         return step
 
     def _refuse(self, key: tuple[int, bool, PoolId]) -> None:
@@ -316,7 +326,7 @@ class _Survey:
         step.pool = e.pool[i] or found.pool
         free = found.free_from(address)
         self._check_below(found, address)
-        if not step.takes:
+        if not step.takes and self.guesses.most:
             self._note_choice(step, size, (address, free))
         self.sizes[address] = self._taken(found, size, free, self._expandable_on(i))
         self.born[address] = len(self.steps) - 1
@@ -324,6 +334,7 @@ class _Survey:
             self.ages.note(found, (address, free))
         self.ages.change(found, self.sizes, address, freed=False)
         self.map.use(address, e.size[i])
+        self.guesses.changed(found)
         self.idle.pop(found.start, None)
 
     def _note_choice(self, step: Step, size: int, chosen: tuple[int, int] | None) -> None:
@@ -376,7 +387,7 @@ class _Survey:
         address = self.entries.address[i]
         found = self.map.drop(address)
         self.born.pop(address, None)
-        self.guesses.freed(address)
+        self.guesses.freed(found, address)
         self.ages.change(found, self.sizes, address, freed=True)
         self._note_idle(found)
         self.pending.discard(address)

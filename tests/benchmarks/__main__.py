@@ -3,7 +3,7 @@
     python -m tests.benchmarks [--only NAME]... [--cold] [--events N] [--rounds N] [--json]
 
 Times of kernels and replays are CPU time of this process, fastest of several rounds; times of whole commands are wall
-time. On a machine that others use too, compare two runs by their ratios to the calibration, a small fixed loop.
+time, of the first compilation CPU time. On a machine that others use too, compare two runs by their ratios to the calibration, a small fixed loop.
 """
 
 from __future__ import annotations
@@ -129,7 +129,10 @@ PARTS: Final[dict[str, tuple[str, Callable[[Options], list[Figure]]]]] = {
         lambda options: processes.large_file(10 * options.events, min(options.rounds, 2)),
     ),
     "start-up": ("Start-up: wall time of fresh processes", lambda options: processes.start_up(options.rounds)),
-    "cold": ("First compilation: empty cache, beyond the same with a full one", lambda _: processes.cold_start()),
+    "cold": (
+        "First compilation (one thread): empty cache, beyond the same with a full one",
+        lambda _: processes.cold_start(),
+    ),
 }
 
 

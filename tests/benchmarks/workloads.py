@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
+import numpy.typing as npt
 
 from traces.model import CATEGORIES, Device, Events, Int64Array, Op, RankEvents, Strings, Trace
 
@@ -205,41 +206,45 @@ def _optimize(script: Script, *, first: bool) -> None:
 def training(tokens: Sequence[int] | Int64Array, workspaces: Int64Array) -> Events:
     """A training run: `tokens` of each step, and (steps x layers) bytes of its workspaces."""
     counts = np.asarray(tokens, dtype=np.int64)
-    setup, first, later = setup_script(), step_script(first=True), step_script(first=False)
-    parts: list[tuple[Int64Array, Int64Array, Int64Array]] = []
+    parts = []
     base = 0
-    for script, steps in ((setup, slice(0, 1)), (first, slice(0, 1)), (later, slice(1, None))):
+    for script, steps in (
+        (setup_script(), slice(0, 1)),
+        (step_script(first=True), slice(0, 1)),
+        (step_script(first=False), slice(1, None)),
+    ):
         parts.append(_expand(script, counts[steps], workspaces[steps], base))
         base += script.allocations * len(counts[steps])
-    rows, ids, sizes = (np.concatenate(columns) for columns in zip(*parts, strict=True))
-    steps_of = np.concatenate([[-1, 0], np.arange(1, len(counts))]).repeat(
-        [len(setup.rows), len(first.rows), *[len(later.rows)] * (len(counts) - 1)]
-    )
-    ops = rows[:, 0].astype(np.uint8)
+    ops, ids, sizes, categories, phases = (np.concatenate(columns) for columns in zip(*parts, strict=True))
+    begun = np.cumsum(phases == PHASES.index("forward")) - 1
     return Events(
         ops,
         {
             "id": ids,
             "bytes": sizes,
-            "step": np.where(ops == Op.PHASE, steps_of, -1),
-            "category": Strings(rows[:, 5].astype(np.int32), CATEGORIES),
-            "name": Strings(rows[:, 6].astype(np.int32), PHASES),
+            "step": np.where(phases >= 0, begun, -1),
+            "category": Strings(categories, CATEGORIES),
+            "name": Strings(phases, PHASES),
         },
     )
 
 
-def _expand(
-    script: Script, tokens: Int64Array, workspaces: Int64Array, base: int
-) -> tuple[Int64Array, Int64Array, Int64Array]:
-    """A script's rows, ids and bytes, once for each step."""
-    rows = np.asarray(script.rows, dtype=np.int64)
-    local = rows[:, 1]
-    ids = base + np.arange(len(tokens))[:, None] * script.allocations + local
-    sizes = rows[:, 2] + tokens[:, None] * rows[:, 3]
-    used = np.flatnonzero(rows[:, 4] != NO_WORKSPACE)
+def _expand(script: Script, tokens: Int64Array, workspaces: Int64Array, base: int) -> tuple[npt.NDArray[Any], ...]:
+    """A script's ops, ids, bytes, categories and phases, once for each step."""
+    ops, local, fixed, per_token, workspace, categories, phases = np.asarray(script.rows, dtype=np.int64).T
+    steps = len(tokens)
+    ids = np.where(local < 0, -1, base + np.arange(steps)[:, None] * script.allocations + local)
+    sizes = fixed + tokens[:, None] * per_token
+    used = np.flatnonzero(workspace != NO_WORKSPACE)
     if len(used):
         sizes[:, used] = workspaces
-    return np.tile(rows, (len(tokens), 1)), np.where(local < 0, -1, ids).reshape(-1), sizes.reshape(-1)
+    return (
+        np.tile(ops.astype(np.uint8), steps),
+        ids.reshape(-1),
+        sizes.reshape(-1),
+        np.tile(categories.astype(np.int32), steps),
+        np.tile(phases.astype(np.int32), steps),
+    )
 
 
 def transformer(events: int, seed: int = 0) -> Workload:
