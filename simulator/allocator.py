@@ -1390,6 +1390,25 @@ def malloc_miss(m: Memory, which: int, n: int, size: int) -> int:
     return hand_out(m, block, cursor_of(m, block), n, size, split)
 
 
+@kernel
+def served_at_once(m: Memory, n: int, stream: int) -> bool:
+    """Whether a malloc would surely be served without waiting for pending frees: from the pool, or by the driver."""
+    if capturing(m) or n >= ONE_EIB:
+        return True
+    process_events(m)
+    size = round_size(m, n)
+    which = set_of(m, current_pool(m), 1 if size > SMALL_SIZE else 0, stream)
+    clock = m[which + SET_POOL] + P_CLOCK + m[which + SET_LARGE]
+    before = m[clock]
+    cursor = find_free(m, which, size, m[EXPANDABLE_ON] == 1)
+    m[clock] = before  # this was only a look
+    wanted = segment_size(m, size)
+    if m[EXPANDABLE_ON] == 1:
+        wanted = (size + wanted - 1) // wanted * wanted + m[LARGE_SEGMENT]
+    within = m[LIMIT] < 0 or m[TOTAL_ALLOCATED] + wanted <= m[LIMIT]
+    return cursor >= 0 or (within and round_granule(wanted) <= device_free(m))
+
+
 @kernel(inline=True)
 def malloc(m: Memory, n: int, stream: int) -> int:
     """malloc of `n` > 0 bytes on a stream (its number): the block, or OUT."""

@@ -29,6 +29,7 @@ from simulator.allocator import (
     raise_row,
     record_stream,
     release_cached_blocks,
+    served_at_once,
     stream_at,
 )
 from simulator.layout import (
@@ -387,7 +388,7 @@ def serve(m: Memory, ids: Memory, op: int, ident: int, arg: int, stream: int, pa
     if op == ALLOC:
         if arg == 0:
             return DONE, 0
-        if m[TIMED] == 1 and not patient and must_wait(m):
+        if m[TIMED] == 1 and must_wait(m) and not (patient and served_at_once(m, arg, stream)):
             return WAIT, 0
         block = malloc(m, arg, stream)
         if block < 0:
@@ -429,8 +430,8 @@ def run(
     `id_table` (2 x ids) holds each allocation's block (0: none yet, or failed, or freed) and the bytes it got. `idents`
     are dense ids, `streams` dense stream numbers (-1: all), `args` the one number an op takes beside them. `host_ns`
     may be empty. `table` (events x columns; 3, 4 or 8) takes what stands after each event. `patient` is the index of an
-    event at which unknown completions count as incomplete. A status of OUT_OF_MEMORY comes after the event was served,
-    every other one before.
+    event at which unknown completions count as incomplete, unless the host would have to wait for them. A status of
+    OUT_OF_MEMORY comes after the event was served, every other one before.
     """
     m = pointer(memory)
     ids = pointer(id_table)

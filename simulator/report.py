@@ -180,7 +180,14 @@ def table_of(title: str, *columns: str, right: Sequence[int] = ()) -> Table:
     from rich.text import Text
 
     heading = Text(title, "bold") if title else None
-    table = Table(title=heading, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    table = Table(
+        title=heading,
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+        show_edge=False,
+        min_width=len(title) or None,  # a title is not broken, however narrow the columns are
+    )
     for place, name in enumerate(columns):
         number = place in right
         table.add_column(name, justify="right" if number else "left", no_wrap=number, overflow="fold")

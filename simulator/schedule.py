@@ -168,6 +168,7 @@ class Schedule:
         self.calls = [Calls() for _ in machines]
         self.meetings: dict[tuple[str, tuple[int, ...], int], Meeting] = {}  # those that some have not reached yet
         self.waiting: dict[int, int] = {}  # class -> its host clock
+        self.stuck: set[int] = set()  # those of them that polled, and must wait all the same
         self.sequence = 0
         self.turns: list[tuple[int, int, int, int]] = []
 
@@ -190,6 +191,7 @@ class Schedule:
     def _take_turn(self, number: int, serve: ServeFunction, patient: int = -1) -> None:
         """Run one class until it ends or waits, and queue those whose waits may be over by that."""
         self.waiting.pop(number, None)
+        self.stuck.discard(number)
         if self._advance(number, serve, patient):
             self.waiting[number] = int(self.machines[number].memory[at.HOST])
         for other in self._start_collectives(number):
@@ -271,10 +273,15 @@ class Schedule:
         if not pollers:
             raise self._deadlock()
         number = min(pollers, key=lambda item: (self.waiting[item], item))
-        self._take_turn(number, serve, self.machines[number].index)
+        index = self.machines[number].index
+        self._take_turn(number, serve, index)
+        if number in self.waiting and self.machines[number].index == index:
+            self.stuck.add(number)
 
     def _polls(self, number: int) -> bool:
         """Whether a waiting class only asks whether events are complete."""
+        if number in self.stuck:
+            return False
         machine = self.machines[number]
         return bool(machine.program.ops[machine.index] == Op.ALLOC)
 

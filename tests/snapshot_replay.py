@@ -61,7 +61,8 @@ class Replay:
         space = None
         base, end = first.address, first.address + first.bytes
         if first.expandable:
-            assert first.va_address is not None and first.va_bytes is not None
+            assert first.va_address is not None
+            assert first.va_bytes is not None
             page = (2 << 20) if pool.small else allocator.settings.large_segment_size
             space = Segment(first.va_address, first.va_bytes, page, device)
             base, end = first.va_address, first.va_address + first.va_bytes

@@ -7,6 +7,7 @@ import gzip
 import io
 import json
 import sys
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -38,11 +39,11 @@ def timeline(
 def timelines(draw: st.DrawFn) -> Timeline:
     count = draw(st.integers(1, 400))
     values = st.lists(st.integers(0, 50), min_size=count, max_size=count)
-    columns = [np.array(draw(values), dtype=np.int64) for _ in range(3)]
+    one, two, three = (np.array(draw(values), dtype=np.int64) for _ in range(3))
     bounds = sorted(draw(st.lists(st.integers(0, count), max_size=4)))
-    phases = tuple(PhaseSpan("p", i, a, b) for i, (a, b) in enumerate(zip(bounds, bounds[1:], strict=False)) if a < b)
+    phases = tuple(PhaseSpan("p", i, a, b) for i, (a, b) in enumerate(pairwise(bounds)) if a < b)
     ooms = tuple(draw(st.lists(st.integers(0, count - 1), max_size=2, unique=True)))
-    return Timeline((0,), *columns, phases=phases, limit_bytes=100, ooms=ooms)
+    return Timeline((0,), one, two, three, phases=phases, limit_bytes=100, ooms=ooms)
 
 
 @given(timelines(), st.integers(1, 500))
@@ -214,7 +215,7 @@ def test_chrome_has_a_process_with_two_counters_for_each_rank(tmp_path: Path, en
         for name, column in (("allocated", line.allocated), ("reserved", line.reserved)):
             points = [e for e in events if e["ph"] == "C" and e["pid"] == pid and e["name"] == name]
             assert [e["args"] for e in points] == [{name: value} for value in column.tolist()]
-            assert all(one["ts"] <= other["ts"] for one, other in zip(points, points[1:], strict=False))
+            assert all(one["ts"] <= other["ts"] for one, other in pairwise(points))
     assert first.time_ns is not None
     at = [e["ts"] for e in events if e["ph"] == "C" and e["pid"] == 0 and e["name"] == "allocated"]
     assert at == [t / 1000 for t in first.time_ns.tolist()]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -121,7 +123,7 @@ def test_the_next_allocation_shows_where_a_block_ends() -> None:
 
 
 def test_a_better_place_that_was_passed_over_was_smaller_than_assumed() -> None:
-    """5.5 MiB seem free after the first block; a request of 5 MiB went to a hole of 6 MiB: there was less than 5 MiB."""
+    """5.5 MiB seem free after the first block, but a request of 5 MiB went to a hole of 6 MiB: they were fewer."""
     recorder = Recorder(20 * MIB, 40 * MIB)
     recorder.entry("alloc", 1, 10 * MIB, 5 * MIB)
     recorder.free(0, 0, 4 * MIB + MIB // 2)
@@ -183,7 +185,7 @@ def test_the_rewound_state_tiles_and_holds_what_is_freed(name: str, data: st.Dat
             assert sum(block.bytes for block in segment.blocks) == segment.bytes
             assert all(block.bytes > 0 and block.requested <= block.bytes for block in segment.blocks)
             free = [block.state == "inactive" for block in segment.blocks]
-            assert not any(one and other for one, other in zip(free, free[1:], strict=False))
+            assert not any(one and other for one, other in pairwise(free))
 
 
 def test_the_whole_recording_can_be_cut_away() -> None:
@@ -204,7 +206,7 @@ def test_the_whole_recording_can_be_cut_away() -> None:
             assert _merged(found) == _merged(want)
 
 
-def _merged(segments: dict[int, list[tuple[int, int, str]]]) -> dict[int, list[tuple[int, int, str]]]:
+def _merged(segments: Mapping[int, Sequence[tuple[int, int, str]]]) -> dict[int, list[tuple[int, int, str]]]:
     """Neighbouring free blocks as one: one beside a pending free may not be merged yet."""
     result = {}
     for address, blocks in segments.items():

@@ -3,7 +3,8 @@
     python -m tests.benchmarks [--only NAME]... [--cold] [--events N] [--rounds N] [--json]
 
 Times of kernels and replays are CPU time of this process, fastest of several rounds; times of whole commands are wall
-time, of the first compilation CPU time. On a machine that others use too, compare two runs by their ratios to the calibration, a small fixed loop.
+time; the first compilation shows both and is judged by CPU time. On a machine that others use too, compare two runs
+by their ratios to the calibration, a small fixed loop.
 """
 
 from __future__ import annotations
