@@ -39,7 +39,8 @@ FLAGS = (
 
 def find_chromium() -> str | None:
     """The path of a Chromium, or None."""
-    return os.environ.get("LLMEM_CHROMIUM") or shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    names = ("chromium", "chromium-browser", "google-chrome")
+    return os.environ.get("LLMEM_CHROMIUM") or next((path for name in names if (path := shutil.which(name))), None)
 
 
 class Browser:

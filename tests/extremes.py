@@ -14,10 +14,8 @@ MOST = (1 << 63) - 1
 IDS = (0, 1, 2, 5, 1 << 20, (1 << 31) - 1, 1 << 31, 1 << 32, 1 << 62, MOST - 1, MOST)
 STREAMS = (0, 0, 0, 1, 2, 7, 1 << 31, 1 << 62, MOST)
 POOLS = (1, 2, 3, 1 << 31, 1 << 32, MOST)
-SIZES = (
-    *(0, 1, 511, 512, 513, MIB, MIB + 1, 2 * MIB, 10 * MIB - 1, 10 * MIB, 20 * MIB, 20 * MIB, 100 * MIB, 1 << 30),
-    *(1 << 36, 1 << 43, (1 << 60) - 1, 1 << 60, 1 << 62, MOST),
-)
+SIZES = (0, 1, 511, 512, 513, 1000, MIB, MIB + 1, 2 * MIB, 3 * MIB, 10 * MIB - 1, 10 * MIB, 20 * MIB, 100 * MIB, 1 << 30)
+LARGE = (1 << 36, 1 << 43, (1 << 60) - 1, 1 << 60, 1 << 62, MOST)
 TIMES = (0, 1, 1000, 10**9, 1 << 40, 1 << 55)
 #: Options at the ends of what the parsers take, by the oldest minor release that knows them.
 CONFS = (
@@ -76,7 +74,7 @@ def extreme_conf(random: Random, release: str) -> str:
 
 def extreme_device(random: Random) -> Event:
     """A device of 1 byte to 8 TiB, anywhere in the address space."""
-    total = random.choice((1, 2 * MIB, 64 * MIB, 1 << 30, 1 << 36, 1 << 43))
+    total = random.choice((1, 64 * MIB, 1 << 30, 1 << 36, 1 << 43, 1 << 43))
     device: Event = {"name": "toy", "total_bytes": total, "context_bytes": random.choice((0, 0, 1, total // 2, total))}
     device["va_base"] = random.choice((512, 2 * MIB, 1 << 40, 0x7F0000000000, (1 << 62) - 512))
     device["placement"] = random.choice(("first-fit", "first-fit", "bump", "recorded"))
@@ -157,7 +155,8 @@ class Script:
         if draw < 0.35 and self.fresh:
             number = self.fresh.pop(0)
             self.alive.append(number)
-            return {"op": "alloc", "id": number, "bytes": random.choice(SIZES), "stream": random.choice(STREAMS)}
+            size = random.choice(LARGE if random.random() < 0.03 else SIZES)
+            return {"op": "alloc", "id": number, "bytes": size, "stream": random.choice(STREAMS)}
         if draw < 0.55:
             if not self.alive:
                 return None
@@ -204,7 +203,7 @@ class Script:
             {"op": "reset_accumulated"},
             {"op": "set_memory_fraction", "fraction": random.choice((0, 1e-300, 0.5, 0.999999999999, 1))},
             {"op": "set_allocator", "conf": extreme_conf(random, self.release)},
-            {"op": "other_process", "bytes": random.choice(SIZES)},
+            {"op": "other_process", "bytes": random.choice((0, 0, 0, MIB, 1 << 36, 1 << 62, MOST))},
             {"op": "snapshot"},
             {"op": "statistics"},
             {"op": "phase", "name": random.choice(("forward", "step", "\x1b[31m<b>&")), "step": random.choice((0, MOST))},

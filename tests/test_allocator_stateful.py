@@ -15,7 +15,7 @@ from random import Random
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -38,6 +38,7 @@ from tests.random_events import (
 
 REPORTS: list[Row] = [["x"], ["s"]]
 SEEDS = st.integers(0, 2**32)
+MANY = settings(max_examples=5 * settings().max_examples)  # long sequences, but cheap ones
 
 
 def compare(rows: list[Row], setup: Setup) -> Observed:
@@ -80,6 +81,7 @@ def check_segment(segment: dict[str, Any]) -> None:
     assert all(requested <= size for size, requested, state, _ in blocks if state != "inactive")
 
 
+@MANY
 @given(SEEDS, st.sampled_from(RELEASES), st.integers(20, 600))
 def test_random_sequences_equal_naive_model(seed: int, release: str, events: int) -> None:
     random = Random(seed)
@@ -87,6 +89,7 @@ def test_random_sequences_equal_naive_model(seed: int, release: str, events: int
     compare(random_rows(random, setup, events), setup)
 
 
+@MANY
 @given(SEEDS, st.sampled_from(("2.11", "2.12", "2.13")))
 def test_ties_are_broken_as_the_naive_model_breaks_them(seed: int, release: str) -> None:
     """Few sizes, small devices, no settings: free lists full of equal blocks, in segments that come and go."""

@@ -10,7 +10,6 @@ import sys
 import tomllib
 import zipfile
 from collections.abc import Iterator
-from itertools import chain
 from pathlib import Path
 
 import click

@@ -130,9 +130,9 @@ def test_neighbouring_pages_in_a_row_are_one_call(drawn: list[tuple[str, int, in
             expected[-1] = (kind, event, before[2], before[3] + size)
         else:
             expected.append((kind, event, address, size))
-    columns = [np.array([entry[place] for entry in drawn], dtype=np.int64) for place in (1, 2, 3)]
+    events, addresses, sizes = (np.array([entry[place] for entry in drawn], dtype=np.int64) for place in (1, 2, 3))
     kinds = np.array([LOG_KINDS.index(entry[0]) for entry in drawn], dtype=np.uint8)
-    found = tables._joined_calls(EventLog(kinds, *columns, stream=columns[0]))
+    found = tables._joined_calls(EventLog(kinds, events, addresses, sizes, stream=events))
     names = [LOG_KINDS[kind] for kind in found[0]]
     assert list(zip(names, *(column.tolist() for column in found[1:]), strict=True)) == expected
 
