@@ -14,7 +14,7 @@ MOST = (1 << 63) - 1
 IDS = (0, 1, 2, 5, 1 << 20, (1 << 31) - 1, 1 << 31, 1 << 32, 1 << 62, MOST - 1, MOST)
 STREAMS = (0, 0, 0, 1, 2, 7, 1 << 31, 1 << 62, MOST)
 POOLS = (1, 2, 3, 1 << 31, 1 << 32, MOST)
-SIZES = (0, 1, 511, 512, 513, 1000, MIB, MIB + 1, 2 * MIB, 3 * MIB, 10 * MIB - 1, 10 * MIB, 20 * MIB, 100 * MIB, 1 << 30)
+SIZES = (0, 1, 511, 512, 513, MIB, MIB + 1, 2 * MIB, 3 * MIB, 10 * MIB - 1, 10 * MIB, 20 * MIB, 100 * MIB, 1 << 30)
 LARGE = (1 << 36, 1 << 43, (1 << 60) - 1, 1 << 60, 1 << 62, MOST)
 TIMES = (0, 1, 1000, 10**9, 1 << 40, 1 << 55)
 #: Options at the ends of what the parsers take, by the oldest minor release that knows them.
@@ -206,7 +206,7 @@ class Script:
             {"op": "other_process", "bytes": random.choice((0, 0, 0, MIB, 1 << 36, 1 << 62, MOST))},
             {"op": "snapshot"},
             {"op": "statistics"},
-            {"op": "phase", "name": random.choice(("forward", "step", "\x1b[31m<b>&")), "step": random.choice((0, MOST))},
+            {"op": "phase", "name": random.choice(("forward", "\x1b[31m<b>&")), "step": random.choice((0, MOST))},
             {"op": "wait_stream", **stream, "on": random.choice(STREAMS)},
         ]
         if self.timed:

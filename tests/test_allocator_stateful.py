@@ -38,7 +38,7 @@ from tests.random_events import (
 
 REPORTS: list[Row] = [["x"], ["s"]]
 SEEDS = st.integers(0, 2**32)
-MANY = settings(max_examples=5 * settings().max_examples)  # long sequences, but cheap ones
+MANY = settings(max_examples=3 * settings().max_examples)  # long sequences, but cheap ones
 
 
 def compare(rows: list[Row], setup: Setup) -> Observed:

@@ -474,6 +474,14 @@ def test_a_waiting_stream_waits_for_the_work_so_far_on_another_that_is_known_fir
     assert shown[0].times == [0, 0, 0, 10, 10, 120]
 
 
+def test_work_of_one_stream_goes_on_while_that_of_another_waits(serve: Serve) -> None:
+    """Stream 1 has much queued behind a collective that comes later than the one on stream 2."""
+    first = [collective("a", 10, stream=1), kernel(1, stream=1), kernel(1, stream=1), collective("b", 10, stream=2)]
+    first += [kernel(5, stream=2), synchronize(2), synchronize()]
+    second = [collective("b", 10), synchronize(), busy(100), collective("a", 10)]
+    assert serve(Case({0: first, 1: second}, {"a": [0, 1], "b": [0, 1]}))[0].times[-2:] == [15, 122]
+
+
 def test_ranks_that_the_trace_lacks_count_as_arrived(serve: Serve) -> None:
     case = Case(
         {4: [collective("g", 10), synchronize()], 6: [busy(20), collective("g", 10), synchronize()]},
