@@ -1116,7 +1116,7 @@ def map_block(m: Memory, block: int, size: int) -> bool:
     """map_block: obtain the pages under the first `size` bytes of an unmapped block."""
     which = m[block + SET]
     page = m[m[block + EXPANDABLE] + X_PAGE]
-    mapped = (size + page - 1) // page * page
+    mapped = min((size + page - 1) // page * page, m[block + SIZE])  # less than pages only in an odd initial state
     if page % ROUND_LARGE != 0 and m[ODD_PAGE_ERROR] == 1:
         m[STOPPED] = STOP_ODD_PAGE
         return False

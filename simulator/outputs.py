@@ -52,7 +52,8 @@ class Outputs:
             taken[real] = f"the file of --{name}"
         if self.timeline is not None:
             check_ending("--timeline", self.timeline, TIMELINE_ENDINGS)
-            check_parquet(self.timeline)
+            if self.timeline.lower().endswith(".parquet"):
+                check_parquet(self.timeline)
 
     def write(self, result: Result, trace: Trace) -> None:
         """Write every file asked for, out of a replay that kept what they need."""
@@ -108,9 +109,9 @@ def check_ending(option: str, path: str, endings: tuple[str, ...]) -> None:
 
 
 def check_parquet(path: str) -> None:
-    """ConfigError if `path` asks for Parquet and pyarrow, an extra, is not installed."""
-    if path.lower().endswith(".parquet") and find_spec("pyarrow") is None:
-        raise ConfigError(f"{path_text(path)}: Parquet needs pyarrow; install it, or end the name in .csv or .npz")
+    """ConfigError if pyarrow, an extra, is not installed, which `path` needs: it is to be a Parquet file."""
+    if find_spec("pyarrow") is None:
+        raise ConfigError(f"{path_text(path)}: Parquet needs pyarrow; install it, or write .csv or .npz")
 
 
 def write_timelines(result: Result, path: str, *, force: bool = False) -> None:

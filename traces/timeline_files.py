@@ -61,29 +61,36 @@ def write_timeline(
     path: str | os.PathLike[str],
     *,
     max_points: int | None = None,
+    to: str | None = None,
     force: bool = False,
 ) -> None:
-    """Write timelines as a table, by the path's ending: `.csv`, `.csv.gz`, `.npz` or `.parquet`.
+    """Write timelines as a table: `csv`, `npz` or `parquet`, by the path's ending or `to`. CSV is gzipped for `.gz`.
 
     `max_points` keeps about so many rows of each rank, with every peak (see `downsample`); by default all are kept. In
     an `.npz`, `time_ns` and `step` are -1 where absent and `phase` holds codes into `phase_names`. Nothing appears
     under the path before all is written. Raises OutputError where the file exists and `force` is not given, cannot be
     written, has another ending, or is Parquet without pyarrow.
     """
-    name = path_text(path).lower()
-    parquet = _pyarrow(path) if name.endswith(".parquet") else None
-    if not name.endswith(ENDINGS):
-        raise OutputError(
-            f"{path_text(path)}: timelines are written as {', '.join(ENDINGS)}; choose one of these endings"
-        )
+    form = to or _form(path)
+    parquet = _pyarrow(path) if form == "parquet" else None
     rows = [_rows(timeline, max_points) for timeline in timelines]
     with write_atomically(path, force=force) as file:
         if parquet is not None:
             _write_parquet(rows, file, *parquet)
-        elif name.endswith(".npz"):
+        elif form == "npz":
             _write_npz(rows, file)
         else:
-            _write_csv(rows, file, compress=name.endswith(".gz"))
+            _write_csv(rows, file, compress=os.fspath(path).lower().endswith(".gz"))
+
+
+def _form(path: str | os.PathLike[str]) -> str:
+    """The form that the path's ending says."""
+    name = path_text(path).lower()
+    if not name.endswith(ENDINGS):
+        raise OutputError(
+            f"{path_text(path)}: timelines are written as {', '.join(ENDINGS)}; choose one of these endings"
+        )
+    return name.removesuffix(".gz").rpartition(".")[2]
 
 
 def _rows(timeline: Timeline, max_points: int | None) -> _Rows:

@@ -16,6 +16,8 @@ from traces.text import one_line
 
 #: Seconds of work before a spinner appears.
 PATIENCE: Final = 0.5
+#: With more ranks than this, JSON comes on one line: breaking lines takes ten times as long.
+MANY_RANKS: Final = 64
 
 
 def announce(notes: Iterable[str], quiet: bool) -> None:
@@ -74,7 +76,7 @@ def _announced_compilation() -> Iterator[None]:
         def on_start(self, _: Any) -> None:
             if not self.said:
                 self.said = True
-                print("compiling the kernels, once: this takes up to a minute ...", file=sys.stderr, flush=True)
+                print("compiling kernels: this takes up to a minute, once ...", file=sys.stderr, flush=True)
 
         def on_end(self, _: Any) -> None:
             pass
@@ -83,10 +85,10 @@ def _announced_compilation() -> Iterator[None]:
         yield
 
 
-def print_json(document: Any) -> None:
-    """Print one JSON document, and nothing else, on stdout."""
-    json.dump(document, sys.stdout, indent=1, default=str)
-    sys.stdout.write("\n")
+def print_json(document: dict[str, Any]) -> None:
+    """Print one JSON document, and nothing else, on stdout: with line breaks, unless it has very many ranks."""
+    few = len(document.get("ranks", ())) <= MANY_RANKS
+    sys.stdout.write(json.dumps(document, indent=1 if few else None, default=str) + "\n")
 
 
 def sizes(memory: str | None, context: str | None) -> tuple[int | None, int | None]:

@@ -59,7 +59,8 @@ def command(source: str, target: str, to: str | None, release: str | None, force
     from simulator.settings import parse_release
 
     form = to or format_of(target)
-    check_parquet(target)
+    if form == "timeline-parquet":
+        check_parquet(target)
     if release is not None:
         release = parse_release(release).text
     check_output(target, force=force)
@@ -67,14 +68,15 @@ def command(source: str, target: str, to: str | None, release: str | None, force
 
     import traces
 
-    with working(f"reading {path_text(source)}", quiet):
+    with working(f"reading {path_text(os.path.basename(source))}", quiet):
         trace = traces.read(source, release=release)
-    announce(trace.notes, quiet)
+    notes = trace.notes
     if form in ("json", "json-rows", "json-columns", "npz"):
         with working("writing", quiet):
             traces.write(trace, target, to=form, force=force)
     else:
-        _write_replay(trace, target, form, force, quiet)
+        notes = _write_replay(trace, target, form, force, quiet)
+    announce(notes, quiet)
     return 0
 
 
@@ -92,15 +94,16 @@ def _check_distinct(source: str, target: str) -> None:
         raise OutputError(f"{path_text(target)}: is the input itself; choose another name")
 
 
-def _write_replay(trace: Trace, path: str, form: str, force: bool, quiet: bool) -> None:
-    from simulator.commands.common import announce, working
+def _write_replay(trace: Trace, path: str, form: str, force: bool, quiet: bool) -> tuple[str, ...]:
+    """Replay a trace and write what the allocator did; the notes of the replay, the trace's own among them."""
+    from simulator.commands.common import working
     from simulator.replay import replay
 
     with working("replaying", quiet, compiles=True):
         result = replay(trace, snapshot=form == "snapshot", analyse=False)
-    announce((note for note in result.notes if note not in trace.notes), quiet)
     with working("writing", quiet):
         _write_result(result, path, form, force)
+    return result.notes
 
 
 def _write_result(result: Result, path: str, form: str, force: bool) -> None:
@@ -117,4 +120,4 @@ def _write_result(result: Result, path: str, form: str, force: bool) -> None:
     else:
         from traces.timeline_files import write_timeline
 
-        write_timeline(timelines, path, force=force)
+        write_timeline(timelines, path, to=form.removeprefix("timeline-"), force=force)

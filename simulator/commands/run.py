@@ -60,7 +60,7 @@ def command(
 
     import traces
 
-    with working(f"reading {path_text(trace)}", quiet):
+    with working(f"reading {path_text(os.path.basename(trace))}", quiet):
         source = traces.read(trace, release=release)
     behaviour = parse_release(release or source.release or DEFAULT_RELEASE)
     if allocator_from_env:
@@ -86,11 +86,11 @@ def command(
             snapshot=snapshot is not None,
         )
     shown = result if chosen is None else only_ranks(result, chosen)
-    announce((*source.notes, *result.notes), quiet)
-    if shown.verdict != result.verdict:
-        announce(("a rank that is not shown runs out of memory",), quiet)
     with working("writing", quiet):
         outputs.write(shown, source)
+    announce(result.notes, quiet)  # those of reading the trace among them
+    if shown.verdict != result.verdict:
+        announce(("a rank that is not shown runs out of memory",), quiet)
     if as_json:
         print_json(render_json(shown))
     else:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import click
 
 
@@ -25,7 +27,7 @@ def command(snapshot: str, release: str | None, as_json: bool, quiet: bool) -> i
     from simulator.report_verify import render_json, render_table
     from simulator.verify import verify
 
-    with working(f"verifying {path_text(snapshot)}", quiet, compiles=True):
+    with working(f"verifying {path_text(os.path.basename(snapshot))}", quiet, compiles=True):
         report = verify(snapshot, release=release)
     announce(report.notes, quiet)
     if as_json:
