@@ -1,0 +1,140 @@
+"""torch.distributed on a device that is not there: one rank of a job whose collectives do nothing but take part.
+
+`process_group(runtime, recorder, rank, world)` starts torch's own `fake` process group (which knows rank and world, and
+never waits) and puts kernels of ours under its collectives on CUDA tensors. They tell the recorder of each collective
+and keep what ProcessGroupNCCL keeps (torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp): the tensors of an asynchronous
+collective stay referenced by its work until the host has seen it complete.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import _create_work_from_future
+
+from graph.fake_cuda import Runtime
+
+#: c10d's operators and the kind of collective each is.
+KINDS: Final[Mapping[str, str]] = {
+    "allreduce_": "all_reduce",
+    "allreduce_coalesced_": "all_reduce",
+    "broadcast_": "broadcast",
+    "reduce_": "reduce",
+    "allgather_": "all_gather",
+    "_allgather_base_": "all_gather",
+    "allgather_coalesced_": "all_gather",
+    "allgather_into_tensor_coalesced_": "all_gather",
+    "reduce_scatter_": "reduce_scatter",
+    "_reduce_scatter_base_": "reduce_scatter",
+    "reduce_scatter_tensor_coalesced_": "reduce_scatter",
+    "gather_": "gather",
+    "scatter_": "scatter",
+    "alltoall_": "all_to_all",
+    "alltoall_base_": "all_to_all",
+    "send": "send",
+    "recv_": "recv",
+    "barrier": "barrier",
+}
+#: Collectives over a list of tensors, which NCCL gathers into or takes from one flat tensor of the same stream.
+_LISTS: Final = frozenset({"allgather_", "reduce_scatter_"})
+
+
+class Collectives:
+    """The collectives of one rank."""
+
+    def __init__(self, runtime: Runtime, recorder: Any) -> None:
+        self.runtime = runtime
+        self.recorder = recorder
+        self._held: list[Any] = []
+
+    def settle(self) -> None:
+        """Finished work is dropped, as ProcessGroupNCCL's watchdog does within a tenth of a second."""
+        self._held.clear()
+
+    def install(self) -> None:
+        """Put our kernels under torch.distributed's operators on CUDA tensors."""
+        schemas = {
+            schema.name: schema for schema in torch._C._jit_get_all_schemas() if schema.name.startswith("c10d::")
+        }
+        for name in KINDS:
+            schema = schemas.get(f"c10d::{name}")
+            if schema is not None:
+                self.runtime.override(schema.name, self._kernel(name, schema), ("CUDA",))
+
+    def _kernel(self, name: str, schema: Any) -> Callable[..., Any]:
+        names = [argument.name for argument in schema.arguments]
+        results = len(schema.returns)
+
+        def kernel(*args: Any) -> Any:
+            given = dict(zip(names, args, strict=False))
+            tensors = list(_flat(args[0]))
+            self._tell(name, given, args)
+            work = _finished(tensors)
+            if given.get("async_op", True):
+                self._held.append((work, args[:2]))
+            return work.boxed() if results == 1 else (args[0], work.boxed())
+
+        return kernel
+
+    def _tell(self, name: str, given: Mapping[str, Any], args: Sequence[Any]) -> None:
+        tensors = [*_flat(args[0]), *(_flat(args[1]) if isinstance(args[1], torch.Tensor | list | tuple) else ())]
+        largest = max((tensor.nbytes for tensor in tensors), default=0)
+        if name in _LISTS:
+            largest = sum(tensor.nbytes for tensor in _flat(args[0 if name == "allgather_" else 1]))
+        group = given.get("process_group")
+        self.recorder.collective(KINDS[name], _group_name(group), largest)
+
+
+def _group_name(group: Any) -> str:
+    try:
+        unboxed = dist.ProcessGroup.unbox(group)
+    except (AttributeError, RuntimeError, TypeError):
+        return "world"
+    return str(unboxed.group_desc or unboxed.group_name)
+
+
+def _flat(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for one in value:
+            yield from _flat(one)
+
+
+def _finished(tensors: list[torch.Tensor]) -> Any:
+    """A work that is done, with `tensors` as its result."""
+    future: Any = torch.futures.Future()
+    future.set_result(tensors)
+    return _create_work_from_future(future)
+
+
+class _Silent:
+    """DDP's logger, which would ask a CUDA build for a timer."""
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda *args, **kwargs: None
+
+
+def without_logger(wrapped: torch.nn.Module) -> torch.nn.Module:
+    """A DistributedDataParallel module that keeps no time."""
+    wrapped.logger = _Silent()  # type: ignore[assignment]
+    return wrapped
+
+
+@contextlib.contextmanager
+def process_group(runtime: Runtime, recorder: Any, rank: int, world: int) -> Iterator[Collectives]:
+    """`torch.distributed` as rank `rank` of `world`, while inside."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    collectives = Collectives(runtime, recorder)
+    dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
+    try:
+        collectives.install()
+        yield collectives
+    finally:
+        collectives.settle()
+        dist.destroy_process_group()

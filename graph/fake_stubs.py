@@ -1,0 +1,228 @@
+"""The Python side of `torch.cuda` for a device that is not there: answers from a profile, and nothing done."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import types
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from graph.fake_cuda import Runtime
+
+
+class Stream:
+    """A CUDA stream by number; 0 is the default stream."""
+
+    def __init__(self, device: Any = None, priority: int = 0, *, number: int | None = None, **_: Any) -> None:
+        self.stream_id = Stream._count() if number is None else number
+        self.device_index = 0
+        self.device = torch.device("cuda", 0)
+        self.device_type = 1
+        self.cuda_stream = self.stream_id
+        self.priority = priority
+
+    _made = 0
+
+    @classmethod
+    def _count(cls) -> int:
+        cls._made += 1
+        return cls._made
+
+    def _nothing(self, *args: Any) -> None:
+        """Nothing to wait for."""
+
+    def query(self) -> bool:
+        """All is done."""
+        return True
+
+    def record_event(self, event: Any = None) -> Any:
+        """`event`, or a new one; complete."""
+        return Event() if event is None else event
+
+    synchronize = wait_stream = wait_event = _nothing
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Stream) and other.stream_id == self.stream_id
+
+    def __hash__(self) -> int:
+        return hash((Stream, self.stream_id))
+
+
+class Event:
+    """A CUDA event; always complete."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.device = torch.device("cuda", 0)
+
+    def _nothing(self, *args: Any) -> None:
+        """Nothing to wait for."""
+
+    def query(self) -> bool:
+        """It is complete."""
+        return True
+
+    def elapsed_time(self, other: Any) -> float:
+        """No time passes."""
+        return 0.0
+
+    record = wait = synchronize = _nothing
+
+
+class _Device:
+    """`torch.cuda.device`: there is only device 0."""
+
+    def __init__(self, device: Any = None) -> None:
+        self.idx = 0
+        self.prev_idx = 0
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *exc: object) -> None:
+        pass
+
+
+class _StreamContext:
+    """`torch.cuda.stream(s)`."""
+
+    def __init__(self, runtime: Runtime, stream: Any) -> None:
+        self.runtime, self.stream = runtime, stream
+
+    def __enter__(self) -> None:
+        self.before = self.runtime.stream
+        if self.stream is not None:
+            self.runtime.stream = self.stream
+
+    def __exit__(self, *exc: object) -> None:
+        self.runtime.stream = self.before
+
+
+def _properties(runtime: Runtime) -> types.SimpleNamespace:
+    """`torch.cuda.get_device_properties`."""
+    card = runtime.profile
+    return types.SimpleNamespace(
+        name=card.product,
+        major=card.arch[0],
+        minor=card.arch[1],
+        total_memory=card.total_bytes,
+        multi_processor_count=card.sm_count,
+        max_threads_per_multi_processor=card.max_threads_per_sm,
+        max_threads_per_block=card.max_threads_per_block,
+        warp_size=card.warp_size,
+        shared_memory_per_block=48 << 10,
+        shared_memory_per_block_optin=card.shared_memory_per_block,
+        shared_memory_per_multiprocessor=card.shared_memory_per_sm,
+        regs_per_multiprocessor=65536,
+        L2_cache_size=card.l2_bytes,
+        is_integrated=0,
+        is_multi_gpu_board=0,
+        gcnArchName="",
+        uuid="",
+    )
+
+
+def forget() -> None:
+    """Answers that `torch.cuda` asked the device for once and kept: as in a new process, it is to ask again."""
+    torch.cuda._check_bf16_tensor_supported.cache_clear()
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    """A call that has no effect without a device."""
+
+
+def attributes(runtime: Runtime) -> dict[str, Any]:
+    """What replaces the attributes of these names in `torch.cuda`."""
+    card = runtime.profile
+    default = Stream(number=0)
+    state = torch.zeros(16, dtype=torch.uint8)
+    generator: Any = types.SimpleNamespace(
+        device=torch.device("cuda", 0),
+        get_state=lambda: state.clone(),
+        set_state=_nothing,
+        initial_seed=lambda: 0,
+        manual_seed=_nothing,
+        seed=lambda: 0,
+        clone_state=lambda: generator,
+        graphsafe_get_state=lambda: generator,
+        graphsafe_set_state=_nothing,
+    )
+    runtime.stream = default
+    quiet = (
+        "_lazy_init init set_device empty_cache ipc_collect reset_peak_memory_stats reset_max_memory_allocated "
+        "reset_accumulated_memory_stats reset_max_memory_cached set_rng_state set_rng_state_all manual_seed "
+        "manual_seed_all seed seed_all set_stream set_per_process_memory_fraction cudart _lazy_call"
+    )
+    return {
+        **dict.fromkeys(quiet.split(), _nothing),
+        "is_available": lambda: True,
+        "is_initialized": lambda: True,
+        "_is_in_bad_fork": lambda: False,
+        "is_current_stream_capturing": lambda: False,
+        "device_count": lambda: 1,
+        "_device_count_nvml": lambda: 1,
+        "current_device": lambda: 0,
+        "_exchange_device": lambda device: 0,
+        "_maybe_exchange_device": lambda device: 0,
+        "device": _Device,
+        "device_of": _Device,
+        "_DeviceGuard": _Device,
+        "get_device_name": lambda device=None: card.product,
+        "get_device_capability": lambda device=None: card.arch,
+        "get_device_properties": lambda device=None: _properties(runtime),
+        "can_device_access_peer": lambda device, peer_device: True,
+        "get_arch_list": lambda: [f"sm_{card.arch[0]}{card.arch[1]}"],
+        "synchronize": lambda device=None: runtime.synchronized(),
+        "memory_allocated": lambda device=None: runtime.allocated(),
+        "max_memory_allocated": lambda device=None: runtime.allocated(),
+        "memory_reserved": lambda device=None: runtime.allocated(),
+        "max_memory_reserved": lambda device=None: runtime.allocated(),
+        "memory_stats": lambda device=None: {},
+        "mem_get_info": lambda device=None: (card.total_bytes - runtime.allocated(), card.total_bytes),
+        "get_rng_state": lambda device="cuda": state.clone(),
+        "get_rng_state_all": lambda: [state.clone()],
+        "initial_seed": lambda: 0,
+        "default_generators": (generator,),
+        "Stream": Stream,
+        "Event": Event,
+        "ExternalStream": Stream,
+        "current_stream": lambda device=None: runtime.stream,
+        "default_stream": lambda device=None: default,
+        "stream": lambda stream: _StreamContext(runtime, stream),
+        "StreamContext": lambda stream: _StreamContext(runtime, stream),
+        "get_stream_from_external": lambda pointer, device=None: Stream(number=pointer),
+    }
+
+
+@contextlib.contextmanager
+def patched(runtime: Runtime) -> Iterator[None]:
+    """`torch.cuda` answers for `runtime`'s card while inside."""
+    answers = attributes(runtime)
+    changes: list[tuple[Any, str, Any]] = [(torch.cuda, name, answer) for name, answer in answers.items()]
+    for part in ("memory", "random"):
+        module = importlib.import_module(f"torch.cuda.{part}")
+        changes += [(module, name, answer) for name, answer in answers.items() if hasattr(module, name)]
+    fake = importlib.import_module("torch._subclasses.fake_tensor")
+    changes += [
+        (fake, "init_gpu_context", _nothing),
+        (fake.log, "disabled", True),  # it logs errors that are raised as well
+        (torch.version, "cuda", torch.version.cuda or "13.0"),
+        (torch._C, "_cuda_getCurrentRawStream", lambda device: 0),
+    ]
+    before = [(target, name, getattr(target, name, _ABSENT)) for target, name, _ in changes]
+    try:
+        for target, name, answer in changes:
+            setattr(target, name, answer)
+        yield
+    finally:
+        for target, name, old in reversed(before):
+            if old is _ABSENT:
+                delattr(target, name)
+            else:
+                setattr(target, name, old)
+
+
+_ABSENT = object()

@@ -1,0 +1,312 @@
+"""What one operator call costs: floating-point operations, and bytes read and written on the GPU.
+
+FLOPs are those of matrix products, convolutions and attention, by the formulas of `torch/utils/flop_counter.py` (a
+multiply and an add are two; causal attention counts as full); every other operator counts 0, as there, so that totals
+equal those of `FlopCounterMode`. Bytes are those of a kernel that reads each operand once and writes each result once:
+what is broadcast is read once, views and empty tensors move nothing. Nothing here imports torch: tensors are known by
+their attributes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from math import prod
+from typing import Any, Final
+
+Shape = Sequence[int]
+Arguments = tuple[Any, ...]
+Options = Mapping[str, Any]
+Formula = Callable[[Arguments, Options, Any], int]
+
+
+def cost(name: str, args: Arguments, kwargs: Options, out: Any) -> tuple[int, int]:
+    """(FLOPs, bytes moved) of one call.
+
+    `name` is an overload's full name ("aten.mm.default"); `args` and `kwargs` are in the order of its schema, with
+    tensors that have shapes, strides and dtypes (fake ones will do); `out` is what it returned. An operator that no
+    table here knows has 0 FLOPs, and reads its tensor arguments and writes its results.
+    """
+    packet = name[: name.rfind(".")] if name.count(".") > 1 else name
+    formula = FLOPS.get(packet)
+    flops = 0 if formula is None else formula(args, kwargs, out)
+    moved = MOVED.get(packet)
+    if moved is not None:
+        return flops, moved(args, kwargs, out)
+    return flops, _ordinary(packet, args, kwargs, out)
+
+
+# Bytes ---------------------------------------------------------------------------------------------------------------
+
+
+def _tensors(value: Any) -> Iterator[Any]:
+    """The tensors in an argument: itself, or those in (lists of) lists."""
+    if isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _tensors(item)
+    elif hasattr(value, "nbytes"):
+        yield value
+
+
+def _size(tensor: Any) -> int:
+    """Bytes of a tensor's distinct elements: an expanded dimension counts once. A scalar on the host is no traffic."""
+    size = int(tensor.nbytes)
+    strides = tensor.stride()
+    if not strides:
+        return 0 if tensor.device.type == "cpu" else size
+    if 0 in strides and size:
+        shape = tensor.shape
+        for length, stride in zip(shape, strides, strict=True):
+            if stride == 0:
+                size //= length
+    return int(size)
+
+
+def _sizes(values: Iterable[Any]) -> int:
+    return sum(_size(tensor) for value in values for tensor in _tensors(value))
+
+
+def _ordinary(packet: str, args: Arguments, kwargs: Options, out: Any) -> int:
+    """All operands read and all results written; an operator that changes its first argument writes that."""
+    read = _sizes(args) + _sizes(value for key, value in kwargs.items() if key != "out")
+    if out is None and packet.endswith("_"):
+        out = args[0] if args else ()
+    return read + _sizes((out,))
+
+
+def _nothing(args: Arguments, kwargs: Options, out: Any) -> int:
+    return 0
+
+
+def _written(args: Arguments, kwargs: Options, out: Any) -> int:
+    """A result is filled without any operand being read (`zeros`, `fill_`)."""
+    return _sizes((args[0] if out is None else out,))
+
+
+def _copied(args: Arguments, kwargs: Options, out: Any) -> int:
+    """`copy_(to, from)`, single or of lists: the target is not read."""
+    return _sizes(args[:2])
+
+
+def _gathered(args: Arguments, kwargs: Options, out: Any) -> int:
+    """Of the first operand only the chosen elements are read: as many as the result has."""
+    return 2 * _sizes((out,)) + _sizes(args[1:])
+
+
+def _scattered(args: Arguments, kwargs: Options, out: Any) -> int:
+    """In place, elements that an index chooses are read and written: as many as the source (the last operand) has."""
+    operands = list(_tensors(args[1:]))
+    return _sizes(operands) + (2 * _size(operands[-1]) if operands else 0)
+
+
+def _adam(args: Arguments, kwargs: Options, out: Any) -> int:
+    """Fused Adam: (parameters, gradients, averages, squares, largest squares, steps); all but gradients are written."""
+    lists = [_sizes((value,)) for value in args[:6]]
+    return 2 * sum(lists) - (lists[1] if len(lists) > 1 else 0)
+
+
+def _sgd(args: Arguments, kwargs: Options, out: Any) -> int:
+    """Fused SGD: (parameters, gradients, momenta); all but gradients are written."""
+    lists = [_sizes((value,)) for value in args[:3]]
+    return 2 * sum(lists) - (lists[1] if len(lists) > 1 else 0)
+
+
+_VIEWS: Final = (
+    "view,_unsafe_view,_reshape_alias,transpose,transpose_,t,t_,permute,expand,slice,select,split,split_with_sizes,"
+    "unsafe_split,unsafe_split_with_sizes,chunk,unsafe_chunk,unbind,unsqueeze,unsqueeze_,squeeze,squeeze_,detach,"
+    "detach_,alias,as_strided,as_strided_,diagonal,narrow,unfold,view_as_real,view_as_complex,lift_fresh,lift,movedim,"
+    "swapaxes,_conj,_neg_view,set_,resize_,empty,empty_like,empty_strided,empty_permuted,new_empty,new_empty_strided,"
+    "sym_size,sym_stride,sym_numel,is_same_size,record_stream,_local_scalar_dense,_has_same_storage_numel"
+)
+_FILLS: Final = (
+    "zeros,ones,full,zeros_like,ones_like,full_like,new_zeros,new_ones,new_full,fill_,zero_,_foreach_zero_,arange,"
+    "bernoulli_,normal_,uniform_,random_,exponential_,rand,randn,randint,rand_like,randn_like,eye,linspace,"
+    "scalar_tensor,tril_indices,triu_indices"
+)
+_GATHERS: Final = "embedding,index_select,index,_unsafe_index,gather,take,take_along_dim"
+_SCATTERS: Final = "index_put_,_index_put_impl_,index_add_,index_copy_,scatter_,scatter_add_,scatter_reduce_"
+
+
+def _aten(names: str) -> list[str]:
+    return [f"aten.{name}" for name in names.split(",")]
+
+
+#: Rules for bytes, where they are not those of all operands and results.
+MOVED: Final[dict[str, Formula]] = {
+    **dict.fromkeys(_aten(_VIEWS), _nothing),
+    **dict.fromkeys(_aten(_FILLS), _written),
+    **dict.fromkeys(_aten("copy_,_foreach_copy_"), _copied),
+    **dict.fromkeys(_aten(_GATHERS), _gathered),
+    **dict.fromkeys(_aten(_SCATTERS), _scattered),
+    **dict.fromkeys(_aten("_fused_adam_,_fused_adamw_"), _adam),
+    "aten._fused_sgd_": _sgd,
+}
+
+
+# FLOPs ---------------------------------------------------------------------------------------------------------------
+
+
+def _argument(args: Arguments, kwargs: Options, place: int, name: str, default: Any = None) -> Any:
+    """An argument by place, or by name where it was given so."""
+    return args[place] if place < len(args) else kwargs.get(name, default)
+
+
+def _product(first: Shape, second: Shape) -> int:
+    """[..., m, k] times [..., k, n], with as many matrices as `first` has."""
+    return 2 * prod(first) * int(second[-1])
+
+
+def _products(place: int) -> Formula:
+    """A product of the operands at `place` and after it."""
+
+    def formula(args: Arguments, kwargs: Options, out: Any) -> int:
+        return _product(args[place].shape, args[place + 1].shape)
+
+    return formula
+
+
+def _vector(place: int) -> Formula:
+    """A matrix, or a vector, at `place` times a vector."""
+
+    def formula(args: Arguments, kwargs: Options, out: Any) -> int:
+        return int(2 * prod(args[place].shape))
+
+    return formula
+
+
+def _linear(args: Arguments, kwargs: Options, out: Any) -> int:
+    """[..., k] times the transpose of [n, k]."""
+    return int(2 * prod(args[0].shape) * int(args[1].shape[0]))
+
+
+def _grouped(args: Arguments, kwargs: Options, out: Any) -> int:
+    """`_grouped_mm`: each row of the first operand meets the matrix of its own group.
+
+    With two operands of two dimensions the groups split the inner dimension: together one product.
+    """
+    return _product(args[0].shape, args[1].shape)
+
+
+def _outer(args: Arguments, kwargs: Options, out: Any) -> int:
+    return int(2 * prod(args[1].shape) * int(args[2].shape[0]))
+
+
+def _convolved(x: Shape, weight: Shape, out: Shape, transposed: bool) -> int:
+    """`conv_flop_count` of torch: each place of the result (of the input, transposed) meets the whole filter."""
+    return 2 * prod((x if transposed else out)[2:]) * int(x[0]) * prod(weight)
+
+
+def _convolution(args: Arguments, kwargs: Options, out: Any) -> int:
+    transposed = bool(_argument(args, kwargs, 6, "transposed", False))
+    return _convolved(args[0].shape, args[1].shape, out.shape, transposed)
+
+
+def _cudnn_convolution(args: Arguments, kwargs: Options, out: Any) -> int:
+    return _convolved(args[0].shape, args[1].shape, out.shape, False)
+
+
+def _swapped(shape: Shape) -> list[int]:
+    return [shape[1], shape[0], *shape[2:]]
+
+
+def _convolution_backward(args: Arguments, kwargs: Options, out: Any) -> int:
+    """(grad, x, weight, bias sizes, stride, padding, dilation, transposed, output padding, groups, output mask)."""
+    grad, x, weight = args[0].shape, args[1].shape, args[2].shape
+    transposed, mask = bool(args[7]), args[10]
+    flops = 0
+    if mask[0]:
+        flops += _convolved(grad, weight, out[0].shape, not transposed)
+    if mask[1]:
+        first, second = (grad, x) if transposed else (x, grad)
+        flops += _convolved(_swapped(first), _swapped(second), _swapped(out[1].shape), False)
+    return flops
+
+
+def _attention(query: Shape, key: Shape, value: Shape) -> int:
+    """Query times keys and scores times values; [batch, heads, length, width] each, grouped heads as if repeated."""
+    batch, heads, length, width = query
+    return 2 * batch * heads * length * key[2] * (width + value[3])
+
+
+def _attention_backward(query: Shape, key: Shape, value: Shape) -> int:
+    """Scores again, then gradients of scores, values, queries and keys: five products."""
+    batch, heads, length, width = query
+    return 2 * batch * heads * length * key[2] * (3 * width + 2 * value[3])
+
+
+def _sdpa(args: Arguments, kwargs: Options, out: Any) -> int:
+    return _attention(args[0].shape, args[1].shape, args[2].shape)
+
+
+def _sdpa_backward(args: Arguments, kwargs: Options, out: Any) -> int:
+    return _attention_backward(args[1].shape, args[2].shape, args[3].shape)
+
+
+def _heads_first(shape: Shape, offsets: Any, longest: Any) -> list[int]:
+    """[batch, heads, length, width] of an operand [batch, length, heads, width] of the inner attention kernels.
+
+    With offsets, where sequences are packed one after another, every sequence counts as the longest one.
+    """
+    if offsets is None:
+        return [shape[0], shape[2], shape[1], shape[3]]
+    return [int(offsets.shape[0]) - 1, shape[-2], int(longest), shape[-1]]
+
+
+def _inner(first: int, offsets: int, count: Callable[[Shape, Shape, Shape], int]) -> Formula:
+    """Kernels below `scaled_dot_product_attention`: query, key, value from `first`, offsets and lengths from `offsets`.
+
+    Their lengths come before their heads, which torch's counter overlooks where there are no offsets.
+    """
+
+    def formula(args: Arguments, kwargs: Options, out: Any) -> int:
+        query, key, value = (operand.shape for operand in args[first : first + 3])
+        queries, keys, longest_query, longest_key = args[offsets : offsets + 4]
+        return count(
+            _heads_first(query, queries, longest_query),
+            _heads_first(key, keys, longest_key),
+            _heads_first(value, keys, longest_key),
+        )
+
+    return formula
+
+
+def _four_bit(args: Arguments, kwargs: Options, out: Any) -> int:
+    """A vector times a packed matrix, whose shape [n, k] is the third argument."""
+    return int(2 * prod(args[0].shape) * int(args[2][0]))
+
+
+#: Formulas by operator, overloads apart.
+FLOPS: Final[dict[str, Formula]] = {
+    **dict.fromkeys(_aten("mm,bmm,_int_mm,_scaled_mm"), _products(0)),
+    **dict.fromkeys(_aten("addmm,addmm_,baddbmm,baddbmm_,_addmm_activation,addbmm,addbmm_"), _products(1)),
+    **dict.fromkeys(_aten("mv,dot,vdot"), _vector(0)),
+    **dict.fromkeys(_aten("addmv,addmv_"), _vector(1)),
+    **dict.fromkeys(_aten("addr,addr_"), _outer),
+    **dict.fromkeys(_aten("_grouped_mm,_scaled_grouped_mm"), _grouped),
+    "aten.linear": _linear,
+    **dict.fromkeys(_aten("convolution,_convolution,convolution_overrideable"), _convolution),
+    **dict.fromkeys(_aten("cudnn_convolution,_slow_conv2d_forward"), _cudnn_convolution),
+    "aten.convolution_backward": _convolution_backward,
+    **dict.fromkeys(
+        _aten(
+            "_scaled_dot_product_flash_attention,_scaled_dot_product_efficient_attention,"
+            "_scaled_dot_product_cudnn_attention,_scaled_dot_product_flash_attention_for_cpu,"
+            "_scaled_dot_product_fused_attention_overrideable"
+        ),
+        _sdpa,
+    ),
+    **dict.fromkeys(
+        _aten(
+            "_scaled_dot_product_flash_attention_backward,_scaled_dot_product_efficient_attention_backward,"
+            "_scaled_dot_product_cudnn_attention_backward,_scaled_dot_product_flash_attention_for_cpu_backward,"
+            "_scaled_dot_product_fused_attention_overrideable_backward"
+        ),
+        _sdpa_backward,
+    ),
+    "aten._flash_attention_forward": _inner(0, 3, _attention),
+    "aten._efficient_attention_forward": _inner(0, 4, _attention),
+    "aten._flash_attention_backward": _inner(1, 6, _attention_backward),
+    "aten._efficient_attention_backward": _inner(1, 6, _attention_backward),
+    "bitsandbytes.int8_linear_matmul": _linear,
+    "bitsandbytes.int8_scaled_mm": _linear,
+    "bitsandbytes.gemv_4bit": _four_bit,
+}

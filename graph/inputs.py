@@ -1,0 +1,121 @@
+"""What a model is fed: the tensors of one micro-batch, as they are made on the host and sent to the device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from graph.case import Case
+from traces.errors import ConfigError
+
+Kind = Literal["ids", "mask", "labels", "values"]
+
+
+@dataclass(frozen=True, slots=True)
+class Input:
+    """One input: `shape` and `dtype` on the host. Ids and labels are zeros, masks ones, values anything.
+
+    `keys`: under which argument names of the model's forward it is passed; several where one tensor serves twice.
+    """
+
+    keys: tuple[str, ...]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    kind: Kind
+
+    @property
+    def name(self) -> str:
+        """The first of its argument names."""
+        return self.keys[0]
+
+    def host(self) -> torch.Tensor:
+        """The tensor on the host."""
+        make = torch.ones if self.kind == "mask" else torch.zeros
+        return make(self.shape, dtype=self.dtype, device="cpu")
+
+
+def hosts(batch: Sequence[Input]) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, host tensor) in the order in which the inputs go to the device."""
+    for one in batch:
+        yield one.name, one.host()
+
+
+def arguments(batch: Sequence[Input], tensors: dict[str, Any]) -> dict[str, Any]:
+    """The keyword arguments of the model's forward for tensors by the names of `batch`."""
+    return {key: tensors[one.name] for one in batch for key in one.keys}
+
+
+def training_batch(case: Case, head: str, config: Any, place: str) -> tuple[Input, ...]:
+    """The inputs of a training step, in the order in which they go to the device.
+
+    A decoder's labels are its input ids, the same tensor; an encoder-decoder's labels have `dec_seq` tokens, and the
+    model makes the decoder's input of them; a masked language model has labels at all positions. Raises ConfigError
+    where the sequence is longer than the model's positions.
+    """
+    long = torch.int64
+    if head == "image-classification":
+        height, width = _pair(getattr(config, "image_size", 224))
+        shape = (case.batch, int(getattr(config, "num_channels", 3)), height, width)
+        values = Input(("pixel_values",), shape, _values_dtype(case), "values")
+        return values, Input(("labels",), (case.batch,), long, "labels")
+    check_positions(config, case.seq, "seq", place)
+    tokens = (case.batch, case.seq)
+    ids = Input(("input_ids",), tokens, long, "ids")
+    if head in ("causal-lm", "masked-lm"):
+        batch = [Input(("input_ids", "labels"), tokens, long, "ids")]
+    elif head == "sequence-classification":
+        batch = [ids, Input(("labels",), (case.batch,), long, "labels")]
+    else:
+        decoded = case.seq if case.dec_seq is None else case.dec_seq
+        check_positions(config, decoded, "dec_seq", place)
+        batch = [ids, Input(("labels",), (case.batch, decoded), long, "labels")]
+    if case.attention_mask:
+        batch.append(Input(("attention_mask",), tokens, long, "mask"))
+    return tuple(batch)
+
+
+def check_positions(config: Any, length: int, key: str, place: str) -> None:
+    """ConfigError if the model has fewer than `length` positions; `key` names the case key to mend."""
+    found = positions(config)
+    if found is not None and length > found[1]:
+        name, most = found
+        raise ConfigError(
+            f"key '{key}': {length} tokens do not fit the {most} positions of the model ({name} in {place}); "
+            f"{most} is the longest"
+        )
+
+
+def positions(config: Any) -> tuple[str, int] | None:
+    """The key of a configuration that limits the sequence, and its limit; None if there is no limit (ALiBi, T5).
+
+    RoBERTa and its kin count positions from pad_token_id + 1 (transformers: create_position_ids_from_input_ids).
+    """
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    for name in ("max_position_embeddings", "n_positions"):
+        most = getattr(text, name, None)
+        if isinstance(most, int) and most > 0 and not _relative(text):
+            offset = _offset(text)
+            return name, most - offset
+    return None
+
+
+def _relative(config: Any) -> bool:
+    """T5 and its kin have biases by distance, for any distance; their n_positions is not used."""
+    return hasattr(config, "relative_attention_num_buckets")
+
+
+def _offset(config: Any) -> int:
+    """Rows of the table of positions that stand before the first token's."""
+    from_padding = "roberta" in str(getattr(config, "model_type", "")) or config.model_type in ("camembert", "mpnet")
+    return int(config.pad_token_id) + 1 if from_padding and config.pad_token_id is not None else 0
+
+
+def _values_dtype(case: Case) -> torch.dtype:
+    return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[case.dtype]
+
+
+def _pair(size: Any) -> tuple[int, int]:
+    return (int(size), int(size)) if isinstance(size, int) else (int(size[0]), int(size[1]))

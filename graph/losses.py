@@ -1,0 +1,55 @@
+"""Losses other than a model's own: that of transformers 4.29, and head and loss over parts of the sequence."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import torch
+from torch.nn.functional import cross_entropy
+
+PARTS: Final = 8
+
+#: Architectures whose classes in transformers 4.29 cast their logits to fp32 (modeling_codegen.py, modeling_gptj.py,
+#: modeling_gpt_neo.py, "make sure ... fp32") and the loss back to the dtype of the hidden states.
+_CAST_LOGITS: Final = frozenset({"codegen", "gptj", "gpt_neo"})
+
+
+def like_transformers_4_29(extra: dict[str, Any], kind: str, module: Any, inputs: dict[str, Any]) -> torch.Tensor:
+    """Logits in the weights' dtype, a contiguous copy of all but the last position, cross-entropy.
+
+    modeling_opt.py and its kin in transformers 4.29; `kind` is the model_type. The logits die with this call.
+    """
+    labels = inputs["labels"]
+    given = {key: value for key, value in inputs.items() if key != "labels"}
+    logits = module(**given, **extra).logits
+    dtype = logits.dtype
+    if kind in _CAST_LOGITS:
+        logits = logits.to(torch.float32)
+    # Python indexing of torch 2.0 takes both slices; later ones leave the full one out, and with it a node of backward.
+    shifted = torch.ops.aten.slice(logits[..., :-1, :], -1).contiguous()
+    wanted = labels[..., 1:].contiguous()
+    loss = cross_entropy(shifted.view(-1, shifted.size(-1)), wanted.view(-1))
+    return loss.to(dtype) if kind in _CAST_LOGITS else loss
+
+
+def chunked(extra: dict[str, Any], checkpointed: bool, module: Any, inputs: dict[str, Any]) -> torch.Tensor:
+    """Head and loss over 8 parts of the sequence, one cross-entropy each, each part under checkpoint if asked for."""
+    labels = inputs["labels"]
+    given = {key: value for key, value in inputs.items() if key != "labels"}
+    hidden = module.base_model(**given, **extra).last_hidden_state
+    head = module.get_output_embeddings()
+
+    def part(states: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+        logits = head(states).float()
+        return cross_entropy(logits.view(-1, logits.size(-1)), wanted.reshape(-1))
+
+    total: Any = 0
+    for states, wanted in zip(hidden.chunk(PARTS, dim=1), labels.chunk(PARTS, dim=1), strict=True):
+        if checkpointed:
+            from torch.utils.checkpoint import checkpoint
+
+            total = total + checkpoint(part, states, wanted, use_reentrant=False)
+        else:
+            total = total + part(states, wanted)
+    result: torch.Tensor = total / PARTS
+    return result

@@ -1,0 +1,322 @@
+"""What the fused attention kernels take from the allocator besides their outputs, in order.
+
+The steps are read from flash_attn/flash_api.cpp, attention.cu and attention_backward.cu (all in PyTorch,
+aten/src/ATen/native/transformers/cuda), mem_eff_attention/kernel_backward.h and kernels/cutlassB.h, and
+native/cudnn/MHA.cpp with cuDNN's front end. They were compared, event by event, with what the allocator saw when the
+wheels of 2.9.1, 2.10.0, 2.11.0, 2.12.1 and 2.13.0 ran these operators; tests/data/attention.json holds a sample.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, Final
+
+import numpy as np
+
+from graph.device import Profile
+from graph.workspaces.rules import Call, Plan, Rule, Step
+
+_LARGE_SHARED_MEMORY: Final = 160 << 10  # A100 and the data centre cards after it
+
+
+def _ceil_div(value: int, by: int) -> int:
+    return -(-value // by)
+
+
+def _round_up(value: int, to: int) -> int:
+    return _ceil_div(value, to) * to
+
+
+def _itemsize(tensor: Any) -> int:
+    return int(tensor.dtype.itemsize)
+
+
+def _bytes(shape: tuple[int, ...], itemsize: int) -> int:
+    return math.prod(shape) * itemsize
+
+
+def _nbytes(tensor: Any) -> int:
+    return _bytes(tuple(tensor.shape), _itemsize(tensor))
+
+
+def _contiguous(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
+    """Whether a tensor is contiguous; strides of dimensions of size 1 do not count."""
+    expected = 1
+    for size, step in zip(reversed(shape), reversed(stride), strict=True):
+        if size == 0:
+            return True
+        if size != 1:
+            if step != expected:
+                return False
+            expected *= size
+    return True
+
+
+def _contiguous_by_token(tensor: Any) -> bool:
+    """Whether a tensor of (batch, heads, tokens, head) is contiguous as (batch, tokens, heads, head)."""
+    b, h, s, d = tensor.shape
+    sb, sh, ss, sd = tensor.stride()
+    return _contiguous((b, s, h, d), (sb, ss, sh, sd))
+
+
+def _argument(call: Call, index: int, name: str, default: Any = None) -> Any:
+    """Argument `index` of a call, or by its name, or its default."""
+    return call.args[index] if len(call.args) > index else call.kwargs.get(name, default)
+
+
+class _Steps:
+    """Collects steps; no allocation is made for 0 bytes."""
+
+    def __init__(self) -> None:
+        self.steps: list[Step] = []
+        self.live: set[str] = set()
+
+    def alloc(self, key: str, nbytes: int) -> None:
+        if nbytes > 0:
+            self.steps.append(("alloc", key, nbytes))
+            self.live.add(key)
+
+    def free(self, *keys: str) -> None:
+        for key in keys:
+            if key in self.live:
+                self.live.remove(key)
+                self.steps.append(("free", key))
+
+    def out(self, *outputs: int) -> None:
+        self.steps += [("out", i) for i in outputs]
+
+    def plan(self) -> Plan:
+        return (*self.steps, ("rest",))
+
+
+# ---------------------------------------------------------------------------------------------------------- flash
+
+
+def flash_splits(blocks: int, processors: int, key_blocks: int, most: int = 128) -> int:
+    """How many parts the keys are split into: `num_splits_heuristic` of flash_api.cpp, in its single precision.
+
+    The smallest number of parts within 85 % of the best filling of the processors, each part a whole number of key
+    blocks; 1 if the row blocks alone fill 80 % of them.
+    """
+    if np.float32(blocks) >= np.float32(0.8) * np.float32(processors):
+        return 1
+    most = min(most, processors, key_blocks)
+    filling: dict[int, np.float32] = {}
+    for splits in range(1, most + 1):
+        if splits > 1 and _ceil_div(key_blocks, splits) == _ceil_div(key_blocks, splits - 1):
+            continue
+        waves = np.float32(blocks * splits) / np.float32(processors)
+        filling[splits] = waves / np.ceil(waves)
+    if not filling:
+        return 1
+    enough = 0.85 * float(max(filling.values()))
+    return next(splits for splits, value in filling.items() if float(value) >= enough)
+
+
+def _flash_head(head: int, profile: Profile) -> int:
+    """A head dimension as flash attention's accumulators hold it: to 32, from 2.11 on above 128 to 64."""
+    return _round_up(head, 32 if head <= 128 or profile.release < (2, 11) else 64)
+
+
+def flash_forward(call: Call) -> Plan | None:
+    """aten::_scaled_dot_product_flash_attention (`mha_fwd`): output, logsumexp, split keys, random state.
+
+    Keys are split, without dropout, where the row blocks of 64 fill few processors (twice their number is counted):
+    accumulators are fp32 (splits, batch, heads, rows) and (splits, batch, heads, rows, head). A single query row of
+    grouped heads counts as one row a group of the key's heads. With dropout the random state is made twice.
+    """
+    query, key = call.args[0], call.args[1]
+    dropout = float(_argument(call, 3, "dropout_p", 0.0))
+    batch, heads, rows, head = query.shape
+    key_heads, columns = key.shape[1], key.shape[2]
+    if batch == 0:
+        return None
+    steps = _Steps()
+    steps.out(0, 1)
+    if dropout == 0.0:
+        if rows == 1 and heads > key_heads:
+            rows, heads = heads // key_heads, key_heads
+        block = 256 if head <= 64 else 128 if head <= 128 else 64
+        blocks = batch * heads * _ceil_div(rows, 64)
+        splits = flash_splits(blocks, 2 * call.profile.sm_count, _ceil_div(columns, block))
+        if splits > 1:
+            lines = splits * batch * heads * rows
+            steps.alloc("lse_accum", lines * 4)
+            steps.alloc("out_accum", lines * _flash_head(head, call.profile) * 4)
+        steps.out(2, 3)
+    else:
+        steps.alloc("first_rng_state", 16)
+        steps.out(3, 2)
+        steps.free("first_rng_state")
+    steps.free("lse_accum", "out_accum")
+    return steps.plan()
+
+
+def flash_backward(call: Call) -> Plan | None:
+    """aten::_scaled_dot_product_flash_attention_backward (`mha_bwd`): copies, row sums, dQ in fp32, gradients by head.
+
+    The output and its gradient are copied if not contiguous by token. Row sums are fp32 (batch, heads, rows to 128),
+    dQ's accumulator fp32 (batch, rows to 128, heads, head to 32, above 128 to 64). Grouped heads get dK and dV by head
+    of the query first.
+    """
+    grad_out, query, key, out = call.args[0], call.args[1], call.args[2], call.args[4]
+    batch, heads, rows, head = query.shape
+    key_heads, columns = key.shape[1], key.shape[2]
+    rounded = _round_up(rows, 128)
+    steps = _Steps()
+    for name, tensor in (("grad_out", grad_out), ("out", out)):
+        if not _contiguous_by_token(tensor):
+            steps.alloc(name, _nbytes(tensor))
+    steps.out(0, 1, 2)
+    steps.alloc("softmax_d", batch * heads * rounded * 4)
+    steps.alloc("dq_accum", batch * rounded * heads * _flash_head(head, call.profile) * 4)
+    if key_heads != heads:
+        expanded = _bytes((batch, columns, heads, head), _itemsize(query))
+        steps.alloc("dk_expanded", expanded)
+        steps.alloc("dv_expanded", expanded)
+    steps.free("dv_expanded", "dk_expanded", "dq_accum", "softmax_d", "out", "grad_out")
+    return steps.plan()
+
+
+# ------------------------------------------------------------------------------------------------------ efficient
+
+
+def efficient_forward(call: Call) -> Plan | None:
+    """aten::_scaled_dot_product_efficient_attention: output, logsumexp, and an fp32 output for half precision.
+
+    The accumulator is there where a head dimension is above 128 (`kNeedsOutputAccumulatorBuffer`). Seed and offset are
+    on the host.
+    """
+    query, value = call.args[0], call.args[2]
+    logsumexp = bool(_argument(call, 4, "compute_log_sumexp", False))
+    batch, heads, rows, head = query.shape
+    value_head = value.shape[3]
+    steps = _Steps()
+    steps.out(0)
+    if logsumexp:
+        steps.out(1)
+    if _itemsize(query) == 2 and max(head, value_head) > 128:
+        steps.alloc("out_accum", batch * rows * heads * value_head * 4)
+    steps.free("out_accum")
+    return steps.plan()
+
+
+def efficient_blocks(profile: Profile, half: bool, head: int, dropout: bool) -> tuple[int, int, bool]:
+    """(rows, columns) of the backward kernel's block, and whether dK and dV are accumulated in memory.
+
+    The first kernel of kernels/cutlassB.h that holds `head` (the larger of key's and value's), applies dropout if
+    asked, and fits the card's shared memory; found on every architecture by the sizes that the allocator saw.
+    """
+    large = profile.shared_memory_per_block >= _LARGE_SHARED_MEMORY
+    if head <= 64:
+        return 64, 64, False
+    if not half:
+        return (128 if large else 64), 64, False
+    if head > 128:
+        return 128, 64, True
+    if profile.arch < (8, 0):
+        return 128, 64, False
+    if large:
+        return 128, 128, False
+    if head <= 96 and not dropout and profile.arch in ((8, 6), (8, 9)):
+        return 128, 64, False
+    return 64, 64, True
+
+
+def efficient_backward_workspace(
+    profile: Profile, shape: tuple[int, int, int, int], columns: int, value_head: int, half: bool, dropout: bool
+) -> int:
+    """Bytes of the backward kernel's workspace (`Params::workspace_size`); `shape` is the query's."""
+    batch, heads, rows, head = shape
+    block_i, block_j, accumulates = efficient_blocks(profile, half, max(head, value_head), dropout)
+    elements = _ceil_div(rows, block_i) * _ceil_div(head, block_j) * (4 + block_i * block_j)
+    if accumulates:
+        splits = max(1, min(_ceil_div(columns, block_j), 200 // (batch * heads)))
+        elements += splits * block_j * (_round_up(head, block_i) + _round_up(value_head, block_i))
+    return batch * heads * _round_up(elements, 4) * 4
+
+
+def efficient_backward(call: Call) -> Plan | None:
+    """aten::_scaled_dot_product_efficient_attention_backward: delta and the kernel's workspace.
+
+    Delta, the row sums of gradient times output, is made by PyTorch for fp32 (and, on V100, for large heads): products
+    in fp32, their sum by token, and its copy by head; else by the kernel.
+    """
+    grad_out, query, key, value, bias, out = call.args[:6]
+    dropout = float(_argument(call, 9, "dropout_p", 0.0)) != 0.0
+    batch, heads, rows, head = query.shape
+    value_head = value.shape[3]
+    half = _itemsize(query) == 2
+    steps = _Steps()
+    if not _contiguous_by_token(grad_out):
+        steps.alloc("grad_out", _nbytes(grad_out))
+    steps.out(0, 1, 2)
+    if bias is not None and bool(_argument(call, 10, "grad_input_mask")[3]):
+        steps.out(3)
+    accumulates = efficient_blocks(call.profile, half, max(head, value_head), dropout)[2]
+    sums = batch * heads * rows * 4
+    if half and not (accumulates and call.profile.arch[0] == 7 and call.profile.arch[1] < 5):
+        steps.alloc("delta", sums)
+    else:
+        _delta(steps, out, half=half, copied=rows > 1 and heads > 1, sums=sums)
+    size = efficient_backward_workspace(
+        call.profile, (batch, heads, rows, head), key.shape[2], value_head, half, dropout
+    )
+    steps.alloc("workspace", size)
+    steps.free("delta", "workspace", "grad_out")
+    return steps.plan()
+
+
+def _delta(steps: _Steps, out: Any, *, half: bool, copied: bool, sums: int) -> None:
+    """(grad_out.to(float) * out.to(float)).sum(-1).transpose(-2, -1).contiguous(), as `delta`."""
+    products = math.prod(out.shape) * 4
+    if half:
+        steps.alloc("out_float", products)
+        steps.alloc("grad_float", products)
+    steps.alloc("products", products)
+    steps.alloc("sums" if copied else "delta", sums)
+    if copied:
+        steps.alloc("delta", sums)
+    steps.free("sums", "products", "grad_float", "out_float")
+
+
+# ---------------------------------------------------------------------------------------------------------- cuDNN
+
+
+def cudnn_forward(call: Call) -> Plan | None:
+    """aten::_scaled_dot_product_cudnn_attention: seed and offset on the card first, then output and logsumexp."""
+    steps = _Steps()
+    if bool(_argument(call, 4, "compute_log_sumexp", False)):
+        steps.out(2, 3, 0, 1)
+    else:
+        steps.out(1, 2, 0)
+    return steps.plan()
+
+
+def cudnn_backward(call: Call) -> Plan | None:
+    """aten::_scaled_dot_product_cudnn_attention_backward: the front end's row sums and dQ in fp32, as one workspace.
+
+    In 2.9 with rows, in 2.10 with columns that do not fill blocks of 128 also two lengths (int32) a sequence.
+    What cuDNN's own plan asks for besides is not known here.
+    """
+    query = call.args[1]
+    batch, heads, rows, head = query.shape
+    release = call.profile.release
+    padded = 0 if release > (2, 10) else call.args[2].shape[2] if release == (2, 10) else rows
+    lengths = 8 * batch if padded % 128 else 0
+    steps = _Steps()
+    steps.out(0, 1, 2)
+    steps.alloc("workspace", batch * heads * rows * (4 + head * 4) + lengths)
+    steps.free("workspace")
+    return steps.plan()
+
+
+RULES: Final[Mapping[str, Rule]] = {
+    "aten._scaled_dot_product_flash_attention.default": flash_forward,
+    "aten._scaled_dot_product_flash_attention_backward.default": flash_backward,
+    "aten._scaled_dot_product_efficient_attention.default": efficient_forward,
+    "aten._scaled_dot_product_efficient_attention_backward.default": efficient_backward,
+    "aten._scaled_dot_product_cudnn_attention.default": cudnn_forward,
+    "aten._scaled_dot_product_cudnn_attention_backward.default": cudnn_backward,
+}

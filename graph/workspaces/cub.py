@@ -1,0 +1,88 @@
+"""Temporary storage of CUB's device-wide algorithms, as PyTorch asks for it: radix sort, scan, unique-by-key.
+
+An algorithm asks for one block that holds its parts, each rounded up to 256 bytes, plus 255 bytes to align the first
+(`AliasTemporaries`, cub/util_temporary_storage.cuh). Tile sizes are CUB's tuned policies by compute capability
+(cub/device/dispatch/tuning); they were read off recordings of the CUDA builds 2.9.1 (CUDA 12.8), 2.11.0 and 2.13.0
+(CUDA 13.0), since they differ with the version of CUB.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+from graph.device import Profile
+from graph.workspaces.metadata import up, upper
+
+_ALIGN: Final = 256
+_DIGITS: Final = 256
+_PORTION: Final = 1 << 28
+
+#: items a tile of the one-sweep sort, by bytes of key and value: compute capability 7.x, 8.x, from 9.0
+_SORT_TILES: Final[Mapping[tuple[int, int], tuple[int, int, int]]] = {
+    (8, 8): (2816, 3840, 4608),
+    (4, 4): (11776, 6528, 6528),
+    (4, 8): (2816, 3072, 4608),
+}
+_SINGLE_TILES: Final[Mapping[int, int]] = {8: 2304, 4: 4864, 2: 4864, 1: 4864}
+
+
+def storage(*parts: int) -> int:
+    """The block that holds parts of these sizes."""
+    return sum(upper(part, _ALIGN) for part in parts) + _ALIGN - 1
+
+
+def _generation(profile: Profile) -> int:
+    return min(max(profile.arch[0], 7), 9) - 7
+
+
+def sort_pairs(profile: Profile, count: int, key: int, value: int, bits: int | None = None) -> int:
+    """Bytes for `cub::DeviceRadixSort::SortPairs` of `count` keys of `key` and values of `value` bytes.
+
+    `bits` is how many bits of the key are sorted (all). One tile needs none: CUB asks for 1 byte.
+    """
+    if count <= _SINGLE_TILES[max(key, value)]:
+        return 1
+    if key < 4:
+        return storage(count * key, count * value, 4 * _spine(profile))
+    passes = up(8 * key if bits is None else max(bits, 1), 8)
+    tile = _SORT_TILES.get((key, value), _SORT_TILES[8, 8])[_generation(profile)]
+    portions = up(count, _PORTION)
+    parts = [portions * passes * _DIGITS * 8, up(min(count, _PORTION), tile) * _DIGITS * 4]
+    if passes > 1:
+        parts += [count * key, count * value]
+    return storage(*parts, portions * passes * 4)
+
+
+def _spine(profile: Profile) -> int:
+    """Counters of the sort that reads its keys twice, which CUB takes for keys of less than 4 bytes."""
+    blocks = 5 * profile.sm_count * (profile.max_threads_per_sm // 256)
+    return blocks * _DIGITS + 11264
+
+
+def segmented_sort(count: int, key: int, value: int) -> int:
+    """Bytes for `cub::DeviceSegmentedRadixSort::SortPairs`: a second pair of arrays."""
+    return storage(count * key, count * value)
+
+
+def _extra(profile: Profile) -> tuple[int, ...]:
+    """A further part that CUB has with CUDA 13."""
+    return (1,) if profile.release >= (2, 10) else ()
+
+
+def scan(profile: Profile, count: int, width: int) -> int:
+    """Bytes for `cub::DeviceScan::ExclusiveSum` of `count` integers of `width` bytes."""
+    tile, word = {8: (896, 16), 4: (1920, 8)}.get(width, (7168, 16))
+    return storage((up(count, tile) + 32) * word, *_extra(profile))
+
+
+def unique_by_key(profile: Profile, count: int, key: int) -> int:
+    """Bytes for `cub::DeviceSelect::UniqueByKey` with keys of `key` bytes."""
+    eight = key == 8
+    if profile.arch == (8, 0):
+        tile = (1344 if profile.release >= (2, 12) else 1792) if eight else 2688
+    elif profile.arch >= (9, 0):
+        tile = 4928 if eight else 6656
+    else:
+        tile = 320 if eight else 704
+    return storage((up(count, tile) + 32) * 16, *_extra(profile))

@@ -1,0 +1,47 @@
+"""Operators over lists of tensors: buffers for partial results.
+
+Source: aten/src/ATen/native/cuda/ForeachReduceOp.cu.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from graph.workspaces.metadata import dtype, elements, is_dense, strides, up, width
+from graph.workspaces.rules import Call, Plan, Rule
+
+_CHUNK: Final = 65536
+
+
+def _fast(sources: Any) -> bool:
+    """Whether one kernel takes the whole list (`can_use_fast_route`)."""
+    first = sources[0]
+    return all(dtype(t) == dtype(first) and elements(t) and is_dense(t) and 0 not in strides(t) for t in sources)
+
+
+def _partials(sources: Any, item: int) -> int:
+    return len(sources) * max(up(elements(source), _CHUNK) for source in sources) * item
+
+
+def foreach_norm(call: Call) -> Plan | None:
+    """`_foreach_norm`: a partial norm in the accumulation type for each chunk of 65536 values, before the outputs."""
+    sources = call.args[0]
+    if not _fast(sources):
+        return None
+    nbytes = _partials(sources, max(4, width(sources[0])))
+    return (("alloc", "partials", nbytes), ("rest",), ("free", "partials"))
+
+
+def foreach_max(call: Call) -> Plan | None:
+    """`_foreach_max`: as the norm, in the type of the values, after the outputs."""
+    sources = call.args[0]
+    if not _fast(sources):
+        return None
+    return (("rest",), ("alloc", "partials", _partials(sources, width(sources[0]))), ("free", "partials"))
+
+
+RULES: Mapping[str, Rule] = {
+    "aten._foreach_norm.Scalar": foreach_norm,
+    "aten._foreach_max.default": foreach_max,
+}

@@ -1,0 +1,225 @@
+"""Matrix products: cuBLAS and cuBLASLt workspaces, and copies of operands that cuBLAS can't read.
+
+A handle exists for each (thread, stream); PyTorch gives it a workspace from its own allocator at the first product
+there. Sizes and life times by release, checked against recordings of the CUDA builds 2.9.1, 2.11.0, 2.12.1, 2.13.0 and
+2.15.0 (aten/src/ATen/cuda/CublasHandlePool.cpp, aten/src/ATen/native/cuda/Blas.cpp):
+
+| release      | cuBLAS                             | cuBLASLt                                            |
+| ------------ | ---------------------------------- | --------------------------------------------------- |
+| up to 2.8    | stays                              | 1 MiB for the call (by source, not recorded)        |
+| 2.9 to 2.11  | stays                              | 1 MiB stays, beside the handle's cuBLAS workspace   |
+| 2.12, 2.13   | stays, serves cuBLASLt too         |                                                     |
+| from 2.15    | for the call                       | 1 MiB for the call                                  |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from graph.device import Profile
+from graph.workspaces.metadata import (
+    argument,
+    dtype,
+    elements,
+    is_contiguous,
+    is_dense,
+    shape,
+    size,
+    strides,
+)
+from graph.workspaces.rules import Call, Plan, Rule, Step
+
+_MIB: Final = 1 << 20
+_DEFAULT: Final = (2 * 4096 + 8 * 16) << 10
+_HOPPER: Final = 32 * _MIB
+_LT: Final = _MIB
+_LT_TYPES: Final = frozenset({"float64", "float32", "float16", "bfloat16"})
+
+
+def workspace_bytes(profile: Profile) -> int:
+    """Bytes of a handle's cuBLAS workspace: 8.125 MiB; 32 MiB on compute capability 9.0, and on 10.x from 2.12.
+
+    `getChosenWorkspaceSize`, aten/src/ATen/cuda/CublasHandlePool.cpp.
+    """
+    if profile.arch == (9, 0) or (profile.arch[0] >= 10 and profile.release >= (2, 12)):
+        return _HOPPER
+    return _DEFAULT
+
+
+#: Set this key in `Call.state` for one handle a thread, as cuBLAS gives them out. Without it every thread has the same
+#: handle, as in the recordings, whose cublasCreate returns one address.
+HANDLE_PER_THREAD: Final = "cublas handle per thread"
+
+
+def _stays(call: Call, kind: str, nbytes: int) -> list[Step]:
+    thread = call.thread if call.state.get(HANDLE_PER_THREAD) else 0
+    key = (kind, thread, call.stream)
+    if key in call.state:
+        return []
+    call.state[key] = nbytes
+    return [("keep", kind, nbytes)]
+
+
+def cublas(call: Call) -> tuple[list[Step], list[Step]]:
+    """The steps before and after a kernel that uses a cuBLAS handle."""
+    nbytes = workspace_bytes(call.profile)
+    if call.profile.release >= (2, 15):
+        return [("alloc", "cublas", nbytes)], [("free", "cublas")]
+    return _stays(call, "cublas", nbytes), []
+
+
+def cublaslt(call: Call) -> tuple[list[Step], list[Step]]:
+    """The steps before and after a kernel that uses cuBLASLt, whose handle is the cuBLAS one."""
+    release = call.profile.release
+    if release >= (2, 15):
+        return [("alloc", "cublaslt", _LT)], [("free", "cublaslt")]
+    handle, _ = cublas(call)
+    if release >= (2, 12):
+        return handle, []
+    if release >= (2, 9):
+        return [*handle, *_stays(call, "cublaslt", _LT)], []
+    return [("alloc", "cublaslt", _LT), *handle], [("free", "cublaslt")]
+
+
+def _unreadable(matrix: Any) -> bool:
+    """Whether cuBLAS needs a copy of this matrix (`prepare_matrix_for_cublas`)."""
+    if is_dense(matrix):
+        return False
+    (rows, columns), (down, right) = shape(matrix), strides(matrix)
+    return not ((down == 1 and right >= max(1, rows)) or (right == 1 and down >= max(1, columns)))
+
+
+def _unreadable_batch(matrix: Any, leading: int, fast: int, least_rows: int, least_columns: int) -> bool:
+    """Whether cuBLAS needs a copy of this batch of matrices (`prepare_batch_matrix_for_cublas`)."""
+    step = strides(matrix)
+    if step[fast] == 1 and step[leading] >= max(1, least_rows):
+        return False
+    if step[leading] == 1 and step[fast] >= max(1, least_columns):
+        return False
+    return not (is_contiguous(matrix) and step[1] != 0 and step[2] != 0)
+
+
+def _product(call: Call, copies: list[tuple[str, int]], lt: bool) -> Plan:
+    """Outputs, copies, workspace; what the call made goes in reverse order."""
+    before, after = cublaslt(call) if lt else cublas(call)
+    made: list[Step] = [("alloc", key, nbytes) for key, nbytes in copies]
+    gone: list[Step] = [("free", key) for key, _ in reversed(copies)]
+    return (*made, *before, *after, *gone)
+
+
+def _matrix_copies(first: Any, second: Any, transposed: bool) -> list[tuple[str, int]]:
+    order = (second, first) if transposed else (first, second)
+    return [(f"operand {i}", size(matrix)) for i, matrix in enumerate(order) if _unreadable(matrix)]
+
+
+def _result_transposed(result: Any) -> bool:
+    """Whether cuBLAS writes the transposed result: it is column-major, a contiguous result is not."""
+    if is_dense(result):
+        return is_contiguous(result)
+    (rows, _), (down, right) = shape(result), strides(result)
+    return not (down == 1 and right >= max(1, rows))
+
+
+def mm(call: Call) -> Plan | None:
+    """`mm`: badly strided operands are copied, then the cuBLAS workspace (addmm_out_cuda_impl, Blas.cpp)."""
+    first, second = call.args[0], call.args[1]
+    if elements(first) == 0 or elements(second) == 0:
+        return None
+    result = call.kwargs.get("out", call.out)
+    return _product(call, _matrix_copies(first, second, _result_transposed(result)), lt=False) or None
+
+
+def addmm(call: Call) -> Plan | None:
+    """`addmm`, `_addmm_activation`: as mm; a bias goes to cuBLASLt's epilogue.
+
+    That is for beta 1, both sizes of the second matrix above 1, a contiguous bias of the result's columns (one
+    dimension; two with a single row from 2.10; a whole matrix too from 2.15) and real floating point
+    (`isInputCompliesAddmmCudaLt`, Blas.cpp).
+    """
+    bias, first, second = call.args[0], call.args[1], call.args[2]
+    if elements(first) == 0 or elements(second) == 0:
+        return None
+    result = call.kwargs.get("out", call.out)
+    lt = _takes_lt(call, bias, second, result)
+    return _product(call, _matrix_copies(first, second, _result_transposed(result)), lt) or None
+
+
+def _takes_lt(call: Call, bias: Any, second: Any, result: Any) -> bool:
+    release = call.profile.release
+    columns = shape(second)[1]
+    if call.name.startswith("aten.addmm_."):
+        return False
+    if float(argument(call, 3, "beta", 1)) != 1.0 or dtype(second) not in _LT_TYPES:
+        return False
+    if shape(second)[0] <= 1 or columns <= 1 or not (is_contiguous(bias) and is_contiguous(result)):
+        return False
+    form = shape(bias)
+    if form == (columns,):
+        return True
+    if form == (1, columns) and release >= (2, 10):
+        return True
+    return form == shape(result) and release >= (2, 15)
+
+
+def bmm(call: Call) -> Plan | None:
+    """`bmm`, `baddbmm`: as mm, with the rules for batches (baddbmm_out_cuda_impl, Blas.cpp)."""
+    first, second = (call.args[1], call.args[2]) if "baddbmm" in call.name else (call.args[0], call.args[1])
+    result = call.kwargs.get("out", call.out)
+    if elements(first) == 0 or elements(second) == 0:
+        return None
+    step, extent = strides(result), shape(result)
+    transposed = not (step[1] == 1 and (extent[2] == 1 or step[2] >= max(1, extent[1])))
+    fast, leading = (2, 1) if transposed else (1, 2)
+    m, n = extent[fast], extent[leading]
+    order = (second, first) if transposed else (first, second)
+    k = shape(order[0])[leading]
+    limits = ((m, k), (k, n))
+    copies = [
+        (f"operand {i}", size(matrix))
+        for i, (matrix, limit) in enumerate(zip(order, limits, strict=True))
+        if _unreadable_batch(matrix, leading, fast, *limit)
+    ]
+    return _product(call, copies, lt=False) or None
+
+
+def vector(call: Call) -> Plan | None:
+    """`mv`, `addmv`, `dot`, `vdot`: the cuBLAS workspace alone (Blas.cpp)."""
+    if any(elements(operand) == 0 for operand in call.args if hasattr(operand, "numel")):
+        return None
+    return _product(call, [], lt=False) or None
+
+
+def int_mm(call: Call) -> Plan | None:
+    """`_int_mm`: cuBLASLt without a workspace; its handle's own is born up to 2.11 (`int8_gemm`, CUDABlas.cpp)."""
+    if call.profile.release >= (2, 12) or elements(call.args[0]) == 0:
+        return None
+    return tuple(cublas(call)[0]) or None
+
+
+RULES: Mapping[str, Rule] = {
+    **dict.fromkeys(("aten.mm.default", "aten.mm.out", "aten.mm.dtype", "aten.mm.dtype_out"), mm),
+    **dict.fromkeys(
+        (
+            "aten.addmm.default",
+            "aten.addmm.out",
+            "aten.addmm_.default",
+            "aten._addmm_activation.default",
+            "aten._addmm_activation.out",
+        ),
+        addmm,
+    ),
+    **dict.fromkeys(
+        (
+            "aten.bmm.default",
+            "aten.bmm.out",
+            "aten.bmm.dtype",
+            "aten.baddbmm.default",
+            "aten.baddbmm.out",
+            "aten.baddbmm_.default",
+        ),
+        bmm,
+    ),
+    **dict.fromkeys(("aten.mv.default", "aten.addmv.default", "aten.addmv_.default", "aten.dot.default"), vector),
+    **dict.fromkeys(("aten._int_mm.default", "aten._int_mm.out"), int_mm),
+}

@@ -1,0 +1,149 @@
+"""Indexing by tensors: index copies, and the sort behind an accumulating `index_put`.
+
+Source: aten/src/ATen/native/cuda/Indexing.cu, aten/src/ATen/native/TensorAdvancedIndexing.cpp.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from graph.workspaces.cub import sort_pairs
+from graph.workspaces.metadata import dtype, elements, is_contiguous, product, shape, strides, width
+from graph.workspaces.rules import Call, Plan, Rule, Step
+
+
+def _broadcast(indices: Sequence[Any]) -> tuple[int, ...]:
+    rank = max(len(shape(index)) for index in indices)
+    result = [1] * rank
+    for index in indices:
+        for position, extent in enumerate(reversed(shape(index))):
+            result[-1 - position] = extent if extent != 1 else result[-1 - position]
+    return tuple(result)
+
+
+def _expanded(index: Any, target: tuple[int, ...]) -> tuple[int, ...]:
+    sizes, steps = shape(index), strides(index)
+    lead = len(target) - len(sizes)
+    kept = [0 if e == 1 and t != 1 else s for e, s, t in zip(sizes, steps, target[lead:], strict=True)]
+    return (*[0] * lead, *kept)
+
+
+def _copies(indices: Sequence[Any]) -> list[tuple[str, int]]:
+    """32-bit indices are widened; broadcast ones whose strides differ are made contiguous (`AdvancedIndex`)."""
+    given = [index for index in indices if index is not None]
+    target = _broadcast(given)
+    steps = [_expanded(index, target) for index in given]
+    copies: list[tuple[str, int]] = []
+    for position, index in enumerate(given):
+        if dtype(index) in ("int32", "uint8", "int16", "int8"):
+            copies.append((f"wide index {position}", elements(index) * 8))
+    if len(given) > 1 and any(step != steps[0] for step in steps):
+        for position, step in enumerate(steps):
+            if not _in_order(target, step):
+                copies.append((f"index {position}", product(target) * 8))
+    return copies
+
+
+def _in_order(sizes: tuple[int, ...], steps: tuple[int, ...]) -> bool:
+    expected = 1
+    for extent, step in zip(reversed(sizes), reversed(steps), strict=True):
+        if extent != 1:
+            if step != expected:
+                return False
+            expected *= extent
+    return True
+
+
+def _bool(indices: Sequence[Any]) -> bool:
+    return any(index is not None and dtype(index) == "bool" for index in indices)
+
+
+def index(call: Call) -> Plan | None:
+    """`index`: copies of the indices, then the output. Masks depend on values and are not covered."""
+    indices = call.args[1]
+    if _bool(indices) or not any(given is not None for given in indices):
+        return None
+    copies = _copies(indices)
+    if not copies:
+        return None
+    made: list[Step] = [("alloc", name, nbytes) for name, nbytes in copies]
+    return (*made, ("rest",), *(("free", name) for name, _ in reversed(copies)))
+
+
+def _bounds(call: Call, number: int) -> list[Step]:
+    """The smallest and largest index are read to check them."""
+    low, high, flag = f"least {number}", f"most {number}", f"flag {number}"
+    if call.profile.release >= (2, 12):
+        order = [("alloc", low, 8), ("alloc", high, 8), ("alloc", flag, 1), ("free", flag)]
+        return [*order, ("alloc", flag, 1), ("free", flag), ("free", low), ("free", high)]
+    first = [("alloc", low, 8), ("alloc", flag, 1), ("free", flag), ("free", low)]
+    return [*first, ("alloc", high, 8), ("alloc", flag, 1), ("free", flag), ("free", high)]
+
+
+def index_put(call: Call) -> Plan | None:
+    """`index_put`: where it accumulates, the linear indices are sorted with their places.
+
+    Only the bits that the indexed positions need are sorted (`index_put_with_sort_kernel`).
+    """
+    target, indices, values = call.args[0], list(call.args[1]), call.args[2]
+    accumulate = call.args[3] if len(call.args) > 3 else call.kwargs.get("accumulate", False)
+    if _bool(indices) or not any(given is not None for given in indices):
+        return None
+    if not accumulate:
+        copies = _copies(indices)
+        if not copies:
+            return None
+        made: list[Step] = [("rest",), *(("alloc", name, nbytes) for name, nbytes in copies)]
+        return (*made, *(("free", name) for name, _ in reversed(copies)))
+    given = [(place, index) for place, index in enumerate(indices) if index is not None]
+    count = product(_broadcast([index for _, index in given]))
+    steps: list[Step] = [("rest",)]
+    for number, (_, index) in enumerate(given):
+        width_ = elements(index) * 8
+        steps += _bounds(call, number)
+        steps += [("alloc", f"wrapped {number}", width_), ("alloc", f"linear {number}", width_)]
+        steps.append(("free", f"wrapped {number}"))
+        if number:
+            steps.append(("free", f"linear {number}"))
+    rows = product([shape(target)[place] for place, _ in given])
+    inner = product([e for place, e in enumerate(shape(target)) if place not in dict(given)])
+    del inner
+    broadcast = elements(values) < count * _slice(target, [place for place, _ in given]) or not is_contiguous(values)
+    if broadcast:
+        steps.append(("alloc", "values", count * _slice(target, [place for place, _ in given]) * width(values)))
+    bits = max(rows - 1, 1).bit_length()
+    steps += [
+        ("alloc", "sorted indices", count * 8),
+        ("alloc", "original places", count * 8),
+        ("alloc", "places", count * 8),
+        ("alloc", "sort", sort_pairs(call.profile, count, 8, 8, bits)),
+        ("free", "sort"),
+        ("free", "places"),
+        ("free", "original places"),
+        ("free", "sorted indices"),
+    ]
+    if broadcast:
+        steps.append(("free", "values"))
+    steps.append(("free", "linear 0"))
+    return tuple(steps)
+
+
+def _slice(target: Any, places: Sequence[int]) -> int:
+    """How many values an index selects."""
+    return product([extent for place, extent in enumerate(shape(target)) if place not in places])
+
+
+def index_select(call: Call) -> Plan | None:
+    """`index_select`: nothing but the output; a strided index is not copied (Indexing.cu)."""
+    return None
+
+
+RULES: Mapping[str, Rule] = {
+    "aten.index.Tensor": index,
+    "aten._unsafe_index.Tensor": index,
+    **dict.fromkeys(
+        ("aten.index_put.default", "aten.index_put_.default", "aten._index_put_impl_.default"),
+        index_put,
+    ),
+}

@@ -1,0 +1,68 @@
+"""Losses: copies of strided scores, the loss by element that is then reduced, and the order of outputs.
+
+Source: aten/src/ATen/native/cuda/Loss.cu, NLLLoss2d.cu, aten/src/ATen/native/BinaryOps.cpp and Loss.cpp.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from graph.workspaces.metadata import argument, elements, is_contiguous, is_half, size, width
+from graph.workspaces.reduction import merged, scratch
+from graph.workspaces.rules import Call, Plan, Rule, Step
+
+
+class _Flat:
+    """A contiguous tensor of one dimension."""
+
+    def __init__(self, count: int) -> None:
+        self.shape = (count,)
+
+    def stride(self) -> tuple[int, ...]:
+        return (1,)
+
+
+def nll_loss_forward(call: Call) -> Plan | None:
+    """`nll_loss_forward`: strided log-probabilities are copied, after the outputs."""
+    source = call.args[0]
+    if is_contiguous(source):
+        return None
+    return (("rest",), ("alloc", "input", size(source)), ("free", "input"))
+
+
+def nll_loss2d_forward(call: Call) -> Plan | None:
+    """`nll_loss2d_forward`: the total weight is born before the loss."""
+    return (("out", 1), ("out", 0))
+
+
+def _reduced(call: Call, source: Any) -> list[Step]:
+    item = width(source)
+    loop = merged(_Flat(elements(source)), [0], item, item)
+    return scratch(call.profile, loop, item, max(item, 4), item, is_half(source))
+
+
+def elementwise_loss(call: Call) -> Plan | None:
+    """`mse_loss`, `smooth_l1_loss`: with a reduction, the loss by element is made after the output."""
+    source = call.args[0]
+    if argument(call, 2, "reduction", 1) == 0 or elements(source) == 0:
+        return None
+    return (("rest",), ("alloc", "loss", size(source)), *_reduced(call, source), ("free", "loss"))
+
+
+def huber_loss(call: Call) -> Plan | None:
+    """`huber_loss`: with a reduction, the loss by element is made before the output."""
+    source = call.args[0]
+    if argument(call, 2, "reduction", 1) == 0 or elements(source) == 0:
+        return None
+    return (("alloc", "loss", size(source)), ("rest",), *_reduced(call, source), ("free", "loss"))
+
+
+RULES: Mapping[str, Rule] = {
+    "aten.nll_loss_forward.default": nll_loss_forward,
+    "aten.nll_loss_forward.output": nll_loss_forward,
+    "aten.nll_loss2d_forward.default": nll_loss2d_forward,
+    "aten.mse_loss.default": elementwise_loss,
+    "aten.smooth_l1_loss.default": elementwise_loss,
+    "aten.huber_loss.default": huber_loss,
+}

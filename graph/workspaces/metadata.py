@@ -1,0 +1,132 @@
+"""What the rules read of tensors: sizes, strides and types, and which outputs of a call are new.
+
+Rules see tensors without values and never run an operator on them; PyTorch is not imported here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from graph.workspaces.rules import Call
+
+_HALF = frozenset({"torch.float16", "torch.bfloat16"})
+
+
+def is_tensor(value: Any) -> bool:
+    """Whether an argument is a tensor."""
+    return hasattr(value, "untyped_storage")
+
+
+def tensors(value: Any) -> Iterator[Any]:
+    """The tensors in an argument or output, lists flattened."""
+    if is_tensor(value):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for part in value:
+            yield from tensors(part)
+
+
+def shape(tensor: Any) -> tuple[int, ...]:
+    """Sizes."""
+    return tuple(int(size) for size in tensor.shape)
+
+
+def strides(tensor: Any) -> tuple[int, ...]:
+    """Strides in elements."""
+    return tuple(int(stride) for stride in tensor.stride())
+
+
+def elements(tensor: Any) -> int:
+    """Number of elements."""
+    return int(tensor.numel())
+
+
+def width(tensor: Any) -> int:
+    """Bytes of an element."""
+    return int(tensor.element_size())
+
+
+def size(tensor: Any) -> int:
+    """Bytes of the elements, as a contiguous copy has them."""
+    return elements(tensor) * width(tensor)
+
+
+def dtype(tensor: Any) -> str:
+    """The type's name without `torch.`: "bfloat16"."""
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def is_half(tensor: Any) -> bool:
+    """Whether the type is one of the two 16-bit floating point types."""
+    return str(tensor.dtype) in _HALF
+
+
+def is_floating(tensor: Any) -> bool:
+    """Whether the type is a real floating point type."""
+    return "float" in str(tensor.dtype)
+
+
+def is_integral(tensor: Any) -> bool:
+    """Whether the type is an integer type, bool excluded."""
+    return "int" in str(tensor.dtype)
+
+
+def on_device(tensor: Any) -> bool:
+    """Whether the tensor is not on the host."""
+    return str(tensor.device.type) != "cpu"
+
+
+def is_contiguous(tensor: Any) -> bool:
+    """Whether elements lie in order without gaps; strides of dimensions of size 1 do not matter."""
+    expected = 1
+    for extent, stride in zip(reversed(shape(tensor)), reversed(strides(tensor)), strict=True):
+        if extent == 0:
+            return True
+        if extent != 1:
+            if stride != expected:
+                return False
+            expected *= extent
+    return True
+
+
+def is_dense(tensor: Any) -> bool:
+    """Whether some order of dimensions makes it contiguous (`is_non_overlapping_and_dense`)."""
+    if any(extent == 0 for extent in shape(tensor)):
+        return True
+    expected = 1
+    for stride, extent in sorted((s, e) for e, s in zip(shape(tensor), strides(tensor), strict=True) if e != 1):
+        if stride != expected:
+            return False
+        expected *= extent
+    return True
+
+
+def argument(call: Call, position: int, name: str, default: Any = None) -> Any:
+    """An argument given by position or by name."""
+    if position < len(call.args):
+        return call.args[position]
+    return call.kwargs.get(name, default)
+
+
+def dimension(index: int, rank: int) -> int:
+    """A dimension counted from the front."""
+    return index + max(rank, 1) if index < 0 else index
+
+
+def product(values: Sequence[int]) -> int:
+    """Their product; 1 for none."""
+    result = 1
+    for value in values:
+        result *= value
+    return result
+
+
+def up(value: int, unit: int) -> int:
+    """`value` over `unit`, rounded up."""
+    return -(-value // unit)
+
+
+def upper(value: int, unit: int) -> int:
+    """The least multiple of `unit` that is not less than `value`."""
+    return up(value, unit) * unit

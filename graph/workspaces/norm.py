@@ -1,0 +1,82 @@
+"""Normalisation layers: contiguous copies, partial sums of tall inputs, group norm's coefficients.
+
+Source: aten/src/ATen/native/cuda/layer_norm_kernel.cu and group_norm_kernel.cu.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+from graph.workspaces.metadata import elements, is_contiguous, is_half, product, shape, size
+from graph.workspaces.rules import Call, Plan, Rule, Step
+
+_WARP: Final = 32
+
+
+def _copied(steps: list[Step], sources: list[tuple[str, object]]) -> Plan | None:
+    made = [(name, size(tensor)) for name, tensor in sources if tensor is not None and not is_contiguous(tensor)]
+    if not made and steps == [("rest",)]:
+        return None
+    before: list[Step] = [("alloc", name, nbytes) for name, nbytes in made]
+    return (*before, *steps, *(("free", name) for name, _ in reversed(made)))
+
+
+def forward(call: Call) -> Plan | None:
+    """`native_layer_norm`, `_fused_rms_norm`: a strided input is copied before the outputs are made."""
+    return _copied([("rest",)], [("input", call.args[0])])
+
+
+def backward(call: Call) -> Plan | None:
+    """`native_layer_norm_backward`, `_fused_rms_norm_backward`: strided gradient and input are copied first."""
+    return _copied([("rest",)], [("gradient", call.args[0]), ("input", call.args[1])])
+
+
+def group_norm(call: Call) -> Plan | None:
+    """`native_group_norm`: two fp32 coefficients a channel; from 2.12 fp32 statistics for 16-bit inputs.
+
+    Arguments: input, weight, bias, N, C, HxW, groups, eps.
+    """
+    batch, channels, groups = int(call.args[3]), int(call.args[4]), int(call.args[6])
+    steps: list[Step] = [("rest",)]
+    made: list[str] = []
+    statistics = batch * groups * 4
+    if is_half(call.args[0]) and call.profile.release >= (2, 12):
+        steps += [("alloc", "mean", statistics), ("alloc", "rstd", statistics)]
+        made += ["mean", "rstd"]
+    if int(call.args[5]) > 0:
+        steps += [("alloc", name, batch * channels * 4) for name in ("scale", "shift")]
+        made += ["scale", "shift"]
+    return (*steps, *(("free", name) for name in reversed(made)))
+
+
+def group_norm_backward(call: Call) -> Plan | None:
+    """`native_group_norm_backward`: sums a channel and coefficients, fp32.
+
+    Arguments: gradient, input, mean, rstd, weight, N, C, HxW, groups, mask.
+    """
+    batch, channels, groups = int(call.args[5]), int(call.args[6]), int(call.args[8])
+    if elements(call.args[1]) == 0:
+        return None
+    by_channel, by_group = batch * channels * 4, batch * groups * 4
+    steps: list[Step] = [("rest",), ("alloc", "ds", by_channel), ("alloc", "db", by_channel)]
+    if call.args[9][0]:
+        steps += [("alloc", "c2", by_group), ("alloc", "c3", by_group), ("alloc", "c1", by_channel)]
+        steps += [("free", "c3"), ("free", "c2"), ("free", "c1")]
+    return (*steps, ("free", "db"), ("free", "ds"))
+
+
+def rows_and_columns(call: Call) -> tuple[int, int]:
+    """Rows and columns of a layer norm's input."""
+    columns = product([int(n) for n in call.args[2]])
+    return elements(call.args[1]) // max(columns, 1), columns
+
+
+RULES: Mapping[str, Rule] = {
+    "aten.native_layer_norm.default": forward,
+    "aten._fused_rms_norm.default": forward,
+    "aten.native_layer_norm_backward.default": backward,
+    "aten._fused_rms_norm_backward.default": backward,
+    "aten.native_group_norm.default": group_norm,
+    "aten.native_group_norm_backward.default": group_norm_backward,
+}

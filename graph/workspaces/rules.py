@@ -1,0 +1,42 @@
+"""What a workspace rule sees and answers: one operator call, and the allocator's exact sequence inside it.
+
+CUDA kernels allocate more than their outputs: sort buffers, partial sums, cuBLAS workspaces. Dispatch does not show
+them; rules say them, one function an operator family, from the source of PyTorch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from graph.device import Profile
+
+#: ("alloc", key, bytes): scratch `key` is born; ("free", key): it dies; ("out", i): the i-th new output storage of the
+#: call (flattened outputs, new storages only) is born; ("keep", key, bytes): a workspace that stays; ("rest",): outputs
+#: not named yet are born here. Outputs that no step names are born before the first step.
+Step = tuple[Any, ...]
+Plan = tuple[Step, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One operator call on CUDA tensors: shapes, strides and dtypes are right, values are not there.
+
+    `name` is the overload's full name ("aten.mm.default"). `thread` is 0 for the main thread and 1 for autograd's device
+    thread, since cuBLAS handles are per thread. `state` lives as long as the capture: rules note in it which persistent
+    workspaces exist.
+    """
+
+    name: str
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    out: Any
+    profile: Profile
+    stream: int
+    thread: int
+    grad: bool
+    state: dict[Any, Any]
+
+
+Rule = Callable[[Call], Plan | None]
