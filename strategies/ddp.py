@@ -1,0 +1,67 @@
+"""Data parallel by torch's DistributedDataParallel: `ddp`, `ddp-view` and, with a sharded optimizer, `zero1`.
+
+Every rank holds the whole model; gradients meet in buckets, which DDP lays out anew after the first backward
+(torch/csrc/distributed/c10d/reducer.cpp). `ddp-view` is `gradient_as_bucket_view=True`; `zero1` puts torch's
+ZeroRedundancyOptimizer around AdamW, so that each rank holds the states of its share of the parameters.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Any
+
+from graph.case import Case
+from graph.method import Method
+from strategies.native import Native, place_all
+
+if TYPE_CHECKING:
+    import torch
+
+
+class DataParallel(Native):
+    """One rank under DistributedDataParallel."""
+
+    def wrap(self, recorder: Any, built: Any) -> torch.nn.Module:
+        """The whole model, wrapped; without the check that all ranks have the same shapes, which asks the others."""
+        from unittest import mock
+
+        import torch.nn.parallel.distributed as parallel
+
+        from graph.fake_collectives import without_logger
+
+        module = place_all(recorder, built)
+        with mock.patch.object(parallel, "_verify_param_shape_across_processes", return_value=None):
+            wrapped = parallel.DistributedDataParallel(
+                module, device_ids=[0], gradient_as_bucket_view=self.case.strategy == "ddp-view"
+            )
+        return without_logger(wrapped)
+
+    def micro_step(self, module: Any, micro: int, last: bool) -> contextlib.AbstractContextManager[Any]:
+        """Gradients are not synchronized before the last micro-batch, where the case says so."""
+        if self.case.grad_sync == "last" and not last:
+            quiet: contextlib.AbstractContextManager[Any] = module.no_sync()
+            return quiet
+        return contextlib.nullcontext()
+
+
+class ShardedOptimizer(DataParallel):
+    """DistributedDataParallel with ZeroRedundancyOptimizer (torch/distributed/optim/zero_redundancy_optimizer.py)."""
+
+    def optimizer(self, case: Case, parameters: list[torch.nn.Parameter]) -> Any:
+        """AdamW over this rank's share of the parameters."""
+        import torch
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+
+        return ZeroRedundancyOptimizer(parameters, optimizer_class=torch.optim.AdamW, lr=1e-5)
+
+
+def method(case: Case, rank: int) -> Method:
+    """How rank `rank` runs."""
+    return ShardedOptimizer(case, rank) if case.strategy == "zero1" else DataParallel(case, rank)
+
+
+def distinct(case: Case) -> tuple[tuple[int, ...], ...]:
+    """Ranks that do the same: all under DDP; each alone where the optimizer's shares differ."""
+    if case.strategy == "zero1":
+        return tuple((rank,) for rank in range(case.world))
+    return (tuple(range(case.world)),)

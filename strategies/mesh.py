@@ -1,0 +1,134 @@
+"""The mesh of ranks: named axes with sizes, and who is in which group.
+
+Ranks are numbered as torch's DeviceMesh numbers them: the last axis changes fastest.
+"""
+
+from __future__ import annotations
+
+import difflib
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Final
+
+from traces.errors import ConfigError
+
+#: The names of axes: how ranks along an axis share the work.
+AXES: Final = (
+    "pp",
+    "dp",
+    "ddp",
+    "hsdp",
+    "fsdp1",
+    "fsdp2",
+    "zero1",
+    "deepspeed-1",
+    "deepspeed-2",
+    "deepspeed-3",
+    "gemini",
+    "tp",
+)
+WORLD: Final = "world"
+#: More ranks than any machine has; a typing slip, not a wish.
+LIMIT: Final = 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class Mesh:
+    """Axes and their sizes, outermost first. An empty mesh is one rank."""
+
+    axes: tuple[tuple[str, int], ...] = ()
+
+    @classmethod
+    def of(cls, sizes: Mapping[str, int], known: Sequence[str] = AXES) -> Mesh:
+        """A mesh of these axes in this order; an axis of size 1 is kept.
+
+        Raises ConfigError for a name that is not one of `known` and for a size that is not a positive whole number.
+        """
+        for name, size in sizes.items():
+            if name not in known:
+                near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+                mend = f"did you mean {near[0]}?" if near else f"known: {', '.join(known)}"
+                raise ConfigError(f"mesh: there is no axis {name!r}; {mend}")
+            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+                raise ConfigError(f"mesh: {name}={size}: the size of an axis is a whole number from 1")
+        mesh = cls(tuple(sizes.items()))
+        if mesh.world > LIMIT:
+            raise ConfigError(f"mesh: {mesh} has {mesh.world} ranks; the most is {LIMIT}")
+        return mesh
+
+    @classmethod
+    def parse(cls, text: str, known: Sequence[str] = AXES) -> Mesh:
+        """A mesh from text such as `dp=2,tp=2`, outermost axis first. Raises ConfigError as `of` does."""
+        sizes: dict[str, int] = {}
+        for part in filter(None, (part.strip() for part in text.split(","))):
+            name, equals, size = (word.strip() for word in part.partition("="))
+            if not equals or not name:
+                raise ConfigError(f"mesh: {part!r} in {text!r} is not of the form axis=size, as in dp=2,tp=2")
+            if name in sizes:
+                raise ConfigError(f"mesh: {text!r} names the axis {name} twice")
+            if not size.isascii() or not size.isdigit():
+                raise ConfigError(f"mesh: {name}={size}: the size of an axis is a whole number from 1")
+            sizes[name] = int(size)
+        if not sizes:
+            raise ConfigError(f"mesh: {text!r} names no axis; write it as in dp=2,tp=2")
+        return cls.of(sizes, known)
+
+    def __str__(self) -> str:
+        return ",".join(f"{name}={size}" for name, size in self.axes)
+
+    @property
+    def world(self) -> int:
+        """How many ranks there are."""
+        return prod(size for _, size in self.axes)
+
+    def size(self, axis: str) -> int:
+        """Ranks along an axis; 1 for an axis that the mesh lacks."""
+        return dict(self.axes).get(axis, 1)
+
+    def check_world(self, world: int) -> None:
+        """Raises ConfigError unless the axes multiply to `world` ranks."""
+        if self.world != world:
+            raise ConfigError(f"mesh: {self} has {self.world} ranks, but world is {world}")
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """The place of a rank along each axis. Raises ConfigError for a rank outside the mesh."""
+        if not 0 <= rank < self.world:
+            raise ConfigError(f"mesh: rank {rank} is outside {self}, whose last rank is {self.world - 1}")
+        found: dict[str, int] = {}
+        for name, size in reversed(self.axes):
+            rank, found[name] = divmod(rank, size)
+        return {name: found[name] for name, _ in self.axes}
+
+    def rank(self, coordinates: Mapping[str, int]) -> int:
+        """The rank at these coordinates; an axis left out counts as 0."""
+        rank = 0
+        for name, size in self.axes:
+            place = coordinates.get(name, 0)
+            if not 0 <= place < size:
+                raise ConfigError(f"mesh: {name}={place} is outside {self}")
+            rank = rank * size + place
+        return rank
+
+    def group(self, rank: int, *axes: str) -> tuple[int, ...]:
+        """The ranks that differ from `rank` in nothing but their places along `axes`, in order."""
+        own = self.coordinates(rank)
+        spans = [range(size) if name in axes else (own[name],) for name, size in self.axes]
+        names = [name for name, _ in self.axes]
+        return tuple(self.rank(dict(zip(names, places, strict=True))) for places in itertools.product(*spans))
+
+    def groups(self, *axes: str) -> tuple[tuple[int, ...], ...]:
+        """All groups along `axes`, disjoint and together the world, by their first rank."""
+        return tuple(self._groups(axes))
+
+    def _groups(self, axes: Sequence[str]) -> Iterator[tuple[int, ...]]:
+        others = [(name, size) for name, size in self.axes if name not in axes]
+        for places in itertools.product(*(range(size) for _, size in others)):
+            first = self.rank(dict(zip((name for name, _ in others), places, strict=True)))
+            yield self.group(first, *axes)
+
+    def table(self) -> dict[str, tuple[tuple[int, ...], ...]]:
+        """The groups of a trace: one entry an axis of more than one rank, and the world."""
+        found = {name: self.groups(name) for name, size in self.axes if size > 1}
+        return {**found, WORLD: (tuple(range(self.world)),)}

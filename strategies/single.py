@@ -1,0 +1,248 @@
+"""One GPU: the events of a step graph are the events of the one rank, column for column.
+
+Storages become allocations with the storage's number as id, name and category; marks become phases; a storage that
+changes its size becomes a new allocation and the free of the old one, in the order of PyTorch's `resize_bytes_cuda`
+(aten/src/ATen/native/cuda/Resize.cpp: the new memory is there before the old one goes). Streams and collectives, which
+a captured rank of several has, go over as they are, so that `events_of` serves such ranks as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from graph.case import Case
+from graph.model import Int32Array, Int64Array, Kind, StepGraph
+from strategies.lowering import Lowered
+from traces.errors import ConfigError
+from traces.model import Column, Events, Op, RankEvents, Strings
+
+#: What a kind of graph event is in a trace; kinds that are not here leave no event.
+OPS: Final[Mapping[Kind, Op]] = {
+    Kind.ALLOC: Op.ALLOC,
+    Kind.FREE: Op.FREE,
+    Kind.PHASE: Op.PHASE,
+    Kind.SYNCHRONIZE: Op.SYNCHRONIZE,
+    Kind.OPERATOR: Op.KERNEL,
+    Kind.RECORD_STREAM: Op.RECORD_STREAM,
+    Kind.COLLECTIVE: Op.COLLECTIVE,
+    Kind.WAIT_STREAM: Op.WAIT_STREAM,
+}
+_NONE: Final = 255
+
+#: (op, id, bytes) of the trace events that stand for one event of the graph.
+_Rows = list[tuple[Op, int, int]]
+
+
+@dataclass(frozen=True, slots=True)
+class Speed:
+    """How fast a GPU is, for durations of kernels: the longer of computing and of moving bytes, plus a fixed part."""
+
+    flops_per_second: float
+    bytes_per_second: float
+    fixed_ns: int = 2_000
+
+    def duration_ns(self, flops: Int64Array, moved: Int64Array) -> Int64Array:
+        """Nanoseconds of kernels that do `flops` and move `moved` bytes (arrays of equal length)."""
+        busy = np.maximum(flops / self.flops_per_second, moved / self.bytes_per_second)
+        return np.asarray(np.rint(busy * 1e9), dtype=np.int64) + self.fixed_ns
+
+
+def ranks(graph: StepGraph, case: Case, mesh: Mapping[str, int] | None, speed: Speed | None) -> Lowered:
+    """The one rank of a run on one GPU; ConfigError for a case of several."""
+    if case.world != 1 or any(size != 1 for size in (mesh or {}).values()):
+        raise ConfigError("strategy 'single' runs on one GPU: give 'world' 1 (or none), and no mesh")
+    return Lowered((RankEvents((0,), events_of(graph, speed, late=case.deferred == "late")),))
+
+
+def events_of(graph: StepGraph, speed: Speed | None = None, *, late: bool = False) -> Events:
+    """The events of a graph as columns of a trace.
+
+    Operators become kernels where `speed` is given (those that compute or move anything). With `late`, events recorded
+    on streams stay incomplete until the host waits.
+    """
+    source, op, ident, size = _rows(graph, speed is not None)
+    count = len(op)
+    alloc, phase = op == Op.ALLOC, op == Op.PHASE
+    index = graph.index[source]
+    stream = np.zeros(count, dtype=np.int64)
+    stream[alloc] = graph.storages.stream[index[alloc]]
+    stream[op == Op.SYNCHRONIZE] = -1
+    used = op == Op.RECORD_STREAM
+    stream[used] = graph.value[source[used]]
+    step = np.full(count, -1, dtype=np.int64)
+    step[phase] = graph.value[source[phase]]
+    columns: dict[str, Column] = {"id": ident, "bytes": size, "stream": stream, "step": step}
+    columns["category"] = _coded(graph.storages.category, graph.names, index, alloc)
+    labels = [
+        (phase, index[phase], graph.phases),
+        (alloc, *_labels(graph.storages.module, graph.storages.name, graph.names, index[alloc])),
+    ]
+    if speed is not None:
+        kernel = op == Op.KERNEL
+        calls = index[kernel]
+        flops, moved = graph.operators.flops[calls], graph.operators.moved[calls]
+        stream[kernel] = graph.operators.stream[calls]
+        size[kernel] = moved
+        columns |= {"flops": _placed(kernel, flops), "duration_ns": _placed(kernel, speed.duration_ns(flops, moved))}
+        labels.append((kernel, *_labels(graph.operators.module, graph.operators.name, graph.names, calls)))
+    columns["name"] = _joined(count, labels)
+    columns |= _meetings(graph, op, source, stream, size)
+    events = Events(op, columns)
+    return _held(events) if late else events
+
+
+def _meetings(
+    graph: StepGraph, op: npt.NDArray[np.uint8], source: Int64Array, stream: Int64Array, size: Int64Array
+) -> dict[str, Column]:
+    """Columns that only streams waiting for each other and collectives have; fills in their `stream` and `size`."""
+    columns: dict[str, Column] = {}
+    waiting = op == Op.WAIT_STREAM
+    if waiting.any():
+        stream[waiting] = graph.index[source[waiting]]
+        columns["on"] = np.where(waiting, graph.value[source], -1)
+    places = np.flatnonzero(op == Op.COLLECTIVE)
+    if len(places):
+        texts: list[list[str | None]] = [[None] * len(op), [None] * len(op)]
+        for place in places.tolist():
+            kind, group, *rest = graph.names[graph.index[source[place]]].split()
+            texts[0][place], texts[1][place] = kind, group
+            stream[place], size[place] = int(rest[0]) if rest else 0, graph.value[source[place]]
+        columns |= {"kind": Strings.encode(texts[0]), "group": Strings.encode(texts[1])}
+    return columns
+
+
+def _rows(graph: StepGraph, kernels: bool) -> tuple[Int64Array, npt.NDArray[np.uint8], Int64Array, Int64Array]:
+    """For every event of the trace: the graph's event that it comes from, its op, its id (-1: none) and its bytes."""
+    table = np.full(len(Kind), _NONE, dtype=np.uint8)
+    for kind, meaning in OPS.items():
+        table[kind] = meaning
+    if not kernels:
+        table[Kind.OPERATOR] = _NONE
+    op = table[graph.kind]
+    if kernels:
+        idle = (graph.operators.flops == 0) & (graph.operators.moved == 0)
+        calls = np.flatnonzero(op == Op.KERNEL)
+        op[calls[idle[graph.index[calls]]]] = _NONE
+    special = _resized(graph)
+    repeats = (op != _NONE).astype(np.int64)
+    for place, rows in special.items():
+        repeats[place] = len(rows)
+    source = np.repeat(np.arange(len(op)), repeats)
+    op = op[source]
+    storage = (op == Op.ALLOC) | (op == Op.FREE) | (op == Op.RECORD_STREAM)
+    ident = np.where(storage, graph.index[source], -1).astype(np.int64)
+    size = np.zeros(len(op), dtype=np.int64)
+    born = op == Op.ALLOC
+    size[born] = graph.storages.bytes[ident[born]]
+    starts = np.cumsum(repeats) - repeats
+    for place, rows in special.items():
+        for offset, row in enumerate(rows):
+            at = int(starts[place]) + offset
+            op[at], ident[at], size[at] = row
+    return source, op, ident, size
+
+
+def _resized(graph: StepGraph) -> dict[int, _Rows]:
+    """The events of storages that change their size, by place: what each of them is in the trace."""
+    changed = np.unique(graph.index[graph.kind == Kind.RESIZE])
+    if not len(changed):
+        return {}
+    kinds = np.isin(graph.kind, (Kind.ALLOC, Kind.FREE, Kind.RESIZE, Kind.RECORD_STREAM))
+    places = np.flatnonzero(kinds & np.isin(graph.index, changed))
+    fresh = len(graph.storages)
+    now: dict[int, int] = {}  # the id that a storage's memory has at present
+    found: dict[int, _Rows] = {}
+    for place in places.tolist():
+        storage, kind, value = int(graph.index[place]), graph.kind[place], int(graph.value[place])
+        rows: _Rows = []
+        if kind == Kind.RECORD_STREAM:
+            found[place] = [(Op.RECORD_STREAM, now[storage], 0)] if storage in now else []
+            continue
+        before = now.pop(storage, None)
+        if kind == Kind.ALLOC:
+            now[storage] = storage
+            rows.append((Op.ALLOC, storage, int(graph.storages.bytes[storage])))
+        elif kind == Kind.RESIZE and value:
+            now[storage] = fresh
+            rows.append((Op.ALLOC, fresh, value))
+            fresh += 1
+        if before is not None:
+            rows.append((Op.FREE, before, 0))
+        found[place] = rows
+    return found
+
+
+def _coded(
+    codes: Int32Array, table: tuple[str, ...], index: npt.NDArray[np.int32], where: npt.NDArray[np.bool_]
+) -> Strings:
+    """Text of storages as a column: `codes` into `table`, of the storages `index[where]`."""
+    column = np.full(len(index), -1, dtype=np.int32)
+    chosen = codes[index[where]]
+    used = np.unique(chosen[chosen >= 0])
+    short = np.full(len(table) + 1, -1, dtype=np.int32)
+    short[used] = np.arange(len(used))
+    column[where] = short[chosen]
+    return Strings(column, tuple(table[code] for code in used.tolist()))
+
+
+def _labels(
+    module: Int32Array, name: Int32Array, names: tuple[str, ...], index: npt.NDArray[np.int32]
+) -> tuple[npt.NDArray[np.int64], tuple[str | None, ...]]:
+    """`module: name` of each storage or operator of `index`: codes, and the table that they are of.
+
+    A name that begins with the module's (a parameter's) stands alone.
+    """
+    pairs = (module[index].astype(np.int64) + 1) * (len(names) + 1) + name[index] + 1
+    distinct, codes = np.unique(pairs, return_inverse=True)
+    table = []
+    for pair in distinct.tolist():
+        place, what = divmod(pair, len(names) + 1)
+        owner, text = (names[place - 1] if place else ""), (names[what - 1] if what else "")
+        alone = not owner or not text or text == owner or text.startswith(f"{owner}.")
+        table.append((text or owner or None) if alone else f"{owner}: {text}")
+    return codes, tuple(table)
+
+
+def _joined(
+    count: int,
+    parts: list[tuple[npt.NDArray[np.bool_], npt.NDArray[np.integer], tuple[str | None, ...]]],
+) -> Strings:
+    """A text column of `count` events out of parts: (where, codes, table) each."""
+    column = np.full(count, -1, dtype=np.int32)
+    table: dict[str, int] = {}
+    for where, codes, texts in parts:
+        used = np.unique(codes)
+        short = np.full(len(texts) + 1, -1, dtype=np.int32)
+        for code in used.tolist():
+            text = texts[code]
+            if code >= 0 and text is not None:
+                short[code] = table.setdefault(text, len(table))
+        column[where] = short[codes]
+    return Strings(column, tuple(table))
+
+
+def _placed(where: npt.NDArray[np.bool_], values: Int64Array) -> Int64Array:
+    """An integer column with `values` at the places of `where`, 0 elsewhere."""
+    column = np.zeros(len(where), dtype=np.int64)
+    column[where] = values
+    return column
+
+
+def _held(events: Events) -> Events:
+    """The same events after one that holds recorded events back."""
+    op = np.concatenate([np.asarray([Op.HOLD_EVENTS], dtype=np.uint8), events.op])
+    columns: dict[str, Column] = {}
+    for name, column in events.columns.items():
+        if isinstance(column, Strings):
+            columns[name] = Strings(np.concatenate([np.asarray([-1], np.int32), column.codes]), column.table)
+        else:
+            absent = -1 if name in ("id", "step", "on") else 0
+            columns[name] = np.concatenate([np.asarray([absent], column.dtype), column])
+    hold = np.zeros(len(op), dtype=np.bool_)
+    hold[0] = True
+    return Events(op, {**columns, "hold": hold})
