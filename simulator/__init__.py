@@ -13,6 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from simulator.devices import device as device
+    from simulator.estimation import Estimate as Estimate
+    from simulator.estimation import answer as answer
+    from simulator.estimation import estimate as estimate
+    from simulator.fitting import smallest_memory as smallest_memory
     from simulator.html import write_html as write_html
     from simulator.replay import replay as replay
     from simulator.report import render_json as render_json
@@ -22,20 +26,26 @@ if TYPE_CHECKING:
     from simulator.settings import Release as Release
     from simulator.settings import parse_conf as parse_conf
     from simulator.settings import parse_release as parse_release
+    from simulator.sweeping import sweep as sweep
     from simulator.tables import write_calls as write_calls
     from simulator.tables import write_events as write_events
     from simulator.verify import verify as verify
 
 _HOMES = {
     "AllocatorSettings": "settings",
+    "Estimate": "estimation",
     "Release": "settings",
     "Result": "result",
+    "answer": "estimation",
     "device": "devices",
+    "estimate": "estimation",
     "parse_conf": "settings",
     "parse_release": "settings",
     "render_json": "report",
     "render_table": "report",
     "replay": "replay",
+    "smallest_memory": "fitting",
+    "sweep": "sweeping",
     "verify": "verify",
     "write_calls": "tables",
     "write_events": "tables",

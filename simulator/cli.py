@@ -20,6 +20,9 @@ from traces.errors import LLMemError
 #: Commands and the one line that `--help` shows of each; their modules are imported when they run.
 COMMANDS: Final = {
     "run": "Replay a trace or snapshot and report the memory of every rank.",
+    "capture": "Run a model's training step without a GPU and keep it as a graph.",
+    "estimate": "Work out what a run of a model needs of its GPU, without one.",
+    "sweep": "Estimate many cases, on all cores, resumable.",
     "verify": "Replay a torch snapshot's causes and compare every consequence.",
     "convert": "Convert between trace formats, snapshots and timelines.",
 }

@@ -20,7 +20,7 @@ from typing import Any, Final
 
 from simulator.html_series import Series, series, shorten
 from simulator.ranks import format_ranks
-from simulator.report import CAUSES, distinct_phases, format_time, no_remedy
+from simulator.report import CAUSES, distinct_phases, format_time, no_remedy, range_and_source
 from simulator.result import OutOfMemory, PhasePeak, RankResult, Result
 from simulator.settings import format_bytes
 from traces.files import write_atomically
@@ -332,7 +332,7 @@ def _fragmentation(rank: RankResult) -> str:
 def _outside(rank: RankResult) -> str:
     """The device total, term by term."""
     rows = [("reserved by the allocator, at its peak", "", _bytes(rank.peak_reserved))]
-    rows += [(_text(term.name), _text(term.source, 300), _bytes(term.bytes)) for term in rank.outside]
+    rows += [(_text(term.name), _text(range_and_source(term), 300), _bytes(term.bytes)) for term in rank.outside]
     rows.append(("<b>device total</b>", "", f"<b>{_bytes(rank.device_total)}</b>"))
     return _card("As nvidia-smi would show it", _table(("term", "source", "bytes"), rows, texts=2))
 

@@ -20,13 +20,17 @@ if TYPE_CHECKING:
 #: Most ranks that one snapshot file holds (each is a device of it).
 MAX_SNAPSHOT_DEVICES: Final = 256
 
+TRACE_ENDINGS: Final = (".json", ".json.gz", ".npz")
 CHROME_ENDINGS: Final = (".json", ".json.gz")
 TIMELINE_ENDINGS: Final = (".csv", ".csv.gz", ".npz", ".parquet", *CHROME_ENDINGS)
 
 
 @dataclass(frozen=True, slots=True)
 class Outputs:
-    """Paths of the files to write; None for those that nobody asked for. `force` replaces existing ones."""
+    """Paths of the files to write; None for those that nobody asked for. `force` replaces existing ones.
+
+    `output` is the trace itself, as it was replayed.
+    """
 
     events: str | None = None
     calls: str | None = None
@@ -34,11 +38,12 @@ class Outputs:
     snapshot: str | None = None
     html: str | None = None
     force: bool = False
+    output: str | None = None
 
     @property
     def paths(self) -> Mapping[str, str]:
         """The paths asked for, by the name of their option."""
-        names = ("events", "calls", "timeline", "snapshot", "html")
+        names = ("output", "events", "calls", "timeline", "snapshot", "html")
         return {name: path for name in names if (path := getattr(self, name)) is not None}
 
     def check(self, source: str) -> None:
@@ -50,6 +55,8 @@ class Outputs:
             if real in taken and not _is_special(real):
                 raise OutputError(f"{path_text(path)}: --{name} would replace {taken[real]}; choose another name")
             taken[real] = f"the file of --{name}"
+        if self.output is not None:
+            check_ending("--output", self.output, TRACE_ENDINGS)
         if self.timeline is not None:
             check_ending("--timeline", self.timeline, TIMELINE_ENDINGS)
             if self.timeline.lower().endswith(".parquet"):
@@ -57,6 +64,10 @@ class Outputs:
 
     def write(self, result: Result, trace: Trace) -> None:
         """Write every file asked for, out of a replay that kept what they need."""
+        if self.output is not None:
+            import traces
+
+            traces.write(trace, self.output, force=self.force)
         if self.events is not None:
             from simulator.tables import write_events
 

@@ -16,7 +16,16 @@ if TYPE_CHECKING:
     from rich.console import Console, RenderableType
     from rich.table import Table
 
-    from simulator.result import Fragmentation, LiveTensor, OutOfMemory, PhasePeak, RankResult, Report, Result
+    from simulator.result import (
+        Fragmentation,
+        LiveTensor,
+        OutOfMemory,
+        OutsideTerm,
+        PhasePeak,
+        RankResult,
+        Report,
+        Result,
+    )
 
 #: Distinct ranks that the tables show; how many more there are is said.
 MOST_RANKS: Final = 8
@@ -84,7 +93,7 @@ def _rank_json(rank: RankResult) -> dict[str, Any]:
             "largest": [_tensor_json(tensor) for tensor in rank.peak.largest],
         },
         "fragmentation": _fields(rank.fragmentation, "event", "reserved", *CAUSES),
-        "outside": [_fields(term, "name", "bytes", "source") for term in rank.outside],
+        "outside": [_fields(term, "name", "bytes", "low", "high", "source") for term in rank.outside],
         "reports": [_fields(report, "event", "kind", "data") for report in rank.reports],
     }
 
@@ -231,6 +240,7 @@ def _details(group: RankResult) -> Iterable[RenderableType]:
     if group.oom is not None:
         yield from _oom(group.oom)
     yield _figures(group)
+    yield from _sources(group.outside)
     yield ""
     yield _fragmentation(group.fragmentation)
     if group.phases:
@@ -257,7 +267,7 @@ def _figures(group: RankResult) -> Table:
     _figure(table, "peak allocated", group.peak_allocated, f"at {where}")
     _figure(table, "peak reserved", group.peak_reserved, f"at event {group.fragmentation.event}")
     for term in group.outside:
-        _figure(table, f"+ {one_line(term.name)}", term.bytes, one_line(term.source))
+        _figure(table, f"+ {one_line(term.name)}", term.bytes, range_of(term) or one_line(term.source))
     _figure(table, "device total", group.device_total, f"{_share(group.device_total, group.device.total_bytes)} of GPU")
     bound = group.memory_stats.get("requested_bytes.all.peak")
     if bound is not None:
@@ -269,6 +279,29 @@ def _figures(group: RankResult) -> Table:
     retries, ooms = (group.memory_stats.get(name, 0) for name in ("num_alloc_retries", "num_ooms"))
     add_row(table, "retries, OOM events", f"{retries}, {ooms}", "", f"in {group.events} events")
     return table
+
+
+def range_of(term: OutsideTerm) -> str:
+    """The range of a term outside the allocator; empty where it is certain."""
+    if term.low is None or term.high is None:
+        return ""
+    return f"{format_bytes(term.low)} to {format_bytes(term.high)}"
+
+
+def range_and_source(term: OutsideTerm) -> str:
+    """The range of a term outside the allocator, where it has one, and its source."""
+    return "; ".join(part for part in (range_of(term), one_line(term.source)) if part)
+
+
+def _sources(terms: Sequence[OutsideTerm]) -> Iterable[RenderableType]:
+    """Where uncertain terms come from."""
+    uncertain = [term for term in terms if range_of(term)]
+    if uncertain:
+        table = table_of("Outside the allocator", "term", "source")
+        for term in uncertain:
+            add_row(table, one_line(term.name), one_line(term.source))
+        yield ""
+        yield table
 
 
 def _figure(table: Table, name: str, size: int, remark: str) -> None:

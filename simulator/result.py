@@ -115,11 +115,13 @@ class OutOfMemory:
 
 @dataclass(frozen=True)
 class OutsideTerm:
-    """A part of the device total that is not the allocator's, with its source."""
+    """A part of the device total that is not the allocator's, with its source; its range where it is uncertain."""
 
     name: str
     bytes: int
     source: str
+    low: int | None = None
+    high: int | None = None
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,8 @@ import json
 import os
 import sys
 import threading
-from collections.abc import Iterable, Iterator
-from typing import Any, Final
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Final, Literal
 
 from simulator.settings import parse_size
 from traces.errors import ConfigError, LLMemError
@@ -28,24 +28,28 @@ def announce(notes: Iterable[str], quiet: bool) -> None:
 
 
 @contextlib.contextmanager
-def working(what: str, quiet: bool, *, compiles: bool = False) -> Iterator[None]:
+def working(what: str, quiet: bool, *, compiles: bool = False) -> Iterator[Callable[[str], None]]:
     """Show on stderr that `what` goes on inside: by a spinner on a terminal, once it takes long, which then goes.
 
     With `compiles` a line says so when kernels are compiled inside (and numba is loaded, for that). `quiet`: nothing.
+    Gives a function that changes the text.
     """
     with contextlib.ExitStack() as stack:
-        if not quiet:
-            stack.enter_context(_spinner(what))
+        said = _ignored if quiet else stack.enter_context(_spinner(what))
         if compiles and not quiet:
             stack.enter_context(_announced_compilation())
-        yield
+        yield said
+
+
+def _ignored(_: str) -> None:
+    """Nobody watches."""
 
 
 @contextlib.contextmanager
-def _spinner(what: str) -> Iterator[None]:
+def _spinner(what: str) -> Iterator[Callable[[str], None]]:
     """A spinner with the elapsed time on stderr, after a moment, where stderr is a terminal that can show it."""
-    if not sys.stderr.isatty() or os.environ.get("TERM") in ("dumb", "unknown"):
-        yield
+    if not shows_progress():
+        yield _ignored
         return
     from rich.console import Console
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
@@ -53,16 +57,21 @@ def _spinner(what: str) -> Iterator[None]:
     console = Console(stderr=True)
     columns = (SpinnerColumn("line"), TextColumn("{task.description}", markup=False), TimeElapsedColumn())
     progress = Progress(*columns, console=console, transient=True, redirect_stdout=False)
-    progress.add_task(what, total=None)
+    task = progress.add_task(what, total=None)
     timer = threading.Timer(PATIENCE, progress.start)
     timer.daemon = True
     timer.start()
     try:
-        yield
+        yield lambda text: progress.update(task, description=text)
     finally:
         timer.cancel()
         timer.join()
         progress.stop()
+
+
+def shows_progress() -> bool:
+    """Whether stderr is a terminal that can redraw a line."""
+    return sys.stderr.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
 
 
 @contextlib.contextmanager
@@ -99,6 +108,13 @@ def sizes(memory: str | None, context: str | None) -> tuple[int | None, int | No
             "libraries used, so give it as a size, such as --context 500MiB"
         )
     return _size("--memory", memory), _size("--context", context)
+
+
+def context_size(text: str | None) -> int | Literal["auto"] | None:
+    """The bytes of --context for an estimate, or `auto`; ConfigError if it is malformed."""
+    if text is not None and text.strip().lower() == "auto":
+        return "auto"
+    return _size("--context", text)
 
 
 def _size(option: str, text: str | None) -> int | None:

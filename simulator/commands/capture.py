@@ -1,0 +1,61 @@
+"""`capture MODEL`: run a model's training step without a GPU and keep it as a step graph."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from simulator.commands.case_options import case_from, case_options
+
+_EPILOG = (
+    "MODEL is a name of the catalogue (opt-1.3b, llama-2-7b ...), a Hugging Face config.json or its folder, or "
+    "module:function of your own. Nothing is downloaded, no weights are needed."
+)
+
+
+@click.command("capture", epilog=_EPILOG)
+@click.argument("model", metavar="MODEL")
+@click.option("-o", "--output", metavar="FILE", help="Write the step graph (.json or .json.gz, node-link JSON).")
+@click.option("--json", "as_json", is_flag=True, help="Print the summary as one JSON document instead of tables.")
+@click.option("--force", is_flag=True, help="Replace FILE if it exists.")
+@click.option("-q", "--quiet", is_flag=True, help="No progress on stderr.")
+@case_options
+def command(model: str, output: str | None, as_json: bool, force: bool, quiet: bool, **options: Any) -> int:
+    """Capture MODEL's training steps: every operator, every tensor's birth and death, in order."""
+    from simulator.commands.common import print_json, working
+    from simulator.outputs import check_output
+    from traces.errors import ConfigError
+    from traces.text import one_line
+
+    case = case_from(model, options)
+    if case.strategy != "single":
+        raise ConfigError(f"--strategy {case.strategy}: a step graph is of one GPU; `llmem estimate` takes strategies")
+    if output is not None:
+        from graph.files import check_ending
+
+        check_ending(output)
+        check_output(output, force=force)
+
+    from simulator.estimation import capture_of
+
+    name = one_line(model)
+    with working(f"capturing {name}", quiet) as say:
+        graph = capture_of(
+            case, lambda phase, step, count: say(f"capturing {name}: {phase} {step}, {count:,} operators")
+        )
+
+        from graph.files import save
+        from graph.summary import document, summarize
+
+        summary = summarize(graph)
+    if output is not None:
+        with working("writing", quiet):
+            save(graph, output, force=force)
+    if as_json:
+        print_json(document(summary))
+    else:
+        from simulator.commands.capture_report import render_summary
+
+        render_summary(summary)
+    return 0

@@ -1,0 +1,84 @@
+"""`estimate MODEL`: what a run of a model needs of its GPU, without one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from simulator.commands.case_options import case_options
+from simulator.outputs import Outputs
+
+_EPILOG = (
+    "MODEL is a name of the catalogue, the path of a Hugging Face config.json (or its folder), or module:function, "
+    "a function that returns an nn.Module and its example inputs. Sizes: 80GB is 80 x 10^9 bytes, 80GiB is 80 x 2^30."
+)
+
+
+@click.command("estimate", epilog=_EPILOG)
+@click.argument("model", metavar="MODEL")
+@case_options
+@click.option("--allocator", metavar="CONF", help="The same as --alloc-conf.")
+@click.option("--context", metavar="SIZE|auto", help="Memory of the GPU that is not PyTorch's; auto: a known card's.")
+@click.option("--min-memory", is_flag=True, help="Also find the smallest GPU on which it runs.")
+@click.option("-o", "--output", metavar="FILE", help="Keep the trace (.json, .json.gz or .npz).")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead of tables.")
+@click.option("--events", metavar="FILE", help="Write what stood after every event (CSV, or .csv.gz).")
+@click.option("--calls", metavar="FILE", help="Write the allocator's calls of the device (CSV, or .csv.gz).")
+@click.option("--timeline", metavar="FILE", help="Write memory over time (.csv, .npz, .parquet; .json for Perfetto).")
+@click.option("--snapshot", metavar="FILE", help="Write a snapshot for PyTorch's memory_viz.")
+@click.option("--html", metavar="FILE", help="Write a page with memory over time.")
+@click.option("--force", is_flag=True, help="Replace files that exist.")
+@click.option("-q", "--quiet", is_flag=True, help="No notes and no progress on stderr.")
+def command(
+    model: str,
+    allocator: str | None,
+    context: str | None,
+    min_memory: bool,
+    output: str | None,
+    as_json: bool,
+    events: str | None,
+    calls: str | None,
+    timeline: str | None,
+    snapshot: str | None,
+    html: str | None,
+    force: bool,
+    quiet: bool,
+    **options: Any,
+) -> int:
+    """Work out what a run of MODEL needs of its GPU: no GPU, no weights, nothing downloaded."""
+    from simulator.commands.case_options import case_from
+    from simulator.commands.common import announce, context_size, print_json, working
+    from traces.text import one_line
+
+    if allocator is not None:
+        if options.get("alloc_conf") is not None:
+            raise click.UsageError("--allocator and --alloc-conf are the same: give one of them")
+        options["alloc_conf"] = allocator
+    outside = context_size(context)
+    case = case_from(model, options)
+    outputs = Outputs(events, calls, timeline, snapshot, html, force, output)
+    outputs.check(model)
+
+    from simulator.estimation import estimate
+    from simulator.report_estimate import render_json, render_table
+
+    name = one_line(model)
+    with working(f"capturing {name}", quiet, compiles=True) as say:
+        found = estimate(
+            case,
+            context=outside,
+            min_memory=min_memory,
+            events=events is not None,
+            log=calls is not None,
+            snapshot=snapshot is not None,
+            progress=lambda phase, step, count: say(f"capturing {name}: {phase} {step}, {count:,} operators"),
+        )
+    with working("writing", quiet):
+        outputs.write(found.result, found.trace)
+    announce((*found.assumptions, *found.result.notes), quiet)
+    if as_json:
+        print_json(render_json(found))
+    else:
+        render_table(found)
+    return 3 if found.verdict == "oom" else 0

@@ -1,0 +1,78 @@
+"""What a training process holds of a GPU besides PyTorch's allocator: terms, each with a range and its source.
+
+No public interface says these sizes beforehand: they are measurements that people published, and a rule for cards
+without one. Every PyTorch that is imitated here loads kernels lazily (CUDA_MODULE_LOADING=LAZY since 1.13), so that the
+context is small at first and grows by the kernels that run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from simulator.result import OutsideTerm
+
+_MIB: Final = 1 << 20
+
+#: Bytes of local memory that a context holds for every thread that a GPU can run at once (cudaLimitStackSize).
+STACK_BYTES: Final = 1024
+#: What a context holds beyond that, in MiB: likely, lowest, highest. The measured contexts of `CONTEXTS` less their
+#: stacks are 133 (RTX 3090), 256 (H200) and 270 (H100), and 213 on an RTX 6000 Ada.
+REST_MIB: Final = (200, 60, 280)
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """A context's size as somebody measured it with PyTorch and lazy loading: MiB likely, lowest, highest; where."""
+
+    likely: int
+    low: int
+    high: int
+    source: str
+
+
+#: CUDA contexts by card, before any kernel of a model has run.
+CONTEXTS: Final[Mapping[str, Measured]] = {
+    "H100-80GB": Measured(534, 480, 560, "meta-pytorch/torchcomms#777: about 534 MiB for each primary context on H100"),
+    "H200-141GB": Measured(520, 480, 560, "clemsgrs/slide2vec#326: about 520 MiB on H200, torch 2.7.1+cu128"),
+    "RTX3090-24GB": Measured(256, 240, 320, "invoke-ai/InvokeAI#9413: 256 MiB on RTX 3090, torch 2.7.1+cu128"),
+}
+#: Where neither the card nor its size is known.
+UNKNOWN: Final = Measured(
+    450, 250, 600, "contexts of 256 to 534 MiB are reported for PyTorch with lazy loading (pytorch/pytorch#109888: 400)"
+)
+#: Kernels of PyTorch, cuBLAS and the attention libraries that a model's first iteration loads.
+KERNELS: Final = Measured(
+    130,
+    30,
+    360,
+    "vllm-project/vllm#12126 and #14447: 0.16 and 0.20 GiB while a model first runs; "
+    "at most all kernels of PyTorch, 362 MiB (pytorch/pytorch#86509, eager less lazy)",
+)
+
+
+def outside_terms(card: str, threads: int | None = None) -> tuple[OutsideTerm, ...]:
+    """The terms outside the allocator for one process on a card (a name of `simulator.devices.CARDS`).
+
+    `threads` is how many threads the card can run at once (multiprocessors times threads of each); it serves cards of
+    which no context was measured. Communicators are not among the terms: one GPU has none.
+    """
+    context = CONTEXTS.get(card)
+    if context is None:
+        context = UNKNOWN if threads is None else _by_rule(threads)
+    return (_term("CUDA context", context), _term("loaded kernels", KERNELS))
+
+
+def _by_rule(threads: int) -> Measured:
+    stacks = threads * STACK_BYTES // _MIB
+    likely, low, high = (stacks + rest for rest in REST_MIB)
+    source = (
+        f"no measurement known for this card: {STACK_BYTES} B of stack for each of its {threads:,} threads, and "
+        f"{REST_MIB[0]} MiB, as contexts of other cards have ({REST_MIB[1]} to {REST_MIB[2]})"
+    )
+    return Measured(likely, low, high, source)
+
+
+def _term(name: str, found: Measured) -> OutsideTerm:
+    return OutsideTerm(name, found.likely * _MIB, found.source, found.low * _MIB, found.high * _MIB)

@@ -1,0 +1,56 @@
+"""Reports of an estimate: the replay's own, under a line that says the case and the verdict with what lies outside."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any, Final
+
+from simulator import report
+from simulator.settings import format_bytes
+from traces.text import one_line
+
+if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
+
+    from simulator.estimation import Estimate
+
+#: Keys of a case that the headline does not repeat: the report shows them elsewhere, or the model begins the line.
+_SHOWN_ELSEWHERE: Final = frozenset({"model", "gpu", "memory", "alloc_conf", "release"})
+
+
+def render_json(estimate: Estimate) -> dict[str, Any]:
+    """The document of `estimate --json`: the answer (the case, peaks, phases, verdicts) and that of `run --json`."""
+    return {
+        **estimate.document(),
+        "assumptions": list(estimate.assumptions),
+        **report.render_json(estimate.result),
+    }
+
+
+def render_table(estimate: Estimate, console: Console | None = None) -> None:
+    """Print the case, the verdicts and the tables of its replay."""
+    report.print_parts(_head(estimate), console)
+    report.render_table(estimate.result, console)
+
+
+def _head(estimate: Estimate) -> Iterable[RenderableType]:
+    yield case_line(estimate.case)
+    aside = sum(term.bytes for term in estimate.outside)
+    if aside and estimate.worst.device.context_bytes == 0:
+        meaning = {"fits": "it fits", "oom": "it runs out of memory"}[estimate.verdict_with_context]
+        yield f"with {format_bytes(aside)} outside the allocator: {meaning}"
+    if estimate.min_fit is not None:
+        yield f"smallest GPU: {format_bytes(estimate.min_fit)} ({estimate.min_fit:,} B), context apart"
+
+
+def case_line(case: Mapping[str, Any]) -> str:
+    """A case on one line: the model, then every key that differs from its default."""
+    parts = [one_line(str(case.get("model", "")))]
+    parts += [f"{key} {one_line(_value(case[key]))}" for key in case if key not in _SHOWN_ELSEWHERE]
+    return ", ".join(parts)
+
+
+def _value(value: object) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return "+".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
