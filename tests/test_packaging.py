@@ -22,6 +22,8 @@ PACKAGES = ("traces", "graph", "strategies", "simulator")
 #: What each package may import of the others; the simulator's command layer alone may import all of them.
 ALLOWED = {"traces": set[str](), "graph": {"traces"}, "strategies": {"traces", "graph"}, "simulator": {"traces"}}
 COMMAND_LAYER = "simulator/commands/"
+#: Modules of the simulator beside its command layer that may do so: inside functions, when they are called.
+ESTIMATING = ("simulator/estimation.py", "simulator/results_file.py", "simulator/sweeping.py")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
 
 
@@ -62,7 +64,12 @@ def test_wheel_holds_the_packages_and_their_data(wheel: zipfile.ZipFile) -> None
         assert f"{package}/py.typed" in names
         expected = {str(path.relative_to(ROOT)) for path in sources(package)}
         assert expected <= names
-    data = [ROOT / "traces/schema.json", *(ROOT / "traces/samples").iterdir(), *(ROOT / "simulator/static").iterdir()]
+    data = [
+        ROOT / "traces/schema.json",
+        ROOT / "graph/catalogue.json",
+        *(ROOT / "traces/samples").iterdir(),
+        *(ROOT / "simulator/static").iterdir(),
+    ]
     assert {str(path.relative_to(ROOT)) for path in data} <= names
     assert any(name.endswith("licenses/LICENSE") for name in names)
     assert any(name.endswith("uPlot-LICENSE.txt") for name in names)
@@ -91,6 +98,14 @@ def test_help_imports_nothing_heavy() -> None:
     assert heavy & set(shown.stderr.split()) == set()
 
 
+def test_estimates_without_torch_say_what_is_missing(tmp_path: Path) -> None:
+    block = "import sys; sys.modules.update(dict.fromkeys(('torch', 'networkx', 'transformers')))"
+    shown = python("-c", f"{block}; from simulator.cli import main; main(['estimate', 'gpt2'])")
+    assert shown.returncode == 1
+    assert "pip install 'llmem[torch]'" in shown.stderr, shown.stderr
+    assert len(shown.stderr.splitlines()) == 1
+
+
 @pytest.mark.parametrize("command", [("run",), ("convert", "{folder}/trace.npz")], ids=lambda words: words[0])
 def test_commands_need_neither_torch_nor_networkx(command: tuple[str, ...], tmp_path: Path) -> None:
     block = "import sys; sys.modules.update(dict.fromkeys(('torch', 'networkx', 'transformers', 'pyarrow')))"
@@ -103,9 +118,19 @@ def test_commands_need_neither_torch_nor_networkx(command: tuple[str, ...], tmp_
 def test_imports_run_one_way(package: str) -> None:
     for path in sources(package):
         place = str(path.relative_to(ROOT))
-        allowed = set(PACKAGES) if place.startswith(COMMAND_LAYER) else ALLOWED[package] | {package}
+        estimates = place.startswith(COMMAND_LAYER) or place in ESTIMATING
+        allowed = set(PACKAGES) if estimates else ALLOWED[package] | {package}
         ours = {name.split(".")[0] for name in imported(path)} & {*PACKAGES, "tests"}
         assert ours <= allowed, f"{place} imports {sorted(ours - allowed)}"
+
+
+@pytest.mark.parametrize("place", ESTIMATING)
+def test_graph_and_strategies_are_imported_when_they_are_used(place: str) -> None:
+    body = ast.parse((ROOT / place).read_text("utf-8")).body
+    top = [node for node in body if isinstance(node, ast.Import | ast.ImportFrom)]
+    names = {alias.name for node in top if isinstance(node, ast.Import) for alias in node.names}
+    names |= {node.module or "" for node in top if isinstance(node, ast.ImportFrom)}
+    assert not {name.split(".")[0] for name in names} & {"graph", "strategies"}
 
 
 def test_torch_is_never_imported_with_a_module() -> None:

@@ -12,6 +12,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 RECORDING = "tests/data/snapshots/opt-125m_fp32_sdpa_b2_s512_sgd_A100.pickle.gz"
+ESTIMATE = "estimate opt-1.3b --dtype bf16 --batch 2 --checkpointing nonreentrant --gpu RTX3090"
 
 
 def blocks() -> list[list[str]]:
@@ -22,9 +23,18 @@ def blocks() -> list[list[str]]:
 
 @pytest.mark.parametrize(
     ("number", "arguments"),
-    [(0, ["run", "traces/samples/tiny.json"]), (1, ["verify", RECORDING]), (2, ["run", RECORDING])],
+    [
+        (0, ["run", "traces/samples/tiny.json"]),
+        (1, ESTIMATE.split()),
+        (2, ["verify", RECORDING]),
+        (3, ["run", RECORDING]),
+    ],
 )
 def test_output_shown_is_output_printed(number: int, arguments: list[str]) -> None:
+    if arguments[0] == "estimate":
+        pytest.importorskip("torch")
+        pytest.importorskip("transformers")
+        assert f"llmem {ESTIMATE}\n" in (ROOT / "README.md").read_text()
     environment = {**os.environ, "COLUMNS": "80", "NO_COLOR": "1"}
     command = [sys.executable, "-m", "simulator", *arguments]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)

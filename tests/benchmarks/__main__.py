@@ -2,6 +2,8 @@
 
     python -m tests.benchmarks [--only NAME]... [--cold] [--events N] [--rounds N] [--json]
 
+`--only estimate` measures `estimate` beside torch's own MemTracker, which needs torch and transformers.
+
 Times of kernels and replays are CPU time of this process, fastest of several rounds; times of whole commands are wall
 time; the first compilation shows both and is judged by CPU time. On a machine that others use too, compare two runs
 by their ratios to the calibration, a small fixed loop.
@@ -119,7 +121,7 @@ def memory(options: Options) -> list[Figure]:
     return figures
 
 
-#: Name, title and work of every part; `cold` only where it is asked for.
+#: Name, title and work of every part.
 PARTS: Final[dict[str, tuple[str, Callable[[Options], list[Figure]]]]] = {
     "kernels": ("Kernels alone: CPU of a malloc and its free, {events:,} events", kernels),
     "replay": ("Whole replay() with its analyses: CPU of a malloc and its free, {events:,} events", whole),
@@ -134,7 +136,13 @@ PARTS: Final[dict[str, tuple[str, Callable[[Options], list[Figure]]]]] = {
         "First compilation (one thread): empty cache, beyond the same with a full one",
         lambda _: processes.cold_start(),
     ),
+    "estimate": (
+        f"`estimate` beside torch's MemTracker in fresh processes, beyond imports: {processes.CASE_NAME}",
+        lambda options: processes.beside_mem_tracker(min(options.rounds, 3)),
+    ),
 }
+#: Parts that run only where they are asked for.
+ASKED: Final = ("cold", "estimate")
 
 
 def about(options: Options) -> dict[str, Any]:
@@ -172,9 +180,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Measure and print."""
     chosen = _options(arguments)
     options = Options(chosen.events, chosen.rounds)
-    names = [name for name in PARTS if name in (chosen.only or PARTS) and name != "cold"]
-    if chosen.cold or "cold" in (chosen.only or ()):
-        names.append("cold")
+    only = set(chosen.only or [name for name in PARTS if name not in ASKED]) | ({"cold"} if chosen.cold else set())
+    names = [name for name in PARTS if name in only]
     if not chosen.json:
         print(f"Python {platform.python_version()}, numba {numba.__version__}; fastest of {options.rounds} rounds")
         print(f"calibration: a fixed loop takes {number(timing.calibrate())} ns of CPU a step now")

@@ -1,4 +1,4 @@
-"""Measures of fresh processes: a large file from the command line, start-up, and the first compilation."""
+"""Measures of fresh processes: a large file from the command line, start-up, the first compilation, and `estimate`."""
 
 from __future__ import annotations
 
@@ -25,6 +25,10 @@ FILE_GOAL_GIB: Final = 4.0
 HELP_GOAL_MS: Final = 150.0
 RUN_GOAL_S: Final = 1.5
 COLD_GOAL_S: Final = 60.0
+#: The case that `estimate` and MemTracker are both given.
+CASE: Final = {"model": "opt-1.3b", "dtype": "bf16", "batch": 4, "seq": 512}
+CASE_NAME: Final = "OPT-1.3B, bf16, AdamW, batch 4 x 512"
+ESTIMATE_GOAL_S: Final = 5.0
 
 
 @dataclass(frozen=True)
@@ -115,3 +119,23 @@ def _compilation(name: str, *arguments: str) -> Figure:
         warm = launch(*arguments, environment={"NUMBA_CACHE_DIR": folder})
     details = {"s of wall time": cold.wall - warm.wall, "files in the cache": kept, "s of CPU when cached": warm.cpu}
     return Figure(name, cold.cpu - warm.cpu, "s of CPU", COLD_GOAL_S, details)
+
+
+def beside_mem_tracker(rounds: int) -> list[Figure]:
+    """Seconds and peak of `estimate` (3 steps, capture and replay) and of MemTracker (2 steps) on the same case."""
+    module, case = "tests.benchmarks.against_mem_tracker", json.dumps(CASE)
+    launch("-m", module, "estimate", case)  # compiles, where nothing is in the cache
+    ours = min(
+        (launch("-m", module, "estimate", case, show=True) for _ in range(rounds)), key=lambda one: one.said["seconds"]
+    )
+    theirs = launch("-m", module, "mem-tracker", case, show=True)
+    faster = theirs.said["seconds"] / max(ours.said["seconds"], 1e-9)
+    details = {"times as fast as MemTracker": faster}
+    beside = {"times MemTracker's peak": ours.said["peak"] / theirs.said["peak"]}
+    return [
+        Figure("estimate", ours.said["seconds"], "s", ESTIMATE_GOAL_S, details),
+        Figure("MemTracker", theirs.said["seconds"], "s"),
+        Figure("peak allocated, estimate", ours.said["peak"] / GIB, "GiB", None, beside),
+        Figure("peak of live bytes, MemTracker", theirs.said["peak"] / GIB, "GiB"),
+        Figure("memory of the process of estimate", ours.peak / GIB, "GiB"),
+    ]

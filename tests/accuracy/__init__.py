@@ -1,0 +1,1 @@
+"""How close predictions come to recorded training runs: `python -m tests.accuracy`."""

@@ -1,0 +1,61 @@
+"""What lies outside the allocator: terms with ranges and sources, and how reports show them."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from graph.device import profile
+from simulator.devices import CARDS
+from simulator.outside import CONTEXTS, outside_terms
+from simulator.report import range_and_source
+from simulator.result import OutsideTerm
+
+MIB = 1 << 20
+
+
+@pytest.mark.parametrize("card", CARDS)
+def test_every_card_has_terms_with_a_range_and_a_source(card: str) -> None:
+    known = profile(card, "2.13", False)
+    terms = outside_terms(card, known.sm_count * known.max_threads_per_sm)
+    assert [term.name for term in terms] == ["CUDA context", "loaded kernels"]
+    for term in terms:
+        assert term.low is not None
+        assert term.high is not None
+        assert 0 < term.low <= term.bytes <= term.high < 1024 * MIB
+        assert len(term.source) > 20
+
+
+def test_measured_contexts_are_of_known_cards_and_cited() -> None:
+    for card, found in CONTEXTS.items():
+        assert card in CARDS
+        assert re.search(r"[\w.-]+/[\w.-]+#\d+", found.source), card
+
+
+def test_the_rule_for_cards_without_a_measurement() -> None:
+    """1 KiB of stack for every thread that can run: 108 x 2048 of an A100 are 216 MiB."""
+    (context, _) = outside_terms("A100-80GB", 108 * 2048)
+    assert context.bytes == (216 + 200) * MIB
+    assert (context.low, context.high) == ((216 + 60) * MIB, (216 + 280) * MIB)
+    assert "no measurement" in context.source
+
+
+@pytest.mark.parametrize("card", CONTEXTS)
+def test_the_rule_holds_where_a_context_was_measured(card: str) -> None:
+    known = profile(card, "2.13", False)
+    (ruled, _) = outside_terms("no such card", known.sm_count * known.max_threads_per_sm)
+    assert ruled.low is not None
+    assert ruled.high is not None
+    assert ruled.low <= CONTEXTS[card].likely * MIB <= ruled.high
+
+
+def test_a_card_that_nobody_knows() -> None:
+    (context, _) = outside_terms("no such card")
+    assert context.bytes == 450 * MIB
+
+
+def test_a_remark_tells_the_range() -> None:
+    term = OutsideTerm("CUDA context", 500 * MIB, "measured once", 400 * MIB, 600 * MIB)
+    assert range_and_source(term) == "400.00 MiB to 600.00 MiB; measured once"
+    assert range_and_source(OutsideTerm("context", 1, "as given")) == "as given"
