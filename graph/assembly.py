@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, Final
 
 import numpy as np
@@ -77,11 +78,13 @@ def tables(log: Log, roles: Roles, parameters: Mapping[str, int], buffers: froze
 
 
 def _accesses(rows: Sequence[Sequence[tuple[int, int]]]) -> tuple[Int64Array, Int64Array, Int64Array]:
-    kept = [[pair for pair in row if pair[0] >= 0] for row in rows]
-    start = np.zeros(len(kept) + 1, dtype=np.int64)
-    np.cumsum([len(row) for row in kept], out=start[1:])
-    flat = np.array([pair for row in kept for pair in row], dtype=np.int64).reshape(-1, 2)
-    return start, flat[:, 0].copy(), flat[:, 1].copy()
+    """Rows of (storage, version) as one table; storages without bytes (-1) are left out."""
+    flat = np.fromiter(chain.from_iterable(chain.from_iterable(rows)), dtype=np.int64).reshape(-1, 2)
+    row = np.repeat(np.arange(len(rows)), np.fromiter(map(len, rows), dtype=np.int64, count=len(rows)))
+    kept = flat[:, 0] >= 0
+    start = np.zeros(len(rows) + 1, dtype=np.int64)
+    np.cumsum(np.bincount(row[kept], minlength=len(rows)), out=start[1:])
+    return start, flat[kept, 0], flat[kept, 1]
 
 
 def _storages(

@@ -57,6 +57,7 @@ def _attempt(case: Any, real: int, progress: Progress | None, method: Method) ->
         clock = Clock(recorder, case.sync, method.settle)
         runtime.observer = recorder
         runtime.synchronizations = recorder.synchronize
+        runtime.emptied = recorder.empty_cache
         runtime.truth = case.attention_mask != "padded"  # what `mask.all()` is when the host reads it
         running = ExitStack()
         try:
@@ -74,7 +75,7 @@ def _attempt(case: Any, real: int, progress: Progress | None, method: Method) ->
         finally:
             runtime.observer = None
             running.close()
-            runtime.synchronizations = None
+            runtime.synchronizations = runtime.emptied = None
         assumptions = (*built.assumptions, *(str(text) for text in runtime.assumptions))
         del built
     log = recorder.log

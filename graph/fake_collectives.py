@@ -3,7 +3,8 @@
 `process_group(runtime, recorder, rank, world)` starts torch's own `fake` process group (which knows rank and world, and
 never waits) and puts kernels of ours under its collectives on CUDA tensors. They tell the recorder of each collective
 and keep what ProcessGroupNCCL keeps (torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp): the tensors of an asynchronous
-collective stay referenced by its work until the host has seen it complete.
+collective stay referenced by its work until somebody waits for the work or its watchdog sees it complete. Who waits
+does so at once; DDP's reducer waits for futures instead, so its all-reduces are kept until the next settling.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any, Final
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import _create_work_from_future
+from torch._C._distributed_c10d import _create_work_from_future  # type: ignore[attr-defined]
 
 from graph.fake_cuda import Runtime
 
@@ -46,9 +47,10 @@ _LISTS: Final = frozenset({"allgather_", "reduce_scatter_"})
 class Collectives:
     """The collectives of one rank."""
 
-    def __init__(self, runtime: Runtime, recorder: Any) -> None:
+    def __init__(self, runtime: Runtime, recorder: Any, kept: frozenset[str]) -> None:
         self.runtime = runtime
         self.recorder = recorder
+        self.kept = kept
         self._held: list[Any] = []
 
     def settle(self) -> None:
@@ -74,7 +76,7 @@ class Collectives:
             tensors = list(_flat(args[0]))
             self._tell(name, given, args)
             work = _finished(tensors)
-            if given.get("async_op", True):
+            if KINDS[name] in self.kept and given.get("async_op", True):
                 self._held.append((work, args[:2]))
             return work.boxed() if results == 1 else (args[0], work.boxed())
 
@@ -126,11 +128,13 @@ def without_logger(wrapped: torch.nn.Module) -> torch.nn.Module:
 
 
 @contextlib.contextmanager
-def process_group(runtime: Runtime, recorder: Any, rank: int, world: int) -> Iterator[Collectives]:
-    """`torch.distributed` as rank `rank` of `world`, while inside."""
+def process_group(
+    runtime: Runtime, recorder: Any, rank: int, world: int, kept: frozenset[str] = frozenset()
+) -> Iterator[Collectives]:
+    """`torch.distributed` as rank `rank` of `world`, while inside; nobody waits for collectives of kinds `kept`."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    collectives = Collectives(runtime, recorder)
+    collectives = Collectives(runtime, recorder, kept)
     dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
     try:
         collectives.install()

@@ -48,6 +48,11 @@ class Observer(Protocol):
     def freed(self, storage: int) -> None:
         """Storage died, at this point; called on the thread that dropped it. Must be quick and must not raise."""
 
+    # An observer may also have these:
+    #   resized(storage, bytes)          its bytes changed while it lived; 0: they were given back
+    #   record_stream(storage, stream)   it is in use on another stream (torch.Tensor.record_stream)
+    #   wait_stream(stream, on)          what comes on a stream waits for what another one has now
+
 
 class Runtime:
     """The device that is not there."""
@@ -58,9 +63,13 @@ class Runtime:
         self._observer: Observer | None = None
         self.assumptions: dict[str, int] = {}
         self.truth = True  # what every boolean read from the device is
+        self.host_copies_keep = (
+            False  # tensors on the host keep their values when one is copied to them from the device
+        )
         self.stream: Any = None
         self.main_thread = threading.get_ident()
         self.synchronizations: Callable[[], None] | None = None
+        self.emptied: Callable[[], None] | None = None
         self._libraries: list[Any] = []
 
     @property
@@ -77,6 +86,17 @@ class Runtime:
     def storage(tensor: torch.Tensor) -> int:
         """The number of a CUDA tensor's storage: counted from 1 in order of birth; 0 if it has no bytes."""
         return tensor.data_ptr() >> ADDRESS_BITS
+
+    @staticmethod
+    def number_at(address: int) -> int:
+        """The number of the storage at `address`."""
+        return address >> ADDRESS_BITS
+
+    def tell(self, what: str, *values: int) -> None:
+        """Call the observer's method `what`, if it has one."""
+        told = getattr(self._observer, what, None)
+        if told is not None:
+            told(*values)
 
     def bytes(self, storage: int) -> int:
         """Bytes of a living storage, as requested from the allocator."""
@@ -99,6 +119,11 @@ class Runtime:
         """The host waited for the device (torch.cuda.synchronize)."""
         if self.synchronizations is not None:
             self.synchronizations()
+
+    def cache_emptied(self) -> None:
+        """The allocator gives back what it has cached (torch.cuda.empty_cache)."""
+        if self.emptied is not None:
+            self.emptied()
 
     def override(self, name: str, kernel: Callable[..., Any], keys: Sequence[str] = ("CUDA",)) -> None:
         """Put `kernel` in place of operator `name` (`aten::scaled_dot_product_attention`) at these dispatch keys, while

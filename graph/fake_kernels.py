@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 import torchgen  # type: ignore[import-untyped]
+from torch._meta_registrations import _create_grouped_mm_output_tensor
 from torch._prims_common import is_non_overlapping_and_dense_or_false as is_dense
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -204,6 +205,8 @@ class Shapes:
             fake_args = _numbers_as_tensors(func, tuple(_fake(arg) for arg in args))
             fake_kwargs = {key: _fake(value) for key, value in kwargs.items()}
             try:
+                if func is torch.ops.aten._grouped_mm.default:  # its rule for shapes refuses all dtypes but bfloat16
+                    return _grouped(*fake_args, **fake_kwargs), fake_kwargs
                 return func(*fake_args, **fake_kwargs), fake_kwargs
             except (DynamicOutputShapeException, DataDependentOutputException) as error:
                 raise CaptureError(
@@ -223,6 +226,11 @@ class Shapes:
             return func(*cpu_args, **cpu_kwargs), cpu_kwargs
         except (NotImplementedError, RuntimeError) as error:
             raise CaptureError(f"operator {func}: PyTorch has no rule for the shape of its result") from error
+
+
+def _grouped(left: Any, right: Any, offs: Any = None, bias: Any = None, out_dtype: Any = None) -> Any:
+    """The result of `_grouped_mm`, on CUDA for all floating-point dtypes (ATen/native/cuda/GroupedBlas.cpp)."""
+    return _create_grouped_mm_output_tensor(left, right, offs, out_dtype)  # type: ignore[no-untyped-call]
 
 
 def _stand_in(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
@@ -306,7 +314,20 @@ def _schema(func: Any) -> _Schema:
     return _Schema(len(schema.returns), tuple(written), tuple(out))
 
 
-#: Outputs by operator, architecture and arguments, for as long as the process lives.
+def _distinct(args: tuple[Any, ...]) -> tuple[tuple[Any, ...], list[int]]:
+    """Arguments of a foreach operator with one entry for each kind of its lists' entries, and which it is for each."""
+    length = len(args[0])
+    lists = [value for value in args if isinstance(value, list | tuple) and len(value) == length]
+    seen: dict[tuple[Any, ...], int] = {}
+    places = [seen.setdefault(_kind(entries, False), len(seen)) for entries in zip(*lists, strict=True)]
+    kept = [places.index(place) for place in range(len(seen))]
+    return tuple([[v[i] for i in kept] if any(v is one for one in lists) else v for v in args]), places
+
+
+#: Outputs by operator, architecture and arguments, for as long as the process lives; so many, and no lists of tensors
+#: as long as those of a foreach optimizer.
+_REMEMBERED: Final = 50_000
+_LONG: Final = 32
 _known: dict[tuple[Any, ...], tuple[Any, ...]] = {}
 
 
@@ -404,12 +425,12 @@ class Kernels:
             if kind is None:
                 kind = kinds[key] = Kind(self._remembered(func, schema, key, args, kwargs))
             born: list[int] = []
-            for what in kind.made:
-                self._grow(kwargs[what.name], what.shape, what.strides, born)
+            old = [self._grow(kwargs[what.name], what.shape, what.strides, born) for what in kind.made]
             values = tuple([kwargs[name] for name in names]) if schema.returns else ()
             out = None if not values else values[0] if len(values) == 1 else values
             if runtime.observer is not None:
                 runtime.observer.operator(func, args, kwargs, out, born, kind)
+            del old
             return out
 
         return kernel
@@ -417,14 +438,21 @@ class Kernels:
     def _remembered(
         self, func: Any, schema: _Schema, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, ...]:
-        """What such a call makes (or resizes), by PyTorch's rules; asked once in a process."""
+        """What such a call makes (or resizes), by PyTorch's rules; asked once in a process, but for long lists."""
+        if any(isinstance(value, list | tuple) and len(value) > _LONG for value in args):
+            return self._ask(func, schema, args, kwargs)
         whole = (func, self.runtime.profile.arch, key)
         made = _known.get(whole)
         if made is None:
+            if len(_known) >= _REMEMBERED:
+                _known.clear()
             made = _known[whole] = self._ask(func, schema, args, kwargs)
         return made
 
     def _ask(self, func: Any, schema: _Schema, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+        places = None
+        if func._schema.name.startswith("aten::_foreach_") and schema.written == (None,):
+            args, places = _distinct(args)
         fake, fakes = self.shapes.infer(func, args, kwargs)
         if schema.out:
             return tuple(
@@ -433,19 +461,26 @@ class Kernels:
                 if isinstance(kwargs[name], torch.Tensor) and kwargs[name].shape != fakes[name].shape
             )
         outputs = corrected(str(func), fake, args, kwargs)
+        if places is not None:
+            outputs = [outputs[place] for place in places]
         return tuple(
             _described(value) if written is None else _Argument(written)
             for value, written in zip((outputs,) if schema.returns == 1 else outputs, schema.written, strict=True)
         )
 
-    def _grow(self, tensor: torch.Tensor, shape: tuple[int, ...], strides: tuple[int, ...], born: list[int]) -> None:
-        """Resize `tensor` as `resize_` does on CUDA: a larger storage is born before the old one dies."""
+    def _grow(self, tensor: torch.Tensor, shape: tuple[int, ...], strides: tuple[int, ...], born: list[int]) -> Any:
+        """Resize `tensor` as `resize_` does on CUDA: a larger storage is born before the old one dies.
+
+        The answer is the old one, to be kept until the birth has been told.
+        """
+        old = tensor.untyped_storage()
         layout = Layout(shape, strides, tensor.dtype)
         needed = layout.nbytes + tensor.storage_offset() * tensor.dtype.itemsize if layout.nbytes else 0
         if needed <= tensor.untyped_storage().nbytes():
             torch.ops.aten.as_strided_.default(tensor, shape, strides, tensor.storage_offset())
         else:
             set_storage(tensor, self.runtime.memory.new(layout, born), shape, strides)
+        return old
 
     # -- operators with rules of their own: each method makes the kernel
 
@@ -504,7 +539,9 @@ class Kernels:
                 return target
             sent = source if plain else source.to(target.dtype).expand_as(target).contiguous()
             boolean = target.dtype is torch.bool
-            if target.nbytes <= _FILLED:  # a larger one is offloaded, not read: its pages stay untouched
+            if (
+                target.nbytes <= _FILLED and not runtime.host_copies_keep
+            ):  # a larger one is offloaded, not read: its pages stay untouched
                 runtime.assume(f"values copied from the device: {runtime.truth if boolean else 0}")
                 target.fill_(runtime.truth if boolean else 0)
             on_device(target, sent, non_blocking)
@@ -521,9 +558,10 @@ class Kernels:
             shape = tuple(size)
             if tensor.shape != shape:
                 born: list[int] = []
-                self._grow(tensor, shape, contiguous(shape), born)
+                old = self._grow(tensor, shape, contiguous(shape), born)
                 if runtime.observer is not None:
                     runtime.observer.operator(func, (tensor, size), kwargs, tensor, born, Kind(()))
+                del old
             return tensor
 
         return kernel

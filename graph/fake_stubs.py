@@ -17,33 +17,40 @@ if TYPE_CHECKING:
 class Stream:
     """A CUDA stream by number; 0 is the default stream."""
 
-    def __init__(self, device: Any = None, priority: int = 0, *, number: int | None = None, **_: Any) -> None:
-        self.stream_id = Stream._count() if number is None else number
-        self.device_index = 0
-        self.device = torch.device("cuda", 0)
-        self.device_type = 1
-        self.cuda_stream = self.stream_id
-        self.priority = priority
-
+    runtime: Runtime
     _made = 0
 
-    @classmethod
-    def _count(cls) -> int:
-        cls._made += 1
-        return cls._made
-
-    def _nothing(self, *args: Any) -> None:
-        """Nothing to wait for."""
+    def __init__(self, device: Any = None, priority: int = 0, *, number: int | None = None, **_: Any) -> None:
+        if number is None:
+            Stream._made += 1
+        self.stream_id = Stream._made if number is None else number
+        self.cuda_stream = self.stream_id
+        self.device_index = 0
+        self.device_type = 1
+        self.device = torch.device("cuda", 0)
+        self.priority = priority
 
     def query(self) -> bool:
         """All is done."""
         return True
 
-    def record_event(self, event: Any = None) -> Any:
-        """`event`, or a new one; complete."""
-        return Event() if event is None else event
+    def synchronize(self) -> None:
+        """The host waits."""
+        self.runtime.synchronized()
 
-    synchronize = wait_stream = wait_event = _nothing
+    def wait_stream(self, stream: Any) -> None:
+        """What comes on this stream waits for what is on `stream` now."""
+        self.runtime.tell("wait_stream", self.stream_id, stream.stream_id)
+
+    def wait_event(self, event: Any) -> None:
+        """What comes on this stream waits for `event`."""
+        event.wait(self)
+
+    def record_event(self, event: Any = None) -> Any:
+        """`event`, or a new one, recorded on this stream."""
+        recorded = Event() if event is None else event
+        recorded.record(self)
+        return recorded
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Stream) and other.stream_id == self.stream_id
@@ -53,23 +60,78 @@ class Stream:
 
 
 class Event:
-    """A CUDA event; always complete."""
+    """A CUDA event: a point on a stream."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.device = torch.device("cuda", 0)
+        self._stream: Any = None
 
-    def _nothing(self, *args: Any) -> None:
-        """Nothing to wait for."""
+    def record(self, stream: Any = None) -> None:
+        """This point of `stream`, or of the current one."""
+        self._stream = Stream.runtime.stream if stream is None else stream
+
+    def wait(self, stream: Any = None) -> None:
+        """What comes on `stream`, or on the current one, waits for this point."""
+        if self._stream is not None:
+            waiting = Stream.runtime.stream if stream is None else stream
+            waiting.wait_stream(self._stream)
 
     def query(self) -> bool:
         """It is complete."""
         return True
 
+    def synchronize(self) -> None:
+        """The host waits."""
+        Stream.runtime.synchronized()
+
     def elapsed_time(self, other: Any) -> float:
         """No time passes."""
         return 0.0
 
-    record = wait = synchronize = _nothing
+
+class _Storages:
+    """What changes in `torch.UntypedStorage` and `torch.Tensor`: storages that change their size, and use on streams.
+
+    A storage keeps its address when it is resized: only the runtime knows that its bytes were given back.
+    """
+
+    def __init__(self, runtime: Runtime) -> None:
+        self.live = runtime.memory.live
+        self.tell = runtime.tell
+        self.number = runtime.number_at
+
+    def changes(self) -> list[tuple[Any, str, Any]]:
+        """Owner, name and function of each."""
+        live, tell, number = self.live, self.tell, self.number
+        storage: Any = torch.UntypedStorage
+        resize, nbytes, record = storage.resize_, storage.nbytes, torch.Tensor.record_stream
+
+        def resized(self: Any, size: int) -> Any:
+            if self.device.type != "cuda":
+                return resize(self, size)
+            mine = number(self.data_ptr())
+            if mine in live and live[mine] != size:
+                live[mine] = int(size)
+                tell("resized", mine, int(size))
+            return self
+
+        def measured(self: Any) -> int:
+            if self.device.type != "cuda":
+                return int(nbytes(self))
+            return live.get(number(self.data_ptr()), 0)
+
+        def recorded(self: torch.Tensor, stream: Any) -> None:
+            if isinstance(stream, Stream):
+                tell("record_stream", number(self.untyped_storage().data_ptr()), stream.stream_id)
+            else:
+                record(self, stream)
+
+        return [
+            (storage, "resize_", resized),
+            (storage, "nbytes", measured),
+            (storage, "size", measured),
+            (torch.Tensor, "record_stream", recorded),
+        ]
 
 
 class _Device:
@@ -150,9 +212,10 @@ def attributes(runtime: Runtime) -> dict[str, Any]:
         graphsafe_get_state=lambda: generator,
         graphsafe_set_state=_nothing,
     )
+    Stream.runtime, Stream._made = runtime, 0
     runtime.stream = default
     quiet = (
-        "_lazy_init init set_device empty_cache ipc_collect reset_peak_memory_stats reset_max_memory_allocated "
+        "_lazy_init init set_device ipc_collect reset_peak_memory_stats reset_max_memory_allocated "
         "reset_accumulated_memory_stats reset_max_memory_cached set_rng_state set_rng_state_all manual_seed "
         "manual_seed_all seed seed_all set_stream set_per_process_memory_fraction cudart _lazy_call"
     )
@@ -175,6 +238,7 @@ def attributes(runtime: Runtime) -> dict[str, Any]:
         "get_device_properties": lambda device=None: _properties(runtime),
         "can_device_access_peer": lambda device, peer_device: True,
         "get_arch_list": lambda: [f"sm_{card.arch[0]}{card.arch[1]}"],
+        "empty_cache": runtime.cache_emptied,
         "synchronize": lambda device=None: runtime.synchronized(),
         "memory_allocated": lambda device=None: runtime.allocated(),
         "max_memory_allocated": lambda device=None: runtime.allocated(),
@@ -212,7 +276,8 @@ def patched(runtime: Runtime) -> Iterator[None]:
         (torch.version, "cuda", torch.version.cuda or "13.0"),
         (torch._C, "_cuda_getCurrentRawStream", lambda device: 0),
     ]
-    before = [(target, name, getattr(target, name, _ABSENT)) for target, name, _ in changes]
+    changes += _Storages(runtime).changes()
+    before = [(target, name, vars(target).get(name, _ABSENT)) for target, name, _ in changes]
     try:
         for target, name, answer in changes:
             setattr(target, name, answer)

@@ -64,8 +64,10 @@ def training_batch(case: Case, head: str, config: Any, place: str) -> tuple[Inpu
     check_positions(config, case.seq, "seq", place)
     tokens = (case.batch, case.seq)
     ids = Input(("input_ids",), tokens, long, "ids")
-    if head in ("causal-lm", "masked-lm"):
+    if head == "causal-lm":
         batch = [Input(("input_ids", "labels"), tokens, long, "ids")]
+    elif head == "masked-lm":
+        batch = [ids, Input(("labels",), tokens, long, "labels")]
     elif head == "sequence-classification":
         batch = [ids, Input(("labels",), (case.batch,), long, "labels")]
     else:

@@ -42,6 +42,7 @@ class Kind(IntEnum):
     RECORD_STREAM = 11  # storage `index` is in use on stream `value`
     COLLECTIVE = 12  # collective `index` (a code into `names`: "KIND GROUP", or "KIND GROUP STREAM") of `value` bytes
     WAIT_STREAM = 13  # stream `index` waits for what stream `value` has to do
+    EMPTY_CACHE = 14  # torch.cuda.empty_cache()
 
 
 class Role(IntEnum):

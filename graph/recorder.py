@@ -120,6 +120,9 @@ class Recorder:
         self._progress = progress
         self._signatures: dict[tuple[Any, ...], Signature] = {}
         self._numbers: dict[int, int] = {}  # the device's number of a living storage -> ours
+        self._given_back: dict[
+            int, int
+        ] = {}  # the device's number of a storage without memory -> ours, when it had some
         self._versions: dict[int, int] = {}  # ours -> version, where it is not 0
         self._main = _get_ident()
         self._storage = runtime.storage
@@ -153,11 +156,28 @@ class Recorder:
         """The host has waited for the device, to read a value."""
         self.log.event(Kind.SYNCHRONIZE, 0)
 
+    def empty_cache(self) -> None:
+        """The allocator gives back what it has cached."""
+        self.log.event(Kind.EMPTY_CACHE, 0)
+
     def resized(self, storage: int, size: int) -> None:
-        """A storage has now `size` bytes; at 0 it is given back, though tensors still refer to it."""
-        number = self._numbers.get(storage)
-        if number is not None:
-            self.log.event(Kind.RESIZE, number, size)
+        """A storage has now `size` bytes: its memory is another, from the current stream, or none (0).
+
+        As in resize_bytes_cuda (ATen/native/cuda/Resize.cpp) the new memory is there before the old one goes.
+        """
+        log = self.log
+        old = self._numbers.pop(storage, None)
+        model = old if old is not None else self._given_back.get(storage)
+        if size:
+            self._numbers[storage] = len(log.born)
+            dtype = log.born[model][2] if model is not None else None
+            log.events.append(len(log.born) << KIND_BITS | _ALLOC)
+            current = self.runtime.stream
+            stream = 0 if current is None else current.stream_id
+            log.born.append((size, len(log.operators) - 1, dtype, stream))
+        if old is not None:
+            log.events.append(old << KIND_BITS | _FREE)
+            self._given_back[storage] = old
 
     def record_stream(self, storage: int, stream: int) -> None:
         """A storage is in use on another stream."""

@@ -317,6 +317,8 @@ def _stated(case: Case, config: Any) -> tuple[str, ...]:
     count = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None)
     if not count:
         return ()
+    if case.experts and len(case.experts) != count:
+        raise ConfigError(f"key 'experts': {len(case.experts)} shares for the {count} experts of the model")
     shares = "equal shares" if not case.experts else "shares " + ", ".join(f"{share:g}" for share in case.experts)
     return (f"mixture of experts: the {count} experts get {shares} of the tokens",)
 

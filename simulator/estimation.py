@@ -20,6 +20,7 @@ from traces.model import Trace
 
 if TYPE_CHECKING:
     from graph.case import Case
+    from graph.method import Method
     from graph.model import StepGraph
 
 #: Keys of a case that change nothing in the captured graph, only its replay.
@@ -32,6 +33,7 @@ ANSWER_KEYS: Final = (
     "verdict",
     "verdict_with_context",
     "min_fit",
+    "ranks",
     "events",
     "seconds",
     "error",
@@ -39,7 +41,7 @@ ANSWER_KEYS: Final = (
 #: Packages of the extra `torch`, without which nothing is captured.
 NEEDED: Final = frozenset({"torch", "transformers", "networkx"})
 #: Graphs that a process keeps. One of a large model takes some ten MiB.
-KEPT_GRAPHS: Final = 2
+KEPT_GRAPHS: Final = 8
 #: Phases that micro-batches of a step repeat: of those the last one counts, as where a loop notes its peaks by name.
 _REPEATED: Final = frozenset({"forward", "backward", "optimizer", "step"})
 
@@ -76,7 +78,11 @@ class Estimate:
         return self.result.ranks[0]
 
     def document(self) -> dict[str, Any]:
-        """The answer: the case, and peaks in bytes (null where it runs out of memory), phases and verdicts."""
+        """The answer: the case, and peaks in bytes (null where it runs out of memory), phases and verdicts.
+
+        Of several GPUs the peaks are the largest, `phases` and `events` those of the rank that needs most, and `ranks`
+        has the figures of every kind of rank.
+        """
         fits = self.verdict == "fits"
         stats = self.worst.memory_stats
         answer: dict[str, Any] = {
@@ -91,6 +97,9 @@ class Estimate:
         }
         if self.min_fit is not None:
             answer["min_fit"] = self.min_fit
+        if self.trace.world > 1:
+            groups = sorted(self.result.ranks, key=lambda rank: rank.ranks)
+            answer["ranks"] = [{"ranks": list(rank.ranks), **_figures(rank)} for rank in groups]
         return answer
 
 
@@ -119,15 +128,18 @@ def estimate(
     from graph.case import Case
     from simulator.fitting import smallest_memory
     from simulator.replay import replay
-    from strategies import lower
+    from strategies.tracing import trace as trace_of
 
     started = time.perf_counter()
     asked = case if isinstance(case, Case) else Case.of(case)
     terms = _terms(asked, context)
     aside = sum(term.bytes for term in terms)
     _check_allocator(asked)
-    graph = captured(asked, progress) if capture is None else capture(asked)
-    trace = lower(replace(graph, case=asked.document()))
+
+    def graph_of(part: Case, method: Method | None) -> StepGraph:
+        return captured(part, progress, method) if capture is None else capture(part)
+
+    trace = trace_of(asked, graph_of)
     found = replay(
         trace,
         context=None if context is None else aside,
@@ -143,7 +155,7 @@ def estimate(
         trace=trace,
         outside=terms,
         verdict_with_context=_with_context(trace, found, aside, given=context is not None),
-        assumptions=graph.assumptions,
+        assumptions=tuple(trace.metadata.get("assumptions", ())),
         min_fit=smallest_memory(trace) if min_memory else None,
         seconds=time.perf_counter() - started,
     )
@@ -162,6 +174,17 @@ def answer(
     """
     found = estimate(case, min_memory=min_memory, context=context, analyse=False, capture=capture)
     return found.document()
+
+
+def _figures(rank: RankResult) -> dict[str, Any]:
+    """Peaks, phases and verdict of one kind of rank."""
+    fits = rank.oom is None
+    return {
+        "peak_allocated": rank.peak_allocated if fits else None,
+        "peak_reserved": rank.peak_reserved if fits else None,
+        "phases": phase_figures(rank) if fits else None,
+        "verdict": "fits" if fits else "oom",
+    }
 
 
 def phase_figures(rank: RankResult) -> dict[str, dict[str, int]]:
@@ -190,24 +213,25 @@ _graphs: OrderedDict[str, StepGraph] = OrderedDict()
 _capturing: Final = threading.Lock()  # a capture changes torch for the whole process while it runs
 
 
-def captured(case: Case, progress: Progress | None = None) -> StepGraph:
+def captured(case: Case, progress: Progress | None = None, method: Method | None = None) -> StepGraph:
     """The graph of a case: captured now, or kept from a case that differs in nothing that a capture sees.
 
-    `progress(phase, step, operators)` is called from time to time. Raises what `graph.capture.capture` raises.
+    `method` runs the model as one rank of a job (None: on one GPU). `progress(phase, step, operators)` is called from
+    time to time. Raises what `graph.capture.capture` raises.
     """
-    key = capture_key(case)
+    key = capture_key(case, method)
     with _capturing:
         graph = _graphs.get(key)
         if graph is None:
             while len(_graphs) >= KEPT_GRAPHS:  # first, so that the old ones' memory serves the new one
                 _graphs.popitem(last=False)
-            graph = capture_of(case, progress)
+            graph = capture_of(case, progress, method)
             _graphs[key] = graph
         _graphs.move_to_end(key)
         return graph
 
 
-def capture_of(case: Case, progress: Progress | None = None) -> StepGraph:
+def capture_of(case: Case, progress: Progress | None = None, method: Method | None = None) -> StepGraph:
     """The graph of a case, captured; ConfigError where torch or transformers is not installed."""
     try:
         from graph.capture import capture
@@ -217,7 +241,7 @@ def capture_of(case: Case, progress: Progress | None = None) -> StepGraph:
         raise ConfigError(
             f"{error.name} is not installed, which runs the model's code; install it with: pip install 'llmem[torch]'"
         ) from None
-    return capture(case, progress=progress)
+    return capture(case, progress=progress, method=method)
 
 
 def forget_graphs() -> None:
@@ -226,13 +250,19 @@ def forget_graphs() -> None:
         _graphs.clear()
 
 
-def capture_key(case: Case) -> str:
-    """Text that is the same for cases that share one captured graph; ConfigError for a GPU or release that is not."""
+def capture_key(case: Case, method: Method | None = None) -> str:
+    """Text that is the same for cases that share one captured graph (of one rank of a job, where `method` is given).
+
+    Raises ConfigError for a GPU or release that does not exist.
+    """
     from simulator.devices import device
     from simulator.settings import parse_release
 
     relevant = {key: value for key, value in case.document().items() if key not in REPLAY_KEYS}
     relevant |= {"gpu": device(case.gpu).name, "release": parse_release(case.release).text}
+    if method is not None:
+        job = getattr(method, "case", case)
+        relevant |= {"job": capture_key(job), "rank": getattr(method, "rank", 0), "method": type(method).__name__}
     return json.dumps(relevant, sort_keys=True, default=str)
 
 
@@ -242,6 +272,7 @@ def capture_key(case: Case) -> str:
 def _terms(case: Case, context: int | Literal["auto"] | None) -> tuple[OutsideTerm, ...]:
     """What lies outside the allocator: what the caller says, else the table's terms for the case's card."""
     from graph.device import profile
+    from graph.workspaces.gemm import workspace_bytes
     from simulator.devices import device
     from simulator.outside import outside_terms
 
@@ -251,7 +282,12 @@ def _terms(case: Case, context: int | Literal["auto"] | None) -> tuple[OutsideTe
             raise ConfigError(f"a context of {context} bytes is out of range: give 0 or more")
         return (OutsideTerm("context", context, "as given"),)
     profiled = profile(case.gpu, case.release, case.cudnn_sdp)
-    return outside_terms(card, profiled.sm_count * profiled.max_threads_per_sm)
+    trains = case.task == "train" and profiled.release < (2, 15)  # from then on workspaces do not stay
+    return outside_terms(
+        card,
+        profiled.sm_count * profiled.max_threads_per_sm,
+        second_workspace=workspace_bytes(profiled) if trains else 0,
+    )
 
 
 def _check_allocator(case: Case) -> None:

@@ -52,16 +52,27 @@ KERNELS: Final = Measured(
 )
 
 
-def outside_terms(card: str, threads: int | None = None) -> tuple[OutsideTerm, ...]:
+#: Where the workspace of a second cuBLAS handle comes from.
+WORKSPACE: Final = (
+    "autograd's thread has a handle, hence a workspace, of its own on a real GPU; the figures above have one "
+    "(aten/src/ATen/cuda/CublasHandlePool.cpp)"
+)
+
+
+def outside_terms(card: str, threads: int | None = None, *, second_workspace: int = 0) -> tuple[OutsideTerm, ...]:
     """The terms outside the allocator for one process on a card (a name of `simulator.devices.CARDS`).
 
     `threads` is how many threads the card can run at once (multiprocessors times threads of each); it serves cards of
-    which no context was measured. Communicators are not among the terms: one GPU has none.
+    which no context was measured. `second_workspace` is the size of a cuBLAS workspace where there may be one more
+    than the allocator's figures have. Communicators are not among the terms: one GPU has none.
     """
     context = CONTEXTS.get(card)
     if context is None:
         context = UNKNOWN if threads is None else _by_rule(threads)
-    return (_term("CUDA context", context), _term("loaded kernels", KERNELS))
+    terms = (_term("CUDA context", context), _term("loaded kernels", KERNELS))
+    if not second_workspace:
+        return terms
+    return (*terms, OutsideTerm("2nd cuBLAS handle", second_workspace, WORKSPACE, 0, second_workspace))
 
 
 def _by_rule(threads: int) -> Measured:

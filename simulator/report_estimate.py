@@ -36,7 +36,7 @@ def render_table(estimate: Estimate, console: Console | None = None) -> None:
 def _head(estimate: Estimate) -> Iterable[RenderableType]:
     yield case_line(estimate.case)
     aside = sum(term.bytes for term in estimate.outside)
-    if aside and estimate.worst.device.context_bytes == 0:
+    if aside and estimate.verdict == "fits" and estimate.worst.device.context_bytes == 0:
         meaning = {"fits": "it fits", "oom": "it runs out of memory"}[estimate.verdict_with_context]
         yield f"with {format_bytes(aside)} outside the allocator: {meaning}"
     if estimate.min_fit is not None:

@@ -202,7 +202,7 @@ class _Dispatch:
             while pending or self._alone or self._running:
                 self._fill(pending)
                 done, _ = wait(self._running, return_when=FIRST_COMPLETED)
-                self._take(done)
+                self._take([future for future in self._running if future in done])  # in the order of submission
         except BaseException:
             self._take_finished()
             self._stop()

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 class DataParallel(Native):
     """One rank under DistributedDataParallel."""
 
+    kept = frozenset({"all_reduce"})
+
     def wrap(self, recorder: Any, built: Any) -> torch.nn.Module:
         """The whole model, wrapped; without the check that all ranks have the same shapes, which asks the others."""
         from unittest import mock

@@ -27,6 +27,7 @@ class EventBuilder:
         self._codes: dict[str, dict[str, int]] = {}
         self._bytes = array("q")  # of every storage
         self._dead = bytearray()
+        self._held: list[tuple[int, bool]] = []
         self.live = 0
         self.peak = 0
 
@@ -71,6 +72,11 @@ class EventBuilder:
         self._add(Op.RECORD_STREAM)
         self._int("id", number)
         self._int("stream", stream)
+
+    def hold_events(self, hold: bool) -> None:
+        """From now on recorded events stay incomplete until the host waits (True), or are complete at once."""
+        self._add(Op.HOLD_EVENTS)
+        self._held.append((len(self._op) - 1, hold))
 
     def wait_stream(self, stream: int, on: int) -> None:
         """What comes on `stream` starts after what is on stream `on` now."""
@@ -145,6 +151,10 @@ class EventBuilder:
             filled = np.full(count, -1, dtype=np.int32)
             filled[np.frombuffer(positions, dtype=np.int64)] = np.frombuffer(codes, dtype=np.int64)
             columns[field] = Strings(filled, tuple(self._codes[field]))
+        if self._held:
+            hold = plain.bools("hold").copy()
+            hold[[place for place, _ in self._held]] = [value for _, value in self._held]
+            columns["hold"] = hold
         return Events(plain.op, columns)
 
     def rank_events(self, ranks: tuple[int, ...], device: int = 0) -> RankEvents:

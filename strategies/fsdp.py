@@ -140,3 +140,16 @@ def distinct(case: Case) -> tuple[tuple[int, ...], ...]:
     if case.strategy == "fsdp1":
         return (tuple(range(case.world)),)  # flat parameters are padded: all shards are equal
     return by_shards(case, case.world // 2 if case.strategy == "hsdp" else case.world)
+
+
+def groups(case: Case) -> dict[str, tuple[tuple[int, ...], ...]]:
+    """The groups of ranks that meet in collectives, by the names that torch gives them."""
+    everyone = tuple(range(case.world))
+    if case.strategy != "hsdp":
+        return {"default_pg": (everyone,)}
+    half = case.world // 2
+    return {
+        "default_pg": (everyone,),
+        "mesh_shard": (everyone[:half], everyone[half:]),
+        "mesh_replicate": tuple((rank, rank + half) for rank in range(half)),
+    }

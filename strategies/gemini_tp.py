@@ -19,13 +19,12 @@ from typing import Final
 from graph.model import Role
 from strategies.chunks import HALF, MASTER, ChunkLayout
 from strategies.events import EventBuilder
-from strategies.gemini import NCCL, WORKSPACE, Gemini, Options
-from strategies.skeleton import Skeleton
+from strategies.gemini_chunks import NCCL, WORKSPACE, Gemini, Options
+from strategies.skeleton import BACKWARD, EMBEDDINGS, Skeleton
 
 GROUP: Final = "tp"
 PRODUCTS: Final = ("aten.mm.default", "aten.addmm.default")
 SUM: Final = "aten.sum."
-EMBEDDINGS: Final = ("aten.embedding.default", "aten.index_select.default")
 EMBEDDING_BACKWARD: Final = "aten.embedding_dense_backward.default"
 
 
@@ -35,7 +34,8 @@ class Plan:
 
     `linears`: forward products, with their inputs' storage too; `inputs`, `weights`: the products of backward that give
     the gradients of a linear layer's input and weight, `sums` those of its bias; `saved`: forward products whose
-    input a backward will read; `last`: the last operator of a forward that reads a storage which only linear layers save.
+    input a backward will read; `last`: operators that are the last of a forward to read what only linear layers save;
+    `kept`: of that what no checkpoint covers, which variables hold until the backward.
     """
 
     linears: dict[int, tuple[int, int]] = field(default_factory=dict)
@@ -46,6 +46,7 @@ class Plan:
     embedding_gradients: dict[int, int] = field(default_factory=dict)
     saved: set[int] = field(default_factory=set)
     last: dict[int, list[int]] = field(default_factory=dict)
+    kept: list[int] = field(default_factory=list)
 
     @classmethod
     def of(cls, skeleton: Skeleton) -> Plan:
@@ -114,7 +115,10 @@ class Plan:
             backward = [index for index in found if roles[index] == Role.BACKWARD]
             forward = [index for index in found if roles[index] != Role.BACKWARD]
             if forward and all(index in self.weights for index in backward):
-                self.last.setdefault(max(forward), []).append(storage)
+                if roles[max(forward)] == Role.RECOMPUTE:
+                    self.last.setdefault(max(forward), []).append(storage)
+                else:
+                    self.kept.append(storage)
 
 
 class GeminiTensorParallel(Gemini):
@@ -132,7 +136,6 @@ class GeminiTensorParallel(Gemini):
         self.plan = Plan.of(skeleton)
         self.tensor = layout.tensor
         self._slices: dict[tuple[int, int], int] = {}  # (parameter, input): the slice that waits for backward
-        self._short: list[int] = []  # what dies when the current operator has run
         self._partial: int | None = None  # storage of an input's gradient that is a slice still
         self._owner: int | None = None  # the parameter of its layer
         self._local: int | None = None  # that slice
@@ -174,6 +177,13 @@ class GeminiTensorParallel(Gemini):
         return next((parameter for parameter in self.plan.embeddings.values() if parameter in used), None)
 
     # Forward and backward ----------------------------------------------------------------------------------------
+
+    def phase(self, name: str, step: int) -> None:
+        """A phase starts; what only variables of the forward still hold dies before the backward."""
+        if name == BACKWARD:
+            for storage in self.plan.kept:
+                self.drop(storage)
+        super().phase(name, step)
 
     def before(self, operator: int, uses: tuple[int, ...]) -> None:
         """A linear layer copies its slice of the input, and an embedding's backward that of the gradient."""
@@ -254,9 +264,6 @@ class GeminiTensorParallel(Gemini):
     def after(self, operator: int, uses: tuple[int, ...]) -> None:
         """Slices that no backward reads die, and so do inputs of which only slices are saved."""
         super().after(operator, uses)
-        for number in self._short:
-            self.out.free(number)
-        self._short.clear()
         for storage in self.plan.last.get(operator, ()):
             self.drop(storage)
         if operator in self.plan.weights:

@@ -23,6 +23,18 @@ if TYPE_CHECKING:
 #: The module that lowers each strategy. A new one is its module and a line here.
 MODULES: Final[Mapping[str, str]] = {
     "single": "strategies.single",
+    "ddp": "strategies.ddp",
+    "ddp-view": "strategies.ddp",
+    "zero1": "strategies.ddp",
+    "fsdp1": "strategies.fsdp",
+    "fsdp2": "strategies.fsdp",
+    "fsdp2-nr": "strategies.fsdp",
+    "fsdp2-offload": "strategies.fsdp",
+    "hsdp": "strategies.fsdp",
+    "tp": "strategies.tp",
+    "tp-sp": "strategies.tp",
+    "fsdp2-tp": "strategies.tp",
+    "gemini": "strategies.gemini",
 }
 
 
@@ -46,7 +58,11 @@ def lower(graph: StepGraph, mesh: Mapping[str, int] | None = None, *, speed: Spe
     if name not in MODULES:
         raise ConfigError(f"strategy {name[:60]!r} is not available yet; there are: {', '.join(MODULES)}")
     make: Callable[..., Lowered] = importlib.import_module(MODULES[name]).ranks
-    lowered = make(graph, case, case.mesh if mesh is None else mesh, speed)
+    return finish(make(graph, case, case.mesh if mesh is None else mesh, speed), graph, case)
+
+
+def finish(lowered: Lowered, graph: StepGraph, case: Case) -> Trace:
+    """The trace of what a strategy made: with the devices, settings and metadata of the case, and of its graph."""
     devices, ranks = _devices(case, lowered.ranks)
     return Trace(
         ranks=ranks,

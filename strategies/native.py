@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 class Native(Method):
     """Rank `rank` of a job of `case.world` ranks under one of PyTorch's methods; subclasses say how it wraps."""
 
+    #: Kinds of collective whose works nobody waits for.
+    kept: frozenset[str] = frozenset()
     real_steps = 3  # DDP rebuilds its buckets in the second iteration, so that the third is the first usual one
 
     def __init__(self, case: Case, rank: int) -> None:
@@ -46,7 +48,7 @@ class Native(Method):
         from graph.fake_collectives import process_group
 
         runtime.host_copies_keep = True  # what rank 0 broadcast to itself comes back as it went
-        with process_group(runtime, recorder, self.rank, self.case.world) as collectives:
+        with process_group(runtime, recorder, self.rank, self.case.world, self.kept) as collectives:
             self._collectives = collectives
             try:
                 yield

@@ -31,6 +31,7 @@ OPS: Final[Mapping[Kind, Op]] = {
     Kind.RECORD_STREAM: Op.RECORD_STREAM,
     Kind.COLLECTIVE: Op.COLLECTIVE,
     Kind.WAIT_STREAM: Op.WAIT_STREAM,
+    Kind.EMPTY_CACHE: Op.EMPTY_CACHE,
 }
 _NONE: Final = 255
 

@@ -34,9 +34,13 @@ SIZES: Final[Mapping[str, int]] = {
     "uint8": 1,
     "bool": 1,
 }
-#: The phase in which the optimizer runs, and the one before the first step.
+#: Phases of a captured run.
 OPTIMIZER: Final = "optimizer"
 LOAD: Final = "load"
+FORWARD: Final = "forward"
+BACKWARD: Final = "backward"
+#: What an embedding's forward is among captured operators.
+EMBEDDINGS: Final = ("aten.embedding.default", "aten.index_select.default")
 
 
 class Owner(IntEnum):
@@ -196,7 +200,8 @@ class Walker:
     """Goes through a skeleton's events in order; its methods copy the run to `out`.
 
     A strategy overrides what it does differently. `numbers` maps storages of the graph to those of `out`; one that is
-    missing there has no storage in this run. `recomputing` is true inside a checkpoint's second forward, `backward`
+    missing there has no storage in this run. `durations`, nanoseconds of each operator, make kernels of them; none are
+    written without. `recomputing` is true inside a checkpoint's second forward, `backward`
     in the backward phase, `step` the iteration.
     """
 
@@ -207,6 +212,7 @@ class Walker:
         self.phase_name = LOAD
         self.step_number = -1
         self.current = -1  # the operator that runs, or has run last
+        self.durations: Int64Array | None = None
         self._skipping = False
 
     # What a strategy overrides -----------------------------------------------------------------------------------
@@ -295,7 +301,7 @@ class Walker:
     @property
     def backward(self) -> bool:
         """Whether the backward phase is running."""
-        return self.phase_name == "backward"
+        return self.phase_name == BACKWARD
 
     def place(self, storage: int, size: int | None = None) -> int:
         """Write the birth of a storage as captured (or of another `size`); answers its number in `out`."""
@@ -346,6 +352,14 @@ class Walker:
             return
         self.current = self._open = index
         self.before(index, self.skeleton.uses(index))
+        if self.durations is not None:
+            operators = self.skeleton.graph.operators
+            self.out.kernel(
+                int(self.durations[index]),
+                self.skeleton.text(int(operators.name[index])),
+                flops=int(operators.flops[index]),
+                moved=int(operators.moved[index]),
+            )
 
     def _finish(self) -> None:
         if self._open >= 0:

@@ -31,10 +31,16 @@ class TensorParallel(Native):
 
     def wrap(self, recorder: Any, built: Any) -> torch.nn.Module:
         """Split on meta, then materialized."""
+        import torch
         from torch.distributed.device_mesh import init_device_mesh
+
+        from graph.inputs import Input
 
         module: torch.nn.Module = built.module
         whole = tied(module)
+        if self.case.strategy == "tp-sp":  # the model would count its own part of the sequence
+            positions = Input(("position_ids",), (1, self.case.seq), torch.long, "values")
+            built.batch = (*built.batch, positions)
         if whole:
             module = place_all(recorder, built)
         parallelize(module, init_device_mesh("cuda", (self.case.world,)), self.case.strategy == "tp-sp")
@@ -166,3 +172,15 @@ def distinct(case: Case) -> tuple[tuple[int, ...], ...]:
         return (tuple(range(case.world)),)
     pairs = by_shards(replace(case, world=case.world // 2), case.world // 2, (1, 2))
     return tuple(tuple(2 * place + side for place in group for side in (0, 1)) for group in pairs)
+
+
+def groups(case: Case) -> dict[str, tuple[tuple[int, ...], ...]]:
+    """The groups of ranks that meet in collectives, by the names that torch gives them."""
+    everyone = tuple(range(case.world))
+    if case.strategy != "fsdp2-tp":
+        return {"default_pg": (everyone,)}
+    return {
+        "default_pg": (everyone,),
+        "mesh_dp": (everyone[::2], everyone[1::2]),
+        "mesh_tp": tuple(everyone[rank : rank + 2] for rank in everyone[::2]),
+    }

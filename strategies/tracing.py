@@ -33,12 +33,12 @@ def trace(case: Case, capture: Capture, *, speed: Speed | None = None) -> Trace:
         graph = capture(case, None)
         return lower(replace(graph, case=case.document()), speed=speed)
     entries = []
-    graph = None
+    last: StepGraph | None = None
     for members in module.distinct(case):
         method = module.method(case, members[0])
-        graph = capture(method.captured_case(), method)
-        entries.append(RankEvents(tuple(members), events_of(graph, speed, late=case.deferred == "late")))
-    if graph is None:
+        last = capture(method.captured_case(), method)
+        entries.append(RankEvents(tuple(members), events_of(last, speed, late=case.deferred == "late")))
+    if last is None:
         raise ConfigError(f"key 'world': strategy {case.strategy!r} has no rank")
     groups = module.groups(case) if hasattr(module, "groups") else {"default_pg": (tuple(range(case.world)),)}
-    return finish(Lowered(tuple(entries), groups), graph, case)
+    return finish(Lowered(tuple(entries), groups), last, case)

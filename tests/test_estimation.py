@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from strategies import lower
 from tests.accuracy.recordings import Recording, recordings
 from tests.step_graphs import Writer, training
 from traces.errors import ConfigError
+from traces.model import Device, Trace
 
 MIB = 1 << 20
 UNIT = 3 * MIB
@@ -81,7 +83,7 @@ def test_the_context_can_make_the_difference() -> None:
     case = {"model": "m", "memory": 300 * MIB, "gpu": "V100-16GB"}
     found = estimate(case, capture=of_units)
     assert (found.verdict, found.verdict_with_context) == ("fits", "oom")
-    assert [term.name for term in found.outside] == ["CUDA context", "loaded kernels"]
+    assert [term.name for term in found.outside] == ["CUDA context", "loaded kernels", "2nd cuBLAS handle"]
     assert found.worst.device_total == found.worst.peak_reserved + sum(term.bytes for term in found.outside)
     with pytest.raises(ConfigError, match="does not fit a device"):
         estimate(case, context="auto", capture=of_units)
@@ -146,7 +148,7 @@ def test_cases_that_differ_in_memory_share_a_graph(monkeypatch: pytest.MonkeyPat
         made.append(case)
         return of_units(case)
 
-    monkeypatch.setattr("simulator.estimation.capture_of", lambda case, progress: counted(case))
+    monkeypatch.setattr("simulator.estimation.capture_of", lambda case, progress, method: counted(case))
     forget_graphs()
     documents: list[dict[str, Any]] = [
         {"model": "m"},
@@ -229,3 +231,22 @@ def test_a_model_of_one_s_own(tmp_path: Path) -> None:
     rounded = sum(-(-size * 4 // 512) * 512 for size in parameters)
     assert found["phases"]["load"] == {"peak": rounded, "left": rounded}
     assert found["peak_reserved"] % (2 * MIB) == 0
+
+
+def test_every_kind_of_rank_has_its_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two ranks that do the same on cards of different sizes: one of them runs out of memory."""
+
+    def two(case: Case, graph_of: Any) -> Trace:
+        single = lower(training())
+        (entry,) = single.ranks
+        parted = (replace(entry, ranks=(0, 2)), replace(entry, ranks=(1,), device=1))
+        return replace(single, ranks=parted, devices=(Device("a", 1 << 30), Device("b", MIB)))
+
+    monkeypatch.setattr("strategies.tracing.trace", two)
+    found = answer({"model": "m", "strategy": "ddp", "world": 3})
+    assert (found["verdict"], found["peak_allocated"]) == ("oom", None)
+    assert [(kind["ranks"], kind["verdict"], kind["peak_allocated"]) for kind in found["ranks"]] == [
+        ([0, 2], "fits", 4 * UNIT),
+        ([1], "oom", None),
+    ]
+    assert found["ranks"][0]["phases"]["load"] == {"peak": UNIT, "left": UNIT}

@@ -50,6 +50,12 @@ def test_the_rule_holds_where_a_context_was_measured(card: str) -> None:
     assert ruled.low <= CONTEXTS[card].likely * MIB <= ruled.high
 
 
+def test_a_second_workspace_is_uncertain() -> None:
+    *others, workspace = outside_terms("A100-80GB", 108 * 2048, second_workspace=8_519_680)
+    assert len(others) == 2
+    assert (workspace.low, workspace.bytes, workspace.high) == (0, 8_519_680, 8_519_680)
+
+
 def test_a_card_that_nobody_knows() -> None:
     (context, _) = outside_terms("no such card")
     assert context.bytes == 450 * MIB

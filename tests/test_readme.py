@@ -13,6 +13,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 RECORDING = "tests/data/snapshots/opt-125m_fp32_sdpa_b2_s512_sgd_A100.pickle.gz"
 ESTIMATE = "estimate opt-1.3b --dtype bf16 --batch 2 --checkpointing nonreentrant --gpu RTX3090"
+CAPTURE = "capture opt-1.3b --dtype bf16 --batch 2 --checkpointing nonreentrant"
 
 
 def blocks() -> list[list[str]]:
@@ -26,15 +27,16 @@ def blocks() -> list[list[str]]:
     [
         (0, ["run", "traces/samples/tiny.json"]),
         (1, ESTIMATE.split()),
-        (2, ["verify", RECORDING]),
-        (3, ["run", RECORDING]),
+        (2, CAPTURE.split()),
+        (3, ["verify", RECORDING]),
+        (4, ["run", RECORDING]),
     ],
 )
 def test_output_shown_is_output_printed(number: int, arguments: list[str]) -> None:
-    if arguments[0] == "estimate":
+    if arguments[0] in ("estimate", "capture"):
         pytest.importorskip("torch")
         pytest.importorskip("transformers")
-        assert f"llmem {ESTIMATE}\n" in (ROOT / "README.md").read_text()
+        assert re.search(rf"^llmem {' '.join(arguments)}( -o \S+)?$", (ROOT / "README.md").read_text(), re.MULTILINE)
     environment = {**os.environ, "COLUMNS": "80", "NO_COLOR": "1"}
     command = [sys.executable, "-m", "simulator", *arguments]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)

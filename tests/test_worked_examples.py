@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from strategies.chunks import layout
-from strategies.gemini import Gemini, Options
+from strategies.gemini_chunks import Gemini, Options
 from tests.worked_examples import NAMES, SHAPES, Line, examples, mlp, told
 
 CHUNKED = tuple((NAMES[short], shape) for short, shape in SHAPES.items())

@@ -18,6 +18,7 @@ __all__ = ["Call", "Plan", "Rule", "merge", "plan", "rules"]
 
 _MODULES: Final = (
     "attention",
+    "chunking",
     "convolution",
     "elementwise",
     "embedding",

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from graph.workspaces.metadata import is_contiguous, shape, size, tensors
+from graph.workspaces.metadata import dtype, elements, is_contiguous, is_half, shape, size, tensors, width
 from graph.workspaces.reduction import merged, scratch
 from graph.workspaces.rules import Call, Plan, Rule, Step
-from graph.workspaces.metadata import elements, is_half, width
 
 
 def convolution_backward(call: Call) -> Plan | None:
     """`convolution_backward`: gradients of input and weight, then the gradient summed for the bias.
+
+    A depthwise convolution goes around cuDNN, but for fp16, and makes the weight's gradient first.
 
     Arguments: gradient, input, weight, bias sizes, stride, padding, dilation, transposed, output padding, groups, mask.
     """
@@ -27,7 +28,8 @@ def convolution_backward(call: Call) -> Plan | None:
     strided = not is_contiguous(gradient)
     if strided:
         steps.append(("alloc", "gradient", size(gradient)))
-    steps += [("out", i) for i in range(number)]
+    depthwise = number == 2 and int(call.args[9]) == shape(call.args[1])[1] > 1 and dtype(gradient) != "float16"
+    steps += [("out", i) for i in ((1, 0) if depthwise else range(number))]
     if strided:
         steps.append(("free", "gradient"))
     if wanted[2]:

@@ -22,7 +22,9 @@ _PORTION: Final = 1 << 28
 _SORT_TILES: Final[Mapping[tuple[int, int], tuple[int, int, int]]] = {
     (8, 8): (2816, 3840, 4608),
     (4, 4): (11776, 6528, 6528),
-    (4, 8): (2816, 3072, 4608),
+    (4, 8): (2816, 3072, 5376),
+    (2, 8): (2816, 3072, 5632),
+    (1, 8): (2816, 3072, 5632),
 }
 _SINGLE_TILES: Final[Mapping[int, int]] = {8: 2304, 4: 4864, 2: 4864, 1: 4864}
 
@@ -43,7 +45,7 @@ def sort_pairs(profile: Profile, count: int, key: int, value: int, bits: int | N
     """
     if count <= _SINGLE_TILES[max(key, value)]:
         return 1
-    if key < 4:
+    if key < 4 and profile.arch < (9, 0):
         return storage(count * key, count * value, 4 * _spine(profile))
     passes = up(8 * key if bits is None else max(bits, 1), 8)
     tile = _SORT_TILES.get((key, value), _SORT_TILES[8, 8])[_generation(profile)]
@@ -52,6 +54,12 @@ def sort_pairs(profile: Profile, count: int, key: int, value: int, bits: int | N
     if passes > 1:
         parts += [count * key, count * value]
     return storage(*parts, portions * passes * 4)
+
+
+def sort_rows(profile: Profile, count: int) -> int:
+    """Bytes for the sort by row that puts rows sorted together apart again: pairs of 32 bits, one pass."""
+    tile = 5760 if profile.arch >= (9, 0) else _SORT_TILES[8, 8][_generation(profile)]
+    return storage(_DIGITS * 8, up(count, tile) * _DIGITS * 4, 4)
 
 
 def _spine(profile: Profile) -> int:
@@ -73,16 +81,17 @@ def _extra(profile: Profile) -> tuple[int, ...]:
 def scan(profile: Profile, count: int, width: int) -> int:
     """Bytes for `cub::DeviceScan::ExclusiveSum` of `count` integers of `width` bytes."""
     tile, word = {8: (896, 16), 4: (1920, 8)}.get(width, (7168, 16))
-    return storage((up(count, tile) + 32) * word, *_extra(profile))
+    return storage((up(count, tile) + 32) * word, *((1,) if width < 4 else _extra(profile)))
 
 
 def unique_by_key(profile: Profile, count: int, key: int) -> int:
     """Bytes for `cub::DeviceSelect::UniqueByKey` with keys of `key` bytes."""
-    eight = key == 8
+    recent = profile.release >= (2, 12)
     if profile.arch == (8, 0):
-        tile = (1344 if profile.release >= (2, 12) else 1792) if eight else 2688
+        wide, narrow = (1344 if recent else 1792), 2816
     elif profile.arch >= (9, 0):
-        tile = 4928 if eight else 6656
+        wide, narrow = 4928 if recent else 4480 if profile.arch == (9, 0) else 3840, 7168
     else:
-        tile = 320 if eight else 704
+        wide, narrow = 320, 704
+    tile = wide if key == 8 else narrow
     return storage((up(count, tile) + 32) * 16, *_extra(profile))

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from graph.workspaces.metadata import dtype, elements, is_dense, strides, up, width
-from graph.workspaces.rules import Call, Plan, Rule
+from graph.workspaces.rules import Call, Plan, Rule, Step
 
 _CHUNK: Final = 65536
 
@@ -34,11 +34,13 @@ def foreach_norm(call: Call) -> Plan | None:
 
 
 def foreach_max(call: Call) -> Plan | None:
-    """`_foreach_max`: as the norm, in the type of the values, after the outputs."""
+    """`_foreach_max`: as the norm, in the type of the values; after the outputs from 2.10."""
     sources = call.args[0]
     if not _fast(sources):
         return None
-    return (("rest",), ("alloc", "partials", _partials(sources, width(sources[0]))), ("free", "partials"))
+    made: list[Step] = [("alloc", "partials", _partials(sources, width(sources[0])))]
+    steps: list[Step] = [("rest",), *made] if call.profile.release >= (2, 10) else [*made, ("rest",)]
+    return (*steps, ("free", "partials"))
 
 
 RULES: Mapping[str, Rule] = {

@@ -27,6 +27,7 @@ from graph.workspaces.metadata import (
     shape,
     size,
     strides,
+    upper,
 )
 from graph.workspaces.rules import Call, Plan, Rule, Step
 
@@ -134,7 +135,7 @@ def addmm(call: Call) -> Plan | None:
     """`addmm`, `_addmm_activation`: as mm; a bias goes to cuBLASLt's epilogue.
 
     That is for beta 1, both sizes of the second matrix above 1, a contiguous bias of the result's columns (one
-    dimension; two with a single row from 2.10; a whole matrix too from 2.15) and real floating point
+    dimension; two with a single row from 2.10, any two with an activation; a whole matrix from 2.15) and floating point
     (`isInputCompliesAddmmCudaLt`, Blas.cpp).
     """
     bias, first, second = call.args[0], call.args[1], call.args[2]
@@ -150,16 +151,18 @@ def _takes_lt(call: Call, bias: Any, second: Any, result: Any) -> bool:
     columns = shape(second)[1]
     if call.name.startswith("aten.addmm_."):
         return False
-    if float(argument(call, 3, "beta", 1)) != 1.0 or dtype(second) not in _LT_TYPES:
+    if float(call.kwargs.get("beta", 1)) != 1.0 or dtype(second) not in _LT_TYPES:
         return False
     if shape(second)[0] <= 1 or columns <= 1 or not (is_contiguous(bias) and is_contiguous(result)):
         return False
     form = shape(bias)
     if form == (columns,):
         return True
-    if form == (1, columns) and release >= (2, 10):
+    if len(form) != 2 or release < (2, 10):
+        return False
+    if form == (1, columns) or "_addmm_activation" in call.name:
         return True
-    return form == shape(result) and release >= (2, 15)
+    return form == shape(result) and release >= (2, 15) and dtype(second) != "float64"
 
 
 def bmm(call: Call) -> Plan | None:
@@ -184,7 +187,7 @@ def bmm(call: Call) -> Plan | None:
 
 
 def vector(call: Call) -> Plan | None:
-    """`mv`, `addmv`, `dot`, `vdot`: the cuBLAS workspace alone (Blas.cpp)."""
+    """`dot`, `vdot`: the cuBLAS workspace alone (Blas.cpp)."""
     if any(elements(operand) == 0 for operand in call.args if hasattr(operand, "numel")):
         return None
     return _product(call, [], lt=False) or None
@@ -192,9 +195,55 @@ def vector(call: Call) -> Plan | None:
 
 def int_mm(call: Call) -> Plan | None:
     """`_int_mm`: cuBLASLt without a workspace; its handle's own is born up to 2.11 (`int8_gemm`, CUDABlas.cpp)."""
-    if call.profile.release >= (2, 12) or elements(call.args[0]) == 0:
+    if elements(call.args[0]) == 0:
         return None
-    return tuple(cublas(call)[0]) or None
+    copies = _matrix_copies(call.args[0], call.args[1], _result_transposed(call.kwargs.get("out", call.out)))
+    made: list[Step] = [("alloc", key, nbytes) for key, nbytes in copies]
+    handle = cublas(call)[0] if call.profile.release < (2, 12) else []
+    return (*made, *handle, *(("free", key) for key, _ in reversed(copies))) or None
+
+
+def _vectors(operand: Any) -> list[tuple[str, int]]:
+    """`mv` copies a matrix that cuBLAS can't read and a vector of stride 0 (`addmv_out_cuda`, Blas.cpp)."""
+    if len(shape(operand)) == 2:
+        (rows, columns), (down, right) = shape(operand), strides(operand)
+        readable = (down == 1 and right >= max(1, rows)) or (right == 1 and down >= max(1, columns))
+        return [] if readable else [("matrix", size(operand))]
+    return [("vector", size(operand))] if strides(operand) == (0,) else []
+
+
+def mv(call: Call) -> Plan | None:
+    """`mv`, `addmv`: as `vector`, with copies."""
+    matrix, other = call.args[-2], call.args[-1]
+    if elements(matrix) == 0:
+        return None
+    return _product(call, [*_vectors(other), *_vectors(matrix)], lt=False) or None
+
+
+def scaled_mm(call: Call) -> Plan | None:
+    """`_scaled_mm`: cuBLASLt (`scaled_gemm`, CUDABlas.cpp)."""
+    return None if elements(call.args[0]) == 0 else _product(call, [], lt=True) or None
+
+
+def grouped_mm(call: Call) -> Plan | None:
+    """`_grouped_mm`: bf16 on 9.0 and 10.x by CUTLASS, with its arguments by group and a workspace by multiprocessor.
+
+    Elsewhere a loop of products, batched if both operands are (aten/src/ATen/native/cuda/GroupedBlas.cpp, GroupMM.cu).
+    Checked on H100 with 2.9 to 2.15 and on B200 with 2.13, where the workspace also depends on the tile (the larger of
+    the two is taken).
+    """
+    first, second = call.args[0], call.args[1]
+    profile = call.profile
+    if dtype(first) == "bfloat16" and (profile.arch == (9, 0) or profile.arch[0] == 10):
+        offsets = argument(call, 2, "offs")
+        groups = elements(offsets) if offsets is not None else shape(first)[0]
+        arguments = 3 * upper(8 * groups, 16) + 36 * groups
+        block = 5888 if profile.arch[0] == 10 else 512 if profile.release >= (2, 10) else 640
+        scratch: tuple[Step, ...] = (("alloc", "arguments", arguments), ("alloc", "cutlass", block * profile.sm_count))
+        return (*scratch, ("free", "cutlass"), ("free", "arguments"))
+    if len(shape(first)) == 3 and len(shape(second)) == 3:
+        return _product(call, [], lt=False) or None
+    return None
 
 
 RULES: Mapping[str, Rule] = {
@@ -204,6 +253,7 @@ RULES: Mapping[str, Rule] = {
             "aten.addmm.default",
             "aten.addmm.out",
             "aten.addmm_.default",
+            "aten.addmm.dtype",
             "aten._addmm_activation.default",
             "aten._addmm_activation.out",
         ),
@@ -220,6 +270,9 @@ RULES: Mapping[str, Rule] = {
         ),
         bmm,
     ),
-    **dict.fromkeys(("aten.mv.default", "aten.addmv.default", "aten.addmv_.default", "aten.dot.default"), vector),
+    **dict.fromkeys(("aten.mv.default", "aten.addmv.default", "aten.addmv_.default"), mv),
+    **dict.fromkeys(("aten.dot.default", "aten.vdot.default"), vector),
+    **dict.fromkeys(("aten._scaled_mm.default", "aten._scaled_mm.out"), scaled_mm),
+    "aten._grouped_mm.default": grouped_mm,
     **dict.fromkeys(("aten._int_mm.default", "aten._int_mm.out"), int_mm),
 }

@@ -10,6 +10,7 @@ from typing import Any
 
 from graph.workspaces.cub import sort_pairs
 from graph.workspaces.metadata import dtype, elements, is_contiguous, product, shape, strides, width
+from graph.workspaces.reduction import merged, scratch
 from graph.workspaces.rules import Call, Plan, Rule, Step
 
 
@@ -71,14 +72,27 @@ def index(call: Call) -> Plan | None:
     return (*made, ("rest",), *(("free", name) for name, _ in reversed(copies)))
 
 
-def _bounds(call: Call, number: int) -> list[Step]:
-    """The smallest and largest index are read to check them."""
+class _Flat:
+    """A contiguous tensor of one dimension."""
+
+    def __init__(self, count: int) -> None:
+        self.shape = (count,)
+
+    def stride(self) -> tuple[int, ...]:
+        """Strides in elements."""
+        return (1,)
+
+
+def _bounds(call: Call, number: int, count: int) -> list[Step]:
+    """The smallest and largest index are read to check them: one reduction from 2.12, two before."""
     low, high, flag = f"least {number}", f"most {number}", f"flag {number}"
-    if call.profile.release >= (2, 12):
-        order = [("alloc", low, 8), ("alloc", high, 8), ("alloc", flag, 1), ("free", flag)]
-        return [*order, ("alloc", flag, 1), ("free", flag), ("free", low), ("free", high)]
-    first = [("alloc", low, 8), ("alloc", flag, 1), ("free", flag), ("free", low)]
-    return [*first, ("alloc", high, 8), ("alloc", flag, 1), ("free", flag), ("free", high)]
+    flagged: list[Step] = [("alloc", flag, 1), ("free", flag)]
+    recent = call.profile.release >= (2, 12)
+    stage = scratch(call.profile, merged(_Flat(count), [0], 8, 8), 8, 16 if recent else 8, 8, False)
+    if recent:
+        return [("alloc", low, 8), ("alloc", high, 8), *stage, *flagged, *flagged, ("free", low), ("free", high)]
+    first = [("alloc", low, 8), *stage, *flagged, ("free", low)]
+    return [*first, ("alloc", high, 8), *stage, *flagged, ("free", high)]
 
 
 def index_put(call: Call) -> Plan | None:
@@ -100,18 +114,17 @@ def index_put(call: Call) -> Plan | None:
     count = product(_broadcast([index for _, index in given]))
     steps: list[Step] = [("rest",)]
     for number, (_, index) in enumerate(given):
-        width_ = elements(index) * 8
-        steps += _bounds(call, number)
-        steps += [("alloc", f"wrapped {number}", width_), ("alloc", f"linear {number}", width_)]
+        nbytes = elements(index) * 8
+        steps += _bounds(call, number, elements(index))
+        steps += [("alloc", f"wrapped {number}", nbytes), ("alloc", f"linear {number}", nbytes)]
         steps.append(("free", f"wrapped {number}"))
         if number:
             steps.append(("free", f"linear {number}"))
     rows = product([shape(target)[place] for place, _ in given])
-    inner = product([e for place, e in enumerate(shape(target)) if place not in dict(given)])
-    del inner
-    broadcast = elements(values) < count * _slice(target, [place for place, _ in given]) or not is_contiguous(values)
+    chosen = count * _slice(target, [place for place, _ in given])
+    broadcast = elements(values) < chosen or not is_contiguous(values)
     if broadcast:
-        steps.append(("alloc", "values", count * _slice(target, [place for place, _ in given]) * width(values)))
+        steps.append(("alloc", "values", chosen * width(values)))
     bits = max(rows - 1, 1).bit_length()
     steps += [
         ("alloc", "sorted indices", count * 8),
@@ -132,11 +145,6 @@ def index_put(call: Call) -> Plan | None:
 def _slice(target: Any, places: Sequence[int]) -> int:
     """How many values an index selects."""
     return product([extent for place, extent in enumerate(shape(target)) if place not in places])
-
-
-def index_select(call: Call) -> Plan | None:
-    """`index_select`: nothing but the output; a strided index is not copied (Indexing.cu)."""
-    return None
 
 
 RULES: Mapping[str, Rule] = {

@@ -8,10 +8,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
-from graph.workspaces.metadata import elements, is_contiguous, is_half, product, shape, size
+from graph.workspaces.metadata import elements, is_contiguous, is_half, product, size, up, width
+from graph.workspaces.reduction import merged, scratch
 from graph.workspaces.rules import Call, Plan, Rule, Step
 
 _WARP: Final = 32
+_TALL: Final = 64 * 1024
+_MOST_BLOCKS: Final = 32 * 1024
 
 
 def _copied(steps: list[Step], sources: list[tuple[str, object]]) -> Plan | None:
@@ -28,8 +31,64 @@ def forward(call: Call) -> Plan | None:
 
 
 def backward(call: Call) -> Plan | None:
-    """`native_layer_norm_backward`, `_fused_rms_norm_backward`: strided gradient and input are copied first."""
-    return _copied([("rest",)], [("gradient", call.args[0]), ("input", call.args[1])])
+    """`native_layer_norm_backward`, `_fused_rms_norm_backward`: a strided input is copied before the outputs.
+
+    A strided gradient is copied after them. With more than 65536 rows that are narrow for the card, the parameters'
+    gradients are summed by blocks of rows first, and those sums are then the outputs.
+    """
+    gradient, source = call.args[0], call.args[1]
+    steps: list[Step] = [("rest",)]
+    if not is_contiguous(gradient):
+        steps += [("alloc", "gradient", size(gradient))]
+    if _tall(call):
+        steps = [*_by_blocks(call), *steps[1:]]
+    if not is_contiguous(gradient):
+        steps += [("free", "gradient")]
+    return _copied(steps, [("input", source)])
+
+
+def _extent(call: Call) -> tuple[int, int]:
+    """Rows and columns."""
+    columns = product([int(extent) for extent in call.args[2]])
+    return elements(call.args[1]) // max(columns, 1), columns
+
+
+def _tall(call: Call) -> bool:
+    rows, columns = _extent(call)
+    return rows > _TALL and columns // _WARP < call.profile.sm_count // 2 and len(_wanted(call)) > 0
+
+
+def _wanted(call: Call) -> list[int]:
+    """Numbers of the outputs that are gradients of parameters."""
+    mask = [bool(flag) for flag in call.args[-1]]
+    return [sum(mask[:position]) for position in range(1, len(mask)) if mask[position]] if mask[1] else []
+
+
+def _by_blocks(call: Call) -> list[Step]:
+    """The rows' partial sums and their reduction (`LaunchGammaBetaBackwardCUDAKernel`)."""
+    rows, columns = _extent(call)
+    parameter = next(tensor for tensor in reversed(call.args[:-1]) if hasattr(tensor, "numel"))
+    item = width(parameter)
+    blocks = min(up(rows, _WARP), _MOST_BLOCKS // up(columns, _WARP))
+    wanted = _wanted(call)
+    steps: list[Step] = [("out", 0)] if 0 not in wanted else []
+    steps += [("alloc", f"gradient {i}", columns * item) for i in wanted]
+    steps += [("alloc", f"blocks {i}", blocks * columns * item) for i in wanted]
+    stage = scratch(call.profile, merged(Rows(blocks, columns), [0], item, item), item, max(item, 4), item, item == 2)
+    for i in wanted:
+        steps += [("out", i), *stage, ("free", f"gradient {i}")]
+    return [*steps, *(("free", f"blocks {i}") for i in reversed(wanted))]
+
+
+class Rows:
+    """A contiguous matrix."""
+
+    def __init__(self, rows: int, columns: int) -> None:
+        self.shape = (rows, columns)
+
+    def stride(self) -> tuple[int, ...]:
+        """Strides in elements."""
+        return (self.shape[1], 1)
 
 
 def group_norm(call: Call) -> Plan | None:
@@ -64,12 +123,6 @@ def group_norm_backward(call: Call) -> Plan | None:
         steps += [("alloc", "c2", by_group), ("alloc", "c3", by_group), ("alloc", "c1", by_channel)]
         steps += [("free", "c3"), ("free", "c2"), ("free", "c1")]
     return (*steps, ("free", "db"), ("free", "ds"))
-
-
-def rows_and_columns(call: Call) -> tuple[int, int]:
-    """Rows and columns of a layer norm's input."""
-    columns = product([int(n) for n in call.args[2]])
-    return elements(call.args[1]) // max(columns, 1), columns
 
 
 RULES: Mapping[str, Rule] = {

@@ -366,9 +366,7 @@ def vector_norm(call: Call) -> Plan | None:
     if elements(source) == 1:
         copied = dtype(out) != dtype(source)
         return (("rest",), ("alloc", "cast", size(out)), ("free", "cast")) if copied else None
-    steps = reduce(
-        call.profile, source, dims, out, accumulator, cast=cast, cast_width=width(out), lossy=is_half(out)
-    )
+    steps = reduce(call.profile, source, dims, out, accumulator, cast=cast, cast_width=width(out), lossy=is_half(out))
     return tuple(steps) or None
 
 
@@ -397,12 +395,12 @@ def extreme_of_all(call: Call) -> Plan | None:
 
 
 def truth(call: Call) -> Plan | None:
-    """`any`, `all`: the accumulator has the input's type; a single value is cast (ReduceLogicKernel.cu)."""
+    """`any`, `all`: the accumulator has the input's type, from 2.12 bool; one value is cast (ReduceLogicKernel.cu)."""
     source = call.args[0]
     if elements(source) == 1:
         return None if dtype(source) == "bool" else (("rest",), ("alloc", "cast", 1), ("free", "cast"))
     dims = reduction_dims(argument(call, 1, "dim"), len(shape(source)))
-    return _extreme(call, dims, width(source))
+    return _extreme(call, dims, 1 if call.profile.release >= (2, 12) else width(source))
 
 
 def extreme_at(call: Call) -> Plan | None:

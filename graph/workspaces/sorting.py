@@ -9,17 +9,34 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from graph.device import Profile
-from graph.workspaces.cub import scan, segmented_sort, sort_pairs, storage
-from graph.workspaces.metadata import argument, dimension, dtype, elements, is_contiguous, shape, size, tensors, up, width
+from graph.workspaces.cub import scan, segmented_sort, sort_pairs, sort_rows, storage
+from graph.workspaces.metadata import (
+    argument,
+    dimension,
+    dtype,
+    elements,
+    is_contiguous,
+    shape,
+    size,
+    tensors,
+    up,
+    width,
+)
 from graph.workspaces.rules import Call, Plan, Rule, Step
 
 _SMALL_SORT: Final = 4096
+_LARGE_ROW: Final = 1_000_000
+_SEGMENTS: Final = 128
 _TOPK_THREADS: Final = 256
 _TOPK_REGISTERS: Final = 65536 // (40 * _TOPK_THREADS)
 
 
 def sort(call: Call) -> Plan | None:
-    """`sort`: up to 4096 values a row an array of places; above, one radix sort, or rows as segments."""
+    """`sort`: up to 4096 values a row an array of places; above, radix sorts.
+
+    A single row, or rows of a million, are sorted one by one; less than 128 rows all together, then by row; more as
+    segments (`sort_cuda_kernel`, `segmented_sort_pairs_by_full_sort`).
+    """
     source = call.args[0]
     sizes = shape(source)
     if elements(source) == 0 or not sizes:
@@ -31,12 +48,25 @@ def sort(call: Call) -> Plan | None:
         return (*steps, ("alloc", "places", along * 8), ("free", "places"))
     rows = elements(source) // along
     item = width(source)
-    steps.append(("alloc", "places", elements(source) * 8))
-    if rows == 1:
-        temporary = sort_pairs(call.profile, along, item, 8)
+    if rows == 1 or along >= _LARGE_ROW:
+        one: list[Step] = [("alloc", "sort", sort_pairs(call.profile, along, item, 8)), ("free", "sort")]
+        return (*steps, ("alloc", "places", along * 8), *(one * rows), ("free", "places"))
+    count = elements(source)
+    steps.append(("alloc", "places", count * 8))
+    if rows >= _SEGMENTS:
+        steps += [("alloc", "sort", segmented_sort(count, item, 8)), ("free", "sort")]
     else:
-        temporary = segmented_sort(elements(source), item, 8)
-    return (*steps, ("alloc", "sort", temporary), ("free", "sort"), ("free", "places"))
+        steps += [
+            ("alloc", "sorted places", count * 8),
+            ("alloc", "sorted values", count * item),
+            ("alloc", "sort", sort_pairs(call.profile, count, item, 8)),
+            ("free", "sort"),
+            ("free", "sorted values"),
+            ("alloc", "sort", sort_rows(call.profile, count)),
+            ("free", "sort"),
+            ("free", "sorted places"),
+        ]
+    return (*steps, ("free", "places"))
 
 
 def _many_blocks(slices: int, extent: int) -> bool:
@@ -68,9 +98,11 @@ def topk(call: Call) -> Plan | None:
         blocks = slices * _topk_blocks(call.profile, slices, extent)
         wide = 8 if width(source) == 8 else 4
         parts = (slices * width(source), slices * 8, slices * 2 * wide, blocks * 512, slices * 1024)
+        if call.profile.release < (2, 10):
+            parts = (slices * width(source), slices * 4, slices * 8, slices * 2 * wide, blocks * 512)
         names = [f"state {i}" for i in range(7)]
         steps += [("alloc", name, n) for name, n in zip(names, (*parts, blocks * 4, blocks * 4), strict=True)]
-        temporary = storage((up(blocks, 1920) + 32) * 12, 4) if blocks > 1 else 1
+        temporary = storage((up(blocks, 1920) + 32) * 16, 4 * up(blocks, 1920))
         for _ in range(2):
             steps += [("alloc", "scan", temporary), ("free", "scan")]
         steps += [("free", name) for name in reversed(names)]
