@@ -35,7 +35,7 @@ def capture(case: Any, *, progress: Progress | None = None, method: Method | Non
         graph = _attempt(case, real, progress, method)
         if graph is not None:
             return graph
-        real = min(case.steps, real + 1)
+        real = min(case.steps, method.real_steps + 1) if real == method.real_steps else case.steps
 
 
 def _attempt(case: Any, real: int, progress: Progress | None, method: Method) -> StepGraph | None:
@@ -63,15 +63,16 @@ def _attempt(case: Any, real: int, progress: Progress | None, method: Method) ->
         try:
             running.enter_context(method.running(runtime, recorder))
             clock.begin(LOAD, -1, Role.LOAD)
-            parameters = method.load(recorder, built)
-            tensors = described(recorder, built.module)
-            modules = tuple((name, type(part).__name__) for name, part in built.module.named_modules())
-            buffers = frozenset(name for name, _ in built.module.named_buffers(remove_duplicate=False))
-            with followed(recorder, built.module, roles), recorder.ordered_casts(), _told(case, recorder):
-                if inference:
-                    generation.generate(clock, built, case, roles)
-                else:
-                    train(clock, built, case, roles, real, method)
+            with _told(case, recorder), recorder.ordered_casts(), recorder.nested_backward():
+                parameters = method.load(recorder, built)
+                tensors = described(recorder, built.module)
+                modules = tuple((name, type(part).__name__) for name, part in built.module.named_modules())
+                buffers = frozenset(name for name, _ in built.module.named_buffers(remove_duplicate=False))
+                with followed(recorder, built.module, roles):
+                    if inference:
+                        generation.generate(clock, built, case, roles)
+                    else:
+                        train(clock, built, case, roles, real, method)
         finally:
             runtime.observer = None
             running.close()

@@ -66,7 +66,8 @@ class Runtime:
         self.host_copies_keep = (
             False  # tensors on the host keep their values when one is copied to them from the device
         )
-        self.stream: Any = None
+        self.default_stream: Any = None
+        self._streams: dict[int, Any] = {}
         self.main_thread = threading.get_ident()
         self.synchronizations: Callable[[], None] | None = None
         self.emptied: Callable[[], None] | None = None
@@ -81,6 +82,20 @@ class Runtime:
     def observer(self, observer: Observer | None) -> None:
         self._observer = observer
         self.memory.freed = ignore if observer is None else observer.freed
+
+    @property
+    def stream(self) -> Any:
+        """The stream that is current on this thread; autograd's thread goes to the stream of each forward operator."""
+        if not self._streams:
+            return self.default_stream
+        number = torch._C._accelerator_getStream(0).stream_id
+        return self._streams.get(number, self.default_stream)
+
+    @stream.setter
+    def stream(self, stream: Any) -> None:
+        if self._streams or stream.stream_id:
+            self._streams[stream.stream_id] = stream
+            torch._C._accelerator_setStream(torch.Stream(stream_id=stream.stream_id, device_index=0, device_type=1))
 
     @staticmethod
     def storage(tensor: torch.Tensor) -> int:
@@ -207,23 +222,52 @@ _dummy_guard = (ctypes.c_void_p * 2)(ctypes.addressof(_dummy_table), 0)
 
 @contextlib.contextmanager
 def _guard() -> Iterator[None]:
-    """PyTorch's FakeGuardImpl as guard of CUDA devices (c10/core/impl/FakeGuardImpl.h).
-
-    PyTorch itself puts it there if a guard is registered that counts no device (torch/csrc/Module.cpp,
-    ensureCUDADeviceGuardSet): so such a guard is registered first.
-    """
+    """The guard of CUDA devices while inside: `_fake_guard`."""
     table = (ctypes.c_void_p * 32).from_address(
         ctypes.addressof(ctypes.c_char.in_dll(_library("c10"), "_ZN3c104impl26device_guard_impl_registryE"))
     )
     register = _symbol("c10", "_ZN3c104impl19registerDeviceGuardENS_10DeviceTypeEPKNS0_24DeviceGuardImplInterfaceE")
     register.argtypes, register.restype = [ctypes.c_int8, ctypes.c_void_p], None
     before = table[_CUDA_DEVICE_TYPE]
-    register(_CUDA_DEVICE_TYPE, ctypes.addressof(_dummy_guard))
-    torch._C._ensureCUDADeviceGuardSet()
+    if not _fake_guard:
+        register(_CUDA_DEVICE_TYPE, ctypes.addressof(_dummy_guard))
+        torch._C._ensureCUDADeviceGuardSet()
+        _make_guard(table[_CUDA_DEVICE_TYPE])
+    register(_CUDA_DEVICE_TYPE, ctypes.addressof(_fake_guard[0]))
     try:
         yield
     finally:
         register(_CUDA_DEVICE_TYPE, before)
+
+
+def _make_guard(original: int | None) -> None:
+    """PyTorch's FakeGuardImpl (c10/core/impl/FakeGuardImpl.h: devices and streams of threads, no more), which also
+    tells when autograd records a gradient on another stream. It lives for ever: events may keep a pointer to it.
+
+    PyTorch puts that guard in the registry if the one there counts no device (ensureCUDADeviceGuardSet).
+    """
+    places = _virtual((Path("c10") / "core" / "impl" / "DeviceGuardImplInterface.h",))
+    if original is None or "recordDataPtrOnStream" not in places:
+        raise UnsupportedTorch(f"PyTorch {torch.__version__}: its device guards are not as expected")
+    virtual = ctypes.c_void_p * len(places)
+    table = virtual(*virtual.from_address(ctypes.c_void_p.from_address(original).value or 0))
+    table[places["recordDataPtrOnStream"]] = ctypes.cast(_on_stream, ctypes.c_void_p).value
+    _fake_guard.extend([(ctypes.c_void_p * 2)(ctypes.addressof(table), 0), table])
+
+
+_fake_guard: list[Any] = []
+
+
+def _recorded(guard: int, pointer: int, stream: int) -> None:
+    """recordDataPtrOnStream: a c10::DataPtr begins with the address, a c10::Stream has its id after the device."""
+    if _active:
+        address = ctypes.c_uint64.from_address(pointer).value
+        number = ctypes.c_int64.from_address(stream + 8).value
+        if address:
+            _active[0].tell("record_stream", Runtime.number_at(address), number)
+
+
+_on_stream = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)(_recorded)
 
 
 @contextlib.contextmanager
@@ -279,19 +323,27 @@ def _answers(profile: Profile) -> dict[str, Any]:
 
 
 def _slots() -> dict[str, int]:
-    """Places in the hooks' table of virtual functions, by the headers that this PyTorch ships: in order of declaration,
-    those of the base first, after the two entries that a virtual destructor has (Itanium C++ ABI)."""
-    folder = Path(torch.__file__).parent / "include" / "ATen" / "detail"
-    slots: dict[str, int] = {}
-    for name in ("AcceleratorHooksInterface.h", "CUDAHooksInterface.h"):
+    """Places in the CUDA hooks' table of virtual functions: after the two entries of the virtual destructor, which is
+    declared first."""
+    folder = Path("ATen") / "detail"
+    places = _virtual((folder / "AcceleratorHooksInterface.h", folder / "CUDAHooksInterface.h"))
+    return {name: place + 2 for name, place in places.items()}
+
+
+def _virtual(headers: tuple[Path, ...]) -> dict[str, int]:
+    """Virtual functions by the headers that this PyTorch ships, in order of declaration, those of the base first: their
+    order in the table (Itanium C++ ABI). Destructors are left out."""
+    places: dict[str, int] = {}
+    for header in headers:
+        path = Path(torch.__file__).parent / "include" / header
         try:
-            text = (folder / name).read_text()
+            text = path.read_text()
         except OSError as error:
-            raise UnsupportedTorch(f"{folder / name} cannot be read: {error.strerror}") from error
+            raise UnsupportedTorch(f"{path} cannot be read: {error.strerror}") from error
         text = re.sub(r"#ifdef USE_ROCM.*?#endif", "", text, flags=re.DOTALL)
         for function in re.findall(r"^\s*virtual [^~;{]*?(\w+)\(", text, re.MULTILINE):
-            slots.setdefault(function, len(slots) + 2)
-    return slots
+            places.setdefault(function, len(places))
+    return places
 
 
 def _start_autograd() -> None:

@@ -345,6 +345,7 @@ class Kernels:
             "_local_scalar_dense": self._scalar,
             "equal": self._equal,
             "_use_cudnn_ctc_loss": self._never,
+            "_use_miopen_ctc_loss": self._never,
         }
 
     def of(self, name: str) -> Kernel:

@@ -213,11 +213,11 @@ def attributes(runtime: Runtime) -> dict[str, Any]:
         graphsafe_set_state=_nothing,
     )
     Stream.runtime, Stream._made = runtime, 0
-    runtime.stream = default
+    runtime.default_stream = default
     quiet = (
         "_lazy_init init set_device ipc_collect reset_peak_memory_stats reset_max_memory_allocated "
         "reset_accumulated_memory_stats reset_max_memory_cached set_rng_state set_rng_state_all manual_seed "
-        "manual_seed_all seed seed_all set_stream set_per_process_memory_fraction cudart _lazy_call"
+        "manual_seed_all seed seed_all set_per_process_memory_fraction cudart _lazy_call"
     )
     return {
         **dict.fromkeys(quiet.split(), _nothing),
@@ -253,6 +253,7 @@ def attributes(runtime: Runtime) -> dict[str, Any]:
         "Stream": Stream,
         "Event": Event,
         "ExternalStream": Stream,
+        "set_stream": lambda stream: setattr(runtime, "stream", stream),
         "current_stream": lambda device=None: runtime.stream,
         "default_stream": lambda device=None: default,
         "stream": lambda stream: _StreamContext(runtime, stream),
@@ -283,6 +284,7 @@ def patched(runtime: Runtime) -> Iterator[None]:
             setattr(target, name, answer)
         yield
     finally:
+        runtime.stream = runtime.default_stream
         for target, name, old in reversed(before):
             if old is _ABSENT:
                 delattr(target, name)

@@ -92,7 +92,7 @@ def _by_generate(model: Any, ids: torch.Tensor, case: Case) -> Any:
     if not hasattr(owner, "_has_unfinished_sequences"):
         raise CaptureError("this release of transformers has no GenerationMixin._has_unfinished_sequences to go by")
     owner._has_unfinished_sequences = unfinished
-    options: dict[str, Any] = {"max_new_tokens": case.new, "do_sample": False}
+    options: dict[str, Any] = {"max_new_tokens": case.new, "do_sample": False, "pad_token_id": 0}
     if case.cache == "static":
         options |= {"cache_implementation": "static", "disable_compile": True}
     try:

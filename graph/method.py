@@ -43,5 +43,9 @@ class Method:
         """Around forward and backward of one micro-batch (`last`: the one after which the optimizer steps)."""
         return contextlib.nullcontext()
 
+    def backward(self, loss: torch.Tensor) -> None:
+        """The backward pass of one micro-batch, from its loss."""
+        loss.backward()  # type: ignore[no-untyped-call]
+
     def settle(self) -> None:
         """The host has waited for the device: work that was finished is dropped."""

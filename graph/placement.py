@@ -41,6 +41,7 @@ def place(
                     table[name] = move(tensor)  # type: ignore[assignment]
 
     walk(module)
+    moved.clear()  # `walk` refers to itself: without this the old and new tensors would live until a garbage collection
     numbers = {name: recorder.number(tensor) for name, tensor in _named(module)}
     return {name: number for name, number in numbers.items() if number >= 0}
 

@@ -178,9 +178,7 @@ def quantize(bitsandbytes: Any, module: Any, case: Case) -> None:
         module.get_submodule(parent).register_module(own, make(bitsandbytes, layer, case))
         count += 1
     if not count:
-        raise CaptureError(
-            f"key 'quant': the model has no linear layer for {case.quant} (Conv1D layers stay as they are)"
-        )
+        raise CaptureError(f"key 'quant': the model has no nn.Linear but its head for {case.quant}")
 
 
 def _four_bit(bitsandbytes: Any, layer: torch.nn.Linear, case: Case) -> Any:

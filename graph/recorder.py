@@ -27,6 +27,9 @@ _BACKWARD: Final = int(Role.BACKWARD)
 _RECOMPUTE: Final = int(Role.RECOMPUTE)
 _ACCUMULATE: Final = 1 << 62  # AccumulateGrad has the largest sequence number of all, so that it runs first
 
+#: How many views may stand between two operators for the second to say which module they are of.
+_NEAR: Final = 32
+
 _current_node: Final = torch._C._current_autograd_node
 _sequence_number: Final = torch._C._autograd._get_sequence_nr
 _grad_enabled: Final = torch.is_grad_enabled
@@ -114,6 +117,7 @@ class Recorder:
         self.role = int(Role.LOAD)
         self.stacks: tuple[list[int], list[int]] = ([], [])
         self.forward_of: tuple[dict[int, tuple[int, int]], dict[int, tuple[int, int]]] = ({}, {})
+        self.depth = 0  # of backward runs inside one another: reentrant checkpointing runs one inside another
         self.variables: dict[int, tuple[int, int]] = {}  # id(parameter) -> (-1, module code)
         self._plan = plan
         self._cost = cost
@@ -252,13 +256,15 @@ class Recorder:
         if node is None:
             return (-1, -1)
         number = node._sequence_nr()
-        found = self.forward_of[0].get(number)
-        if found is None:
-            if number >= _ACCUMULATE:
-                found = self.variables.get(id(getattr(node, "variable", None)))
-            else:
-                found = self.forward_of[1].get(number)
-        return (-1, -1) if found is None else found
+        if number >= _ACCUMULATE:
+            return self.variables.get(id(getattr(node, "variable", None)), (-1, -1))
+        # each thread counts for itself; an inner backward differentiates what was recomputed on this thread
+        known = self.forward_of[1 if self.depth > 1 else 0]
+        found = known.get(number)
+        if found is None:  # a view has no operator of its own: it belongs to the module of what ran before it
+            before = next((known[n] for n in range(number - 1, number - _NEAR, -1) if n in known), (-1, -1))
+            found = known[number] = (-1, before[1])
+        return found
 
     def _birth(self, new: int, number: int, signature: Signature, position: int, stream: int) -> int:
         log = self.log
@@ -370,7 +376,25 @@ class Recorder:
                 found.append(tensor.dtype)
         return tuple(found)
 
-    # Autocast --------------------------------------------------------------------------------------------------
+    # What PyTorch does not tell ---------------------------------------------------------------------------------
+
+    @contextmanager
+    def nested_backward(self) -> Iterator[None]:
+        """Count how deep `torch.autograd.backward` is: inside a backward it is reentrant checkpointing's own."""
+        backward = torch.autograd.backward
+
+        def counted(*args: Any, **kwargs: Any) -> None:
+            self.depth += 1
+            try:
+                backward(*args, **kwargs)
+            finally:
+                self.depth -= 1
+
+        torch.autograd.backward = counted
+        try:
+            yield
+        finally:
+            torch.autograd.backward = backward
 
     @contextmanager
     def ordered_casts(self) -> Iterator[None]:

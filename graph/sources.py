@@ -27,6 +27,7 @@ from graph.case import Case
 from graph.errors import CaptureError
 from graph.inputs import Input, arguments, hosts, training_batch
 from graph.losses import chunked, like_transformers_4_29
+from graph.old_attention import like_transformers_4_29 as like_old_attention
 from traces.errors import ConfigError, LLMemError
 
 DTYPES: Final[Mapping[str, torch.dtype]] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -228,6 +229,8 @@ def prepare(built: Built, case: Case, device: str = "meta") -> None:
         if case.lora and not case.quant:
             built.module.enable_input_require_grads()
         _checkpoint(built.module, case)
+    if case.loss == "transformers-4.29" and case.attn == "eager":
+        like_old_attention(built.module, cloned=case.strategy == "gemini")
     built.module.train()
 
 

@@ -103,7 +103,7 @@ def train(
                 with context:
                     loss = built.forward(model, inputs)
                 clock.mark(BACKWARD, step, Role.BACKWARD)
-                (scaler.scale(loss) if scaler else loss).backward()
+                method.backward(scaler.scale(loss) if scaler else loss)
             clock.mark(OPTIMIZER if last else FORWARD, step, Role.OPTIMIZER if last else Role.FORWARD)
         if case.clip:
             if scaler:

@@ -127,19 +127,22 @@ def estimate(
     """
     from graph.case import Case
     from simulator.fitting import smallest_memory
+    from simulator.outside import communicator_terms
     from simulator.replay import replay
     from strategies.tracing import trace as trace_of
 
     started = time.perf_counter()
     asked = case if isinstance(case, Case) else Case.of(case)
     terms = _terms(asked, context)
-    aside = sum(term.bytes for term in terms)
     _check_allocator(asked)
 
     def graph_of(part: Case, method: Method | None) -> StepGraph:
         return captured(part, progress, method) if capture is None else capture(part)
 
     trace = trace_of(asked, graph_of)
+    if not isinstance(context, int):
+        terms += communicator_terms(_communicators(trace))
+    aside = sum(term.bytes for term in terms)
     found = replay(
         trace,
         context=None if context is None else aside,
@@ -288,6 +291,13 @@ def _terms(case: Case, context: int | Literal["auto"] | None) -> tuple[OutsideTe
         profiled.sm_count * profiled.max_threads_per_sm,
         second_workspace=workspace_bytes(profiled) if trains else 0,
     )
+
+
+def _communicators(trace: Trace) -> int:
+    """The most process groups that a rank shares with others."""
+    ranks = [rank for entry in trace.ranks for rank in entry.ranks]
+    shared = [{rank for part in parts if len(part) > 1 for rank in part} for parts in trace.groups.values()]
+    return max(sum(rank in members for members in shared) for rank in ranks)
 
 
 def _check_allocator(case: Case) -> None:

@@ -52,6 +52,15 @@ KERNELS: Final = Measured(
 )
 
 
+#: Buffers of one NCCL communicator in a ring: 12 MiB for each channel to a neighbour (LL 0.5, LL128 4.7, Simple 4 MiB,
+#: in pages of 2 MiB, and control; allocations of 10 and 2 MiB: NVIDIA/nccl#1685), 2 channels over PCIe, 24 over NVLink.
+COMMUNICATOR: Final = Measured(
+    300,
+    24,
+    700,
+    "12 MiB a channel, 2 to 24 channels and more with trees; NVIDIA/nccl#964 measured 544 to 688 MB on 4 A100 with "
+    "NVLink",
+)
 #: Where the workspace of a second cuBLAS handle comes from.
 WORKSPACE: Final = (
     "autograd's thread has a handle, hence a workspace, of its own on a real GPU; the figures above have one "
@@ -64,7 +73,7 @@ def outside_terms(card: str, threads: int | None = None, *, second_workspace: in
 
     `threads` is how many threads the card can run at once (multiprocessors times threads of each); it serves cards of
     which no context was measured. `second_workspace` is the size of a cuBLAS workspace where there may be one more
-    than the allocator's figures have. Communicators are not among the terms: one GPU has none.
+    than the allocator's figures have. What several GPUs add is in `communicator_terms`.
     """
     context = CONTEXTS.get(card)
     if context is None:
@@ -73,6 +82,15 @@ def outside_terms(card: str, threads: int | None = None, *, second_workspace: in
     if not second_workspace:
         return terms
     return (*terms, OutsideTerm("2nd cuBLAS handle", second_workspace, WORKSPACE, 0, second_workspace))
+
+
+def communicator_terms(count: int) -> tuple[OutsideTerm, ...]:
+    """The buffers of a rank's NCCL communicators: one for each process group whose collectives it meets others in."""
+    if not count:
+        return ()
+    one = COMMUNICATOR
+    name = "NCCL buffers" if count == 1 else f"NCCL buffers, {count}"
+    return (_term(name, Measured(one.likely * count, one.low * count, one.high * count, one.source)),)
 
 
 def _by_rule(threads: int) -> Measured:

@@ -32,8 +32,9 @@ WORKSPACE: Final = "workspace"
 MASKED: Final = frozenset({"CodeGenAttention", "GPTJAttention"})
 #: Functions with an argument `inplace`: Colossal-AI gives them a clone of their input (nn/_ops/element_wise.py).
 CLONED: Final = frozenset({"aten.native_dropout.default", "aten.relu.default", "aten.silu.default"})
-#: HybridAdam's overflow counter and the chunk manager's; the scaler's factor, growth, backoff and overflow counter.
-COUNTERS: Final = (("overflow", 4), ("device_probe", 1))
+#: Bytes of HybridAdam's overflow counter; how often the booster measures; what the loss scaler keeps.
+OVERFLOW: Final = 4
+BARRIERS: Final = 2
 SCALER: Final = (("scale", 4), ("growth_tracker", 4), ("backoff", 4), ("found_inf", 4))
 
 
@@ -127,8 +128,8 @@ class Gemini(Walker):
             self._halve()
             self.out.empty_cache()
             self._probe()
-            for name, size in COUNTERS:
-                self.out.alloc(size, "buffer", name)
+            self.out.alloc(OVERFLOW, "buffer", "overflow")
+            self._barriers()
         self._build()
         if self.options.protocol:
             for name, size in SCALER:
@@ -141,6 +142,16 @@ class Gemini(Walker):
         tokens = int(case.get("batch", 1)) * int(case.get("seq", 512))
         for name, size in (("input_ids", 8 * tokens), ("labels", 8 * tokens), ("attention_mask", tokens)):
             self.out.alloc(size, "input", f"probe.{name}")
+
+    def _barriers(self) -> None:
+        """The booster measures between barriers, each with a tensor of 1 byte; the last but one stays (utils.py)."""
+        kept = self.out.alloc(1, "communication", "barrier")
+        for _ in range(BARRIERS):
+            self.out.free(self.out.alloc(1, "communication", "barrier"))
+            after = self.out.alloc(1, "communication", "barrier")
+            self.out.free(kept)
+            kept = after
+        self.out.free(self.out.alloc(1, "communication", "barrier"))
 
     def _elements(self, name: str) -> int:
         return self.local[name]

@@ -420,7 +420,9 @@ class Sketch:
         self._names: dict[str, int] = {}
         self._phases: list[str] = [LOAD]
         self._storages: list[tuple[int, int, int, int, int]] = []  # bytes, dtype, category, name, source
-        self._operators: list[tuple[int, int, int, int, int, tuple[int, ...]]] = []
+        self._operators: list[tuple[int, int, int, int, int]] = []
+        self._reads: list[list[int]] = []
+        self._writes: list[list[int]] = []
         self._events: list[tuple[int, int, int]] = []
         self._parameters: list[Parameter] = []
         self._step = -1
@@ -445,10 +447,19 @@ class Sketch:
         self._phase = self._phases.index(name)
         self._events.append((Kind.PHASE, self._phase, self._step))
 
-    def operator(self, name: str, module: str = "", uses: Sequence[int] = (), role: Role = Role.FORWARD) -> int:
-        """An operator runs that reads these parameters; answers its number."""
-        row = (self._code(name), self._code(module), int(role), self._phase, self._step, tuple(uses))
-        self._operators.append(row)
+    def operator(
+        self,
+        name: str,
+        module: str = "",
+        uses: Sequence[int] = (),
+        role: Role = Role.FORWARD,
+        *,
+        reads: Sequence[int] = (),
+    ) -> int:
+        """An operator runs that reads these parameters and storages and writes what is born next; its number."""
+        self._operators.append((self._code(name), self._code(module), int(role), self._phase, self._step))
+        self._reads.append([*(self._parameters[use].storage for use in uses), *reads])
+        self._writes.append([])
         self._events.append((Kind.OPERATOR, len(self._operators) - 1, 0))
         return len(self._operators) - 1
 
@@ -486,13 +497,9 @@ class Sketch:
         storages = np.array(self._storages, dtype=np.int64).reshape(-1, 5)
         count = len(storages)
         minus = np.full(count, -1, dtype=np.int32)
-        operators = np.array([row[:5] for row in self._operators], dtype=np.int64).reshape(-1, 5)
+        operators = np.array(self._operators, dtype=np.int64).reshape(-1, 5)
         events = np.array(self._events, dtype=np.int64).reshape(-1, 3)
         number = len(operators)
-        reads = [[self._parameters[use].storage for use in row[5]] for row in self._operators]
-        start = np.cumsum([0, *map(len, reads)], dtype=np.int64)
-        flat = np.array([storage for row in reads for storage in row], dtype=np.int32)
-        none = Accesses(np.zeros(number + 1, dtype=np.int64), np.zeros(0, np.int32), np.zeros(0, np.int32))
         graph = StepGraph(
             case={},
             environment={},
@@ -519,8 +526,8 @@ class Sketch:
                 np.zeros(number, dtype=np.int64),
                 np.full(number, -1, dtype=np.int32),
             ),
-            reads=Accesses(start, flat, np.zeros(len(flat), dtype=np.int32)),
-            writes=none,
+            reads=_accesses(self._reads),
+            writes=_accesses(self._writes),
             kind=events[:, 0].astype(np.uint8),
             index=events[:, 1].astype(np.int32),
             value=events[:, 2],
@@ -535,4 +542,13 @@ class Sketch:
         row = (size, self._code(dtype) if dtype else -1, self._code(category), self._code(name), source)
         self._storages.append(row)
         self._events.append((Kind.ALLOC, len(self._storages) - 1, 0))
+        if self._writes:
+            self._writes[-1].append(len(self._storages) - 1)
         return len(self._storages) - 1
+
+
+def _accesses(rows: Sequence[Sequence[int]]) -> Accesses:
+    """What operators read or write, of version 0 each."""
+    start = np.cumsum([0, *map(len, rows)], dtype=np.int64)
+    flat = np.array([storage for row in rows for storage in row], dtype=np.int32)
+    return Accesses(start, flat, np.zeros(len(flat), dtype=np.int32))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import gzip
 import json
 from functools import cache
 from pathlib import Path
@@ -28,5 +29,12 @@ def parameters() -> dict[str, Shapes]:
 
 def rows(name: str) -> list[dict[str, Any]]:
     """The rows of a table, text as it stands."""
-    with (FOLDER / name).open(newline="", encoding="utf-8") as file:
-        return list(csv.DictReader(file))
+    data = (FOLDER / name).read_bytes()
+    text = (gzip.decompress(data) if name.endswith(".gz") else data).decode("utf-8")
+    return list(csv.DictReader(text.splitlines()))
+
+
+def setups() -> dict[str, list[str]]:
+    """What loading and set-up of the two-layer OPT allocate and free, by setting."""
+    lines = (FOLDER / "setup.txt").read_text("utf-8").splitlines()
+    return {key: events for key, *events in (line.split() for line in lines)}

@@ -116,6 +116,19 @@ def test_a_repeated_iteration_is_the_one_that_would_have_run(tmp_path: Path, mon
                 assert np.array_equal(one[column], other[column]), (table, column)
 
 
+def test_a_run_that_does_not_repeat_runs_for_real(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+
+    def never(table: Any, boundaries: list[Any], times: int) -> None:
+        asked.append(times)
+
+    case = tiny(tmp_path, steps=5)
+    expected = calls(captured(case))
+    monkeypatch.setattr(importlib.import_module("graph.capture"), "repeat", never)
+    assert calls(captured(case)) == expected
+    assert asked == [3, 2]
+
+
 def test_phases_are_what_lies_between_marks(opt: StepGraph) -> None:
     at = np.flatnonzero(opt.kind == Kind.PHASE)
     told = [(opt.phases[opt.index[place]], int(opt.value[place])) for place in at]
@@ -214,8 +227,12 @@ def test_backward_belongs_to_the_forward_it_differentiates(tmp_path: Path, check
         assert names[origin] == "aten._softmax.default"
         assert operators.module[i] == operators.module[origin]
         assert str(graph.name(int(operators.module[i]))).endswith("self_attn")
-    again = int((operators.role == Role.RECOMPUTE).sum())
-    assert (again > 0) == bool(checkpointing)
+        assert operators.step[i] == operators.step[origin]
+        again = checkpointing == "reentrant"  # then what was recomputed is differentiated, else the first forward
+        assert operators.role[origin] == (Role.RECOMPUTE if again else Role.FORWARD)
+    assert bool((operators.role == Role.RECOMPUTE).any()) == bool(checkpointing)
+    backward = operators.role == Role.BACKWARD
+    assert float((operators.module[backward] >= 0).mean()) > 0.95
 
 
 def test_writes_count_versions(opt: StepGraph) -> None:

@@ -240,10 +240,13 @@ def test_every_kind_of_rank_has_its_figures(monkeypatch: pytest.MonkeyPatch) -> 
         single = lower(training())
         (entry,) = single.ranks
         parted = (replace(entry, ranks=(0, 2)), replace(entry, ranks=(1,), device=1))
-        return replace(single, ranks=parted, devices=(Device("a", 1 << 30), Device("b", MIB)))
+        groups = {"dp": ((0, 1, 2),), "tp": ((0,), (1, 2)), "own": ((0,),)}
+        return replace(single, ranks=parted, devices=(Device("a", 1 << 30), Device("b", MIB)), groups=groups)
 
     monkeypatch.setattr("strategies.tracing.trace", two)
-    found = answer({"model": "m", "strategy": "ddp", "world": 3})
+    whole = estimate({"model": "m", "strategy": "ddp", "world": 3}, analyse=False)
+    assert whole.outside[-1].name == "NCCL buffers, 2"  # of rank 1, in two groups with others
+    found = whole.document()
     assert (found["verdict"], found["peak_allocated"]) == ("oom", None)
     assert [(kind["ranks"], kind["verdict"], kind["peak_allocated"]) for kind in found["ranks"]] == [
         ([0, 2], "fits", 4 * UNIT),

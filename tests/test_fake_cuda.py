@@ -478,6 +478,25 @@ def test_streams_and_storages_that_change_their_size(log: Log) -> None:
     ]
 
 
+def test_backward_goes_to_the_stream_of_its_forward(log: Log) -> None:
+    """torch/csrc/autograd/engine.cpp: a node runs on the stream of its forward, and its gradient is recorded there."""
+    source = torch.empty(100, device="cuda", requires_grad=True)
+    cuda: Any = torch.cuda
+    side = cuda.Stream()
+    with torch.cuda.stream(side):
+        middle = source.exp()
+        seen = []
+        hook: Any = middle.register_hook
+        hook(lambda gradient: seen.append(log.runtime.stream.stream_id))
+    result = middle.sin()
+    gradients: list[int] = []
+    hook(lambda gradient: gradients.append(log.runtime.storage(gradient)))
+    _backward(result)
+    assert seen == [1]
+    assert log.runtime.stream.stream_id == 0
+    assert ("record_stream", gradients[0], 1) in log.told
+
+
 # ------------------------------------------------------------------------------------------------------ and it is gone
 
 

@@ -13,6 +13,7 @@ pytest.importorskip("transformers")
 
 from graph.capture import capture
 from graph.case import Case
+from graph.errors import CaptureError
 from graph.model import Kind, StepGraph
 from tests.accuracy.recordings import Recording, recordings
 from traces.errors import ConfigError
@@ -127,7 +128,7 @@ def test_inference_is_for_decoders() -> None:
 
 
 def test_quantization_needs_linear_layers() -> None:
-    with pytest.raises(Exception, match="no nn.Linear but its head"):
+    with pytest.raises(CaptureError, match=r"no nn\.Linear but its head"):
         captured("gpt2", quant="nf4", prompt=8, new=1)
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from graph.device import profile
 from simulator.devices import CARDS
-from simulator.outside import CONTEXTS, outside_terms
+from simulator.outside import CONTEXTS, communicator_terms, outside_terms
 from simulator.report import range_and_source
 from simulator.result import OutsideTerm
 
@@ -54,6 +54,14 @@ def test_a_second_workspace_is_uncertain() -> None:
     *others, workspace = outside_terms("A100-80GB", 108 * 2048, second_workspace=8_519_680)
     assert len(others) == 2
     assert (workspace.low, workspace.bytes, workspace.high) == (0, 8_519_680, 8_519_680)
+
+
+def test_every_communicator_has_its_buffers() -> None:
+    assert communicator_terms(0) == ()
+    (one,), (two,) = communicator_terms(1), communicator_terms(2)
+    assert (one.low, one.bytes, one.high) == (24 * MIB, 300 * MIB, 700 * MIB)
+    assert (two.low, two.bytes, two.high) == (48 * MIB, 600 * MIB, 1400 * MIB)
+    assert "nccl#964" in one.source
 
 
 def test_a_card_that_nobody_knows() -> None:

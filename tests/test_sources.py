@@ -1,4 +1,4 @@
-"""Models from a case: the catalogue, configurations, users' functions, and what is said of those that cannot be made."""
+"""Models from a case: catalogue, configurations, users' functions, and what is said of those that cannot be made."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def test_adapters_train_what_was_recorded(model: str, rank: int) -> None:
 HEADS = [
     ("gpt2", "", "GPT2LMHeadModel", {"input_ids": (2, 8)}),
     ("t5-small", "", "T5ForConditionalGeneration", {"input_ids": (2, 8), "labels": (2, 5)}),
-    ("bert-base", "", "BertForMaskedLM", {"input_ids": (2, 8)}),
+    ("bert-base", "", "BertForMaskedLM", {"input_ids": (2, 8), "labels": (2, 8)}),
     ("bert-base", "sequence-classification", "BertForSequenceClassification", {"input_ids": (2, 8), "labels": (2,)}),
     ("vit-base", "", "ViTForImageClassification", {"pixel_values": (2, 3, 224, 224), "labels": (2,)}),
 ]
@@ -273,10 +273,8 @@ def test_bad_configurations(configured: Any, tmp_path: Path) -> None:
 
 def test_sequence_longer_than_positions(configured: Any) -> None:
     text = said(ConfigError, model="gpt2", seq=1025)
-    assert text == (
-        "key 'seq': 1025 tokens do not fit the 1024 positions of the model (max_position_embeddings in catalogue: gpt2); "
-        "1024 is the longest"
-    )
+    assert text.startswith("key 'seq': 1025 tokens do not fit the 1024 positions of the model (")
+    assert text.endswith(" in catalogue: gpt2); 1024 is the longest")
     assert "key 'dec_seq'" in said(ConfigError, model="bart-base", seq=8, dec_seq=2000)
     assert "512 is the longest" in said(ConfigError, model="roberta-base", seq=513)
     assert made(model="t5-small", seq=4096).batch
@@ -285,7 +283,7 @@ def test_sequence_longer_than_positions(configured: Any) -> None:
 
 def test_what_transformers_refuses(configured: Any) -> None:
     assert "no attn 'sdpa' for bloom; use 'eager' or 'default'" in said(CaptureError, model="bloom-560m")
-    assert "gpt2 has no masked-lm" in said(CaptureError, model="gpt2", head="masked-lm")
+    assert "transformers has no masked-lm of gpt2" in said(CaptureError, model="gpt2", head="masked-lm")
     assert "config.json" in said(CaptureError, model=configured({**TINY, "num_key_value_heads": 0}), seq=8)
 
 

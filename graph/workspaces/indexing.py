@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from graph.workspaces.cub import sort_pairs
-from graph.workspaces.metadata import dtype, elements, is_contiguous, product, shape, strides, width
+from graph.workspaces.metadata import argument, dtype, elements, is_contiguous, product, shape, strides, width
 from graph.workspaces.reduction import merged, scratch
 from graph.workspaces.rules import Call, Plan, Rule, Step
 
@@ -98,7 +98,8 @@ def _bounds(call: Call, number: int, count: int) -> list[Step]:
 def index_put(call: Call) -> Plan | None:
     """`index_put`: where it accumulates, the linear indices are sorted with their places.
 
-    Only the bits that the indexed positions need are sorted (`index_put_with_sort_kernel`).
+    Only the bits that the indexed positions need are sorted (`index_put_with_sort_kernel`). The derivative of `index`
+    is unsafe: its indices have been checked.
     """
     target, indices, values = call.args[0], list(call.args[1]), call.args[2]
     accumulate = call.args[3] if len(call.args) > 3 else call.kwargs.get("accumulate", False)
@@ -110,12 +111,14 @@ def index_put(call: Call) -> Plan | None:
             return None
         made: list[Step] = [("rest",), *(("alloc", name, nbytes) for name, nbytes in copies)]
         return (*made, *(("free", name) for name, _ in reversed(copies)))
+    unsafe = "_impl_" in call.name and bool(argument(call, 4, "unsafe", False))
     given = [(place, index) for place, index in enumerate(indices) if index is not None]
     count = product(_broadcast([index for _, index in given]))
     steps: list[Step] = [("rest",)]
-    for number, (_, index) in enumerate(given):
-        nbytes = elements(index) * 8
-        steps += _bounds(call, number, elements(index))
+    for number in range(len(given)):
+        nbytes = count * 8
+        if not unsafe:
+            steps += _bounds(call, number, count)
         steps += [("alloc", f"wrapped {number}", nbytes), ("alloc", f"linear {number}", nbytes)]
         steps.append(("free", f"wrapped {number}"))
         if number:

@@ -136,7 +136,26 @@ def cumsum(call: Call) -> Plan | None:
     return None if steps == [("rest",)] else tuple(steps)
 
 
+def isin(call: Call) -> Plan | None:
+    """`isin` with few test elements (fewer than 10 n^0.145): all are compared, and the comparisons reduced by `any`.
+
+    ATen/native/TensorCompare.cpp, isin_Tensor_Tensor_out and isin_default_kernel_gpu (native/cuda/TensorCompare.cpp);
+    with more of them both sides are sorted, which is not told here. Checked against recordings of both shapes.
+    """
+    count, tested = elements(call.args[0]), elements(call.args[1])
+    if count == 0 or tested == 0 or tested >= int(10 * count**0.145):
+        return None
+    return (
+        ("out", 0),
+        ("alloc", "equal", count * tested),
+        ("alloc", "any", count),
+        ("free", "any"),
+        ("free", "equal"),
+    )
+
+
 RULES: Mapping[str, Rule] = {
+    "aten.isin.Tensor_Tensor": isin,
     "aten.sort.stable": sort,
     "aten.sort.default": sort,
     "aten.topk.default": topk,

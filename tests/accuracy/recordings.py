@@ -167,4 +167,53 @@ def _min_fit(row: Mapping[str, str]) -> dict[str, Any]:
     }
 
 
-_CASES: Final = {"single": _single, "seq2seq": _seq2seq, "inference": _inference, "min_fit": _min_fit}
+def _multi(row: Mapping[str, str]) -> dict[str, Any]:
+    return {
+        **_single(row),
+        "strategy": row["strategy"],
+        "world": int(row["world"]),
+        "deferred": "late" if row["lag"] == "1" else "prompt",
+        "sync": row["sync"] == "True",
+    }
+
+
+#: The word of a case for what the column `offload` names.
+_OFFLOADS: Final = {"": "", "cpu": "activations", "cpu-pin": "activations-pin", "hf": "checkpoints"}
+
+
+def _offload(row: Mapping[str, str]) -> dict[str, Any]:
+    return {
+        "model": row["model"],
+        "dtype": row["dtype"],
+        "autocast": row["autocast"],
+        "attn": row["attn"],
+        "batch": int(row["batch"]),
+        "seq": int(row["seq"]),
+        "checkpointing": "selective" if row["sac"] else row["ckpt"],
+        "save": row["sac"],
+        "every": int(row["every"]),
+        "offload": _OFFLOADS[row["offload"]],
+        "loss": row["loss"],
+        "accum": int(row["accum"]),
+        "grad_sync": row["grad_sync"],
+        "reshard_backward": row["reshard_bwd"] == "True",
+        "optimizer": row["optimizer"],
+        "strategy": row["strategy"],
+        "world": int(row["world"]),
+        "steps": int(row["steps"]),
+        "cudnn_sdp": row["cudnn_sdp"] == "True",
+        "gpu": row["device"],
+        "memory": int(row["mem"]) or None,
+        "alloc_conf": "expandable_segments:True" if row["expandable"] == "True" else "",
+        "release": _release(row),
+    }
+
+
+_CASES: Final = {
+    "single": _single,
+    "seq2seq": _seq2seq,
+    "inference": _inference,
+    "min_fit": _min_fit,
+    "multi": _multi,
+    "offload": _offload,
+}

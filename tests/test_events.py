@@ -1,0 +1,63 @@
+"""The event builder: what it appends are the columns that a trace written by hand would have."""
+
+from __future__ import annotations
+
+import pytest
+
+from strategies.events import EventBuilder
+from traces.check import check
+from traces.model import Op, Trace
+
+
+def built() -> EventBuilder:
+    out = EventBuilder()
+    out.phase("load")
+    weight = out.alloc(1000, "parameter", "w")
+    out.phase("forward", 2)
+    piece = out.alloc(300, "communication", "piece", 1)
+    out.record_stream(piece, 3)
+    out.free(piece)
+    out.wait_stream(0, 1)
+    out.collective("all_gather", "dp", 4000, 700, stream=1, name="chunk")
+    out.kernel(90, "mm", flops=5, moved=6)
+    out.kernel(0, "nothing")
+    out.synchronize()
+    out.synchronize(1)
+    out.empty_cache()
+    out.reset_peak()
+    out.statistics()
+    out.hold_events(True)
+    out.free(weight)
+    return out
+
+
+def test_columns() -> None:
+    events = built().events()
+    assert [Op(op).name.lower() for op in events.op] == [
+        *("phase", "alloc", "phase", "alloc", "record_stream", "free", "wait_stream", "collective", "kernel"),
+        *("synchronize", "synchronize", "empty_cache", "reset_peak", "statistics", "hold_events", "free"),
+    ]
+    assert events.ints("id").tolist() == [-1, 0, -1, 1, 1, 1, *[-1] * 9, 0]
+    assert events.ints("bytes").tolist() == [0, 1000, 0, 300, 0, 0, 0, 4000, 6, *[0] * 7]
+    assert events.ints("stream").tolist() == [0, 0, 0, 1, 3, 0, 0, 1, 0, -1, 1, *[0] * 5]
+    assert events.ints("step").tolist()[:4] == [-1, -1, 2, -1]
+    assert events.ints("on").tolist()[6] == 1
+    assert events.ints("duration_ns").tolist()[7:9] == [700, 90]
+    assert events.bools("hold").tolist() == [*[False] * 14, True, False]
+    names, groups = events.strings("name"), events.strings("group")
+    assert [names.get(i) for i in (0, 1, 2, 3, 7, 8)] == ["load", "w", "forward", "piece", "chunk", "mm"]
+    assert [groups.get(i) for i in (6, 7)] == [None, "dp"]
+
+
+def test_they_are_a_legal_trace() -> None:
+    check(Trace((built().rank_events((0, 1)),), groups={"dp": ((0, 1),)}))
+    assert len(EventBuilder().events()) == 0
+
+
+def test_bytes_alive() -> None:
+    out = EventBuilder()
+    first, second = out.alloc(10, "activation", "a"), out.alloc(5, "activation", "b")
+    out.free(first)
+    assert (out.live, out.peak, out.size(second), out.alive(first), out.alive(second)) == (5, 15, 5, False, True)
+    with pytest.raises(ValueError, match="storage 0 is freed twice"):
+        out.free(first)
