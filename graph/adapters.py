@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any, Final
 
 import torch
@@ -18,19 +19,30 @@ _TASKS: Final = {
 }
 
 
-def with_lora(module: Any, rank: int, head: str, device: str, place: str) -> Any:
-    """`module` with LoRA of this rank on the modules that peft takes for its architecture, alpha 16.
+def with_lora(module: Any, rank: int, head: str, device: str, place: str) -> tuple[Any, tuple[str, ...]]:
+    """`module` with LoRA of this rank on the modules that peft takes for its architecture, alpha 16; what was assumed.
 
-    `device`: where the adapters are made ("meta", or "cuda" on a model that is there already). Raises ConfigError if
-    peft is missing or knows no modules for the architecture.
+    Where peft has no list for the architecture, all linear layers but the head are taken. `device`: where the adapters
+    are made ("meta", or "cuda" on a model that is there already). Raises ConfigError if peft is missing or refuses.
     """
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # peft imports it, and it speaks of kernels for the CPU
     try:
         from peft import LoraConfig, get_peft_model
     except ImportError as error:
         raise ConfigError(f"key 'lora': needs peft ({error}); pip install 'llmem[torch]'") from None
-    try:
-        with torch.device(device):
-            return get_peft_model(module, LoraConfig(r=rank, lora_alpha=16, task_type=_TASKS[head]))
-    except ValueError as error:
-        reason = str(error).splitlines()[0]
-        raise ConfigError(f"key 'lora': peft cannot adapt the model of {place}: {reason}") from None
+    options: dict[str, Any] = {"r": rank, "lora_alpha": 16, "task_type": _TASKS[head]}
+    with torch.device(device):
+        try:
+            return get_peft_model(module, LoraConfig(**options)), ()
+        except ValueError as error:
+            if "target_modules" not in str(error):
+                raise _refused(place, error) from None
+        try:
+            adapted = get_peft_model(module, LoraConfig(**options, target_modules="all-linear"))
+        except ValueError as error:
+            raise _refused(place, error) from None
+    return adapted, ("lora: on all linear layers but the head, as peft has no list for this architecture",)
+
+
+def _refused(place: str, error: ValueError) -> ConfigError:
+    return ConfigError(f"key 'lora': peft cannot adapt the model of {place}: {str(error).splitlines()[0]}")

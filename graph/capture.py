@@ -16,7 +16,7 @@ from graph.method import Method
 from graph.model import Role, StepGraph
 from graph.placement import described
 from graph.recorder import Progress, Recorder
-from graph.training import LOAD, PHASES, Clock, train
+from graph.training import LOAD, Clock
 from traces.errors import LLMemError
 
 
@@ -54,7 +54,7 @@ def _attempt(case: Any, real: int, progress: Progress | None, method: Method) ->
         attention.install(runtime)
         recorder = Recorder(runtime, torch.device("cuda", 0), plan=_planner(card), cost=_cost(), progress=progress)
         roles = Roles()
-        clock = Clock(recorder, case.sync, method.settle)
+        clock = Clock(recorder, case.sync, method.settle, generation.PHASES if inference else method.phases)
         runtime.observer = recorder
         runtime.synchronizations = recorder.synchronize
         runtime.emptied = recorder.empty_cache
@@ -72,7 +72,7 @@ def _attempt(case: Any, real: int, progress: Progress | None, method: Method) ->
                     if inference:
                         generation.generate(clock, built, case, roles)
                     else:
-                        train(clock, built, case, roles, real, method)
+                        method.train(clock, built, case, roles, real)
         finally:
             runtime.observer = None
             running.close()
@@ -96,7 +96,7 @@ def _attempt(case: Any, real: int, progress: Progress | None, method: Method) ->
             "torch": str(torch.__version__),
         },
         names=tuple(log.names),
-        phases=generation.PHASES if inference else PHASES,
+        phases=generation.PHASES if inference else method.phases,
         parameters=parameters,
         assumptions=assumptions,
         tensors=tensors,

@@ -42,6 +42,9 @@ KINDS: Final[Mapping[str, str]] = {
 }
 #: Collectives over a list of tensors, which NCCL gathers into or takes from one flat tensor of the same stream.
 _LISTS: Final = frozenset({"allgather_", "reduce_scatter_"})
+#: Messages between two ranks, and the number of the first of their streams.
+_PAIRS: Final = frozenset({"send", "recv_"})
+_FIRST_STREAM: Final = 1000
 
 
 class Collectives:
@@ -52,6 +55,17 @@ class Collectives:
         self.recorder = recorder
         self.kept = kept
         self._held: list[Any] = []
+        self._told = True
+        self._streams: dict[str, int] = {}
+
+    @contextlib.contextmanager
+    def unrecorded(self) -> Iterator[None]:
+        """Collectives take part but are not told meanwhile."""
+        before, self._told = self._told, False
+        try:
+            yield
+        finally:
+            self._told = before
 
     def settle(self) -> None:
         """Finished work is dropped, as ProcessGroupNCCL's watchdog does within a tenth of a second."""
@@ -83,12 +97,32 @@ class Collectives:
         return kernel
 
     def _tell(self, name: str, given: Mapping[str, Any], args: Sequence[Any]) -> None:
+        if not self._told:
+            return
+        if name in _PAIRS:
+            self._tell_pair(name, given, sum(tensor.nbytes for tensor in _flat(args[0])))
+            return
         tensors = [*_flat(args[0]), *(_flat(args[1]) if isinstance(args[1], torch.Tensor | list | tuple) else ())]
         largest = max((tensor.nbytes for tensor in tensors), default=0)
         if name in _LISTS:
             largest = sum(tensor.nbytes for tensor in _flat(args[0 if name == "allgather_" else 1]))
         group = given.get("process_group")
         self.recorder.collective(KINDS[name], _group_name(group), largest)
+
+    def _tell_pair(self, name: str, given: Mapping[str, Any], size: int) -> None:
+        """A message to or from one rank: both meet in a group of their own, on a stream for each direction.
+
+        So neighbours that send to each other at once do not wait for each other, as in one NCCL group call.
+        """
+        group = given["process_group"]
+        own = dist.ProcessGroup.unbox(group).rank()
+        pair = f"{own}>{given['dst']}" if name == "send" else f"{given['src']}>{own}"
+        way = f"{_group_name(group)}:{pair}"
+        stream = self._streams.setdefault(way, _FIRST_STREAM + len(self._streams))
+        self.recorder.wait_stream(stream, 0)
+        self.recorder.collective("send_recv", way, size, stream)
+        if name != "send":
+            self.recorder.wait_stream(0, stream)
 
 
 def _group_name(group: Any) -> str:

@@ -21,6 +21,10 @@ def like_transformers_4_29(extra: dict[str, Any], kind: str, module: Any, inputs
     """
     labels = inputs["labels"]
     given = {key: value for key, value in inputs.items() if key != "labels"}
+    if kind in _CAST_LOGITS and given.get("attention_mask") is not None:
+        mask = given["attention_mask"][:, None, None, :].to(module.dtype)  # one row for all queries, in those classes
+        given["attention_mask"] = (1.0 - mask) * torch.finfo(module.dtype).min
+        del mask
     logits = module(**given, **extra).logits
     dtype = logits.dtype
     if kind in _CAST_LOGITS:
@@ -36,7 +40,8 @@ def chunked(extra: dict[str, Any], checkpointed: bool, module: Any, inputs: dict
     """Head and loss over 8 parts of the sequence, one cross-entropy each, each part under checkpoint if asked for."""
     labels = inputs["labels"]
     given = {key: value for key, value in inputs.items() if key != "labels"}
-    hidden = module.base_model(**given, **extra).last_hidden_state
+    whole = module.get_base_model() if hasattr(module, "get_base_model") else module  # under adapters
+    hidden = whole.base_model(**given, **extra).last_hidden_state
     head = module.get_output_embeddings()
 
     def part(states: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:

@@ -18,6 +18,8 @@ class Method:
 
     #: Iterations that must run for real before the last of them may stand for the rest.
     real_steps: int = 2
+    #: Names of the phases of training, in the order of the numbers that `train` gives its clock.
+    phases: tuple[str, ...] = ("load", "forward", "backward", "optimizer", "end")
 
     def running(self, runtime: Any, recorder: Any) -> contextlib.AbstractContextManager[None]:
         """Around the whole run, inside the fake device: process groups begin and end here."""
@@ -38,6 +40,12 @@ class Method:
         from graph.training import make_optimizer
 
         return make_optimizer(case, parameters)
+
+    def train(self, clock: Any, built: Any, case: Any, roles: Any, steps: int) -> None:
+        """The training loop: `steps` iterations, with its marks on `clock` (a `graph.training.Clock`)."""
+        from graph.training import train
+
+        train(clock, built, case, roles, steps, self)
 
     def micro_step(self, module: Any, micro: int, last: bool) -> contextlib.AbstractContextManager[Any]:
         """Around forward and backward of one micro-batch (`last`: the one after which the optimizer steps)."""

@@ -122,7 +122,6 @@ class Recorder:
         self._plan = plan
         self._cost = cost
         self._progress = progress
-        self._signatures: dict[tuple[Any, ...], Signature] = {}
         self._numbers: dict[int, int] = {}  # the device's number of a living storage -> ours
         self._given_back: dict[
             int, int
@@ -198,8 +197,8 @@ class Recorder:
         name = f"{kind} {group} {stream}" if stream else f"{kind} {group}"
         self.log.event(Kind.COLLECTIVE, self.log.code(name), size)
 
-    def operator(self, func: Any, args: Any, kwargs: Any, out: Any, born: list[int], memo: Any = None) -> None:
-        """A kernel has run; `born` are the storages of its new outputs. `memo` is the same for equal kinds of call."""
+    def operator(self, func: Any, args: Any, kwargs: Any, out: Any, born: list[int], memo: Any) -> None:
+        """A kernel has run; `born` are the storages of its new outputs. `memo.note` is ours, by kind of call."""
         log = self.log
         thread = 0 if _get_ident() == self._main else 1
         current = self.runtime.stream
@@ -217,12 +216,9 @@ class Recorder:
                 self.forward_of[thread].setdefault(_sequence_number() - 1, (number, module))
             else:
                 origin, module = self._origin()
-        if memo is None:
-            signature = self._signature_by_metadata(func, args, kwargs, out)
-        else:
-            signature = memo.note
-            if signature is None:
-                signature = memo.note = self._sign(func, args, kwargs, out)
+        signature = memo.note
+        if signature is None:
+            signature = memo.note = self._sign(func, args, kwargs, out)
         log.events.append(number << KIND_BITS | _OPERATOR)
         numbers, versions, storage = self._numbers, self._versions, self._storage
         reads: list[tuple[int, int]] = []
@@ -328,13 +324,6 @@ class Recorder:
 
     # Signatures ------------------------------------------------------------------------------------------------
 
-    def _signature_by_metadata(self, func: Any, args: Any, kwargs: Any, out: Any) -> Signature:
-        key = (func, *map(_key, args), *((name, _key(value)) for name, value in (kwargs or {}).items()))
-        found = self._signatures.get(key)
-        if found is None:
-            found = self._signatures[key] = self._sign(func, args, kwargs, out)
-        return found
-
     def _sign(self, func: Any, args: Any, kwargs: Any, out: Any) -> Signature:
         name = str(func)
         signature = Signature(self.log.code(name), name)
@@ -420,14 +409,6 @@ def _at(args: Any, kwargs: Any, place: Any) -> Any:
     name, position = place
     value = args[name] if name.__class__ is int else kwargs[name]
     return value if position < 0 else value[position]
-
-
-def _key(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return (value.shape, value.stride(), value.dtype, value.device)
-    if isinstance(value, (list, tuple)):
-        return tuple(map(_key, value))
-    return (value.__class__, value)
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:

@@ -221,7 +221,8 @@ def _from_configuration(case: Case, document: dict[str, Any], place: str) -> Bui
 def prepare(built: Built, case: Case, device: str = "meta") -> None:
     """Adapters, checkpointing and the mode, in the order in which a training script asks for them."""
     if case.lora:
-        built.module = with_lora(built.module, case.lora, built.head, device, built.where)
+        built.module, assumed = with_lora(built.module, case.lora, built.head, device, built.where)
+        built.assumptions += assumed
     if case.task == "inference":
         built.module.eval()
         return

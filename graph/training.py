@@ -32,8 +32,15 @@ DTYPES: Final[Mapping[str, torch.dtype]] = {
 class Clock:
     """Says where a run is: phases, iterations and the host's waits go into the recorder's log."""
 
-    def __init__(self, recorder: Recorder, sync: bool, settle: Callable[[], None] | None = None) -> None:
+    def __init__(
+        self,
+        recorder: Recorder,
+        sync: bool,
+        settle: Callable[[], None] | None = None,
+        phases: tuple[str, ...] = PHASES,
+    ) -> None:
         self.recorder = recorder
+        self.phases = phases
         self.settle = settle
         self.sync = sync
         self.boundaries: list[tuple[int, int, int]] = []  # events, operators, storages where each iteration starts
@@ -45,7 +52,7 @@ class Clock:
         recorder.phase = phase
         recorder.step = step
         recorder.role = int(role)
-        recorder.notify(PHASES[phase])
+        recorder.notify(self.phases[phase])
 
     def mark(self, phase: int, step: int, role: Role, *, iteration: int = -1) -> None:
         """The host waits for the device, as a measuring loop does, and the next phase starts.
@@ -75,7 +82,11 @@ def train(
     steps: int,
     method: Method,
 ) -> None:
-    """Run `steps` steps. `batch()` yields (name, host tensor) in the order in which inputs go to the device."""
+    """Run `steps` steps of `built` (a `graph.sources.Built` that is on the device), as `method` has it.
+
+    Notes inputs and optimizer states in `roles`. The observer is gone when this returns: what dies then is not of the
+    run. Raises CaptureError where nothing is to be trained.
+    """
     recorder = clock.recorder
     device = recorder.device
     model = built.module

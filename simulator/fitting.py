@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from traces.errors import ReplayError
 from traces.model import Trace
+
+if TYPE_CHECKING:
+    from simulator.replay import Prepared
 
 #: Sizes that are tried are multiples of this: the driver hands out memory in pages of 2 MiB.
 STEP: Final = 2 << 20
@@ -13,7 +16,9 @@ STEP: Final = 2 << 20
 _AMPLE: Final = 1 << 43
 
 
-def smallest_memory(trace: Trace, *, conf: str | None = None, release: str | None = None, step: int = STEP) -> int:
+def smallest_memory(
+    trace: Trace | Prepared, *, conf: str | None = None, release: str | None = None, step: int = STEP
+) -> int:
     """The least total memory in bytes, a multiple of `step`, on which every rank of a trace has no out-of-memory.
 
     Below its peak of reserved memory the allocator gives back free segments and tries again, so that a run may fit a
@@ -23,12 +28,15 @@ def smallest_memory(trace: Trace, *, conf: str | None = None, release: str | Non
 
     Raises ReplayError where the trace does not fit any device, and what `simulator.replay` raises.
     """
-    from simulator.replay import replay
+    from simulator.layout import ALLOCATED_BYTES, RESERVED_BYTES
+    from simulator.replay import Prepared, prepare, serve
+
+    made = trace if isinstance(trace, Prepared) else prepare(trace)
 
     def tried(memory: int | None) -> tuple[bool, int, int]:
-        found = replay(trace, conf=conf, release=release, memory=memory, context=0, analyse=False)
-        peaks = [(rank.peak_allocated, rank.peak_reserved) for rank in found.ranks]
-        return found.verdict == "fits", max(peak for peak, _ in peaks), max(peak for _, peak in peaks)
+        found = serve(made, conf=conf, release=release, memory=memory, context=0)
+        peaks = [[one.machine.stat(stat)["all"][1] for one in found] for stat in (ALLOCATED_BYTES, RESERVED_BYTES)]
+        return all(one.oom is None for one in found), max(peaks[0]), max(peaks[1])
 
     fits, allocated, reserved = tried(None)
     if not fits:

@@ -13,7 +13,7 @@ import numpy as np
 
 from simulator import analysis, engine
 from simulator import layout as at
-from simulator.machine import Machine, compile_rank
+from simulator.machine import Machine, Program, compile_rank
 from simulator.result import (
     EventColumns,
     EventLog,
@@ -58,8 +58,33 @@ class Setup:
         return self.devices[index] if self.devices else DEFAULT_DEVICE
 
 
+@dataclass(frozen=True)
+class Prepared:
+    """A trace that was checked and made ready for the kernels, for many replays of it (`prepare`)."""
+
+    trace: Trace
+    classes: tuple[RankClass, ...]
+    programs: tuple[Program, ...]
+
+
+def prepare(trace: Trace) -> Prepared:
+    """Check a trace and make it ready, once for all replays under other settings. Raises TraceError if it is bad."""
+    check(trace)
+    return _prepare(trace)
+
+
+def _prepare(trace: Trace) -> Prepared:
+    timed = any(bool(((rank.events.op == Op.KERNEL) | (rank.events.op == Op.COLLECTIVE)).any()) for rank in trace.ranks)
+    classes = tuple(classify(trace))
+    programs = (
+        compile_rank(item.source, timed=timed, solo=solo_collectives(item, number))
+        for number, item in enumerate(classes)
+    )
+    return Prepared(trace, classes, tuple(programs))
+
+
 def replay(
-    trace: Trace,
+    trace: Trace | Prepared,
     *,
     conf: str | None = None,
     release: str | None = None,
@@ -70,7 +95,7 @@ def replay(
     snapshot: bool = False,
     analyse: bool = True,
 ) -> Result:
-    """Replay a trace and return what it needs of memory, worst rank first.
+    """Replay a trace (or a prepared one) and return what it needs of memory, worst rank first.
 
     `conf`, `release`, `memory` (total bytes of every device) and `context` (bytes of it that are not PyTorch's)
     override what the trace says. `events` keeps what stood after every event, `log` every call of the device and entry
@@ -80,14 +105,8 @@ def replay(
     Raises ConfigError for illegal settings, TraceError where the trace is not valid (`traces.check`) or ranks wait for
     each other forever, and ReplayError where the events ask for what PyTorch leaves undefined.
     """
-    check(trace)  # again, if it was read from a file: what the kernels are given must be sound
-    setup = _set_up(trace, conf, release, memory, context)
-    _check_settings(trace, setup)
-    classes = classify(trace)
-    machines = _build(trace, classes, setup, full=events, log=log or snapshot)
-    watch = Watch([[] for _ in machines], [[] for _ in machines], [None for _ in machines])
-    schedule = Schedule(classes, machines)
-    schedule.run(lambda number, machine, status: watch.serve(number, machine, status, classes[number].ranks[0]))
+    setup, classes, machines, watch = _served(trace, conf, release, memory, context, full=events, log=log or snapshot)
+    trace = trace.trace if isinstance(trace, Prepared) else trace
     results = [
         _result_of(item, machine, watch, number, setup, events=events, log=log, snapshot=snapshot)
         for number, (item, machine) in enumerate(zip(classes, machines, strict=True))
@@ -103,6 +122,57 @@ def replay(
     if analyse and found.verdict == "oom":
         found = _with_remedies(found, trace, setup)
     return found
+
+
+@dataclass(frozen=True)
+class Served:
+    """One class of equal ranks after its replay: its machine, and its first out-of-memory, if there was one."""
+
+    ranks: tuple[int, ...]
+    machine: Machine
+    oom: OutOfMemory | None
+
+
+def serve(
+    made: Prepared,
+    *,
+    conf: str | None = None,
+    release: str | None = None,
+    memory: int | None = None,
+    context: int | None = None,
+) -> list[Served]:
+    """The bare replay, without the analyses of `replay`, for where a few of its figures are all that is wanted.
+
+    Arguments and errors are those of `replay`.
+    """
+    _, classes, machines, watch = _served(made, conf, release, memory, context)
+    parts = zip(classes, machines, watch.first, strict=True)
+    return [Served(tuple(item.ranks), machine, oom) for item, machine, oom in parts]
+
+
+def _served(
+    trace: Trace | Prepared,
+    conf: str | None,
+    release: str | None,
+    memory: int | None,
+    context: int | None,
+    *,
+    full: bool = False,
+    log: bool = False,
+) -> tuple[Setup, Sequence[RankClass], list[Machine], Watch]:
+    """Serve all events of all classes."""
+    given = trace.trace if isinstance(trace, Prepared) else trace
+    if given is trace:
+        check(given)  # again, if it was read from a file: what the kernels are given must be sound
+    setup = _set_up(given, conf, release, memory, context)
+    _check_settings(given, setup)
+    made = trace if isinstance(trace, Prepared) else _prepare(trace)
+    machines = _build(made, setup, full=full, log=log)
+    watch = Watch([[] for _ in machines], [[] for _ in machines], [None for _ in machines])
+    schedule = Schedule(made.classes, machines)
+    ranks = [item.ranks[0] for item in made.classes]
+    schedule.run(lambda number, machine, status: watch.serve(number, machine, status, ranks[number]))
+    return setup, made.classes, machines, watch
 
 
 # --- settings -----------------------------------------------------------------------------------------------------
@@ -160,13 +230,11 @@ def _check_settings(trace: Trace, setup: Setup) -> None:
 # --- running ------------------------------------------------------------------------------------------------------
 
 
-def _build(trace: Trace, classes: Sequence[RankClass], setup: Setup, *, full: bool, log: bool) -> list[Machine]:
+def _build(made: Prepared, setup: Setup, *, full: bool, log: bool) -> list[Machine]:
     """A machine for every class."""
-    timed = any(bool(((rank.events.op == Op.KERNEL) | (rank.events.op == Op.COLLECTIVE)).any()) for rank in trace.ranks)
     machines = []
-    for number, item in enumerate(classes):
+    for item, program in zip(made.classes, made.programs, strict=True):
         device = setup.device(item.source.device)
-        program = compile_rank(item.source, timed=timed, solo=solo_collectives(item, number))
         machines.append(
             Machine(
                 program,

@@ -8,6 +8,7 @@ ZeroRedundancyOptimizer around AdamW, so that each rank holds the states of its 
 from __future__ import annotations
 
 import contextlib
+import warnings
 from typing import TYPE_CHECKING, Any
 
 from graph.case import Case
@@ -52,7 +53,10 @@ class ShardedOptimizer(DataParallel):
     def optimizer(self, case: Case, parameters: list[torch.nn.Parameter]) -> Any:
         """AdamW over this rank's share of the parameters."""
         import torch
-        from torch.distributed.optim import ZeroRedundancyOptimizer
+
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # its package scripts functions as it is imported
+            from torch.distributed.optim import ZeroRedundancyOptimizer
 
         return ZeroRedundancyOptimizer(parameters, optimizer_class=torch.optim.AdamW, lr=1e-5)
 

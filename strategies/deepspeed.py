@@ -8,7 +8,7 @@ autograd, the order of hooks and the ends of tensors are PyTorch's own.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +29,24 @@ class Zero(Native):
         self.settings = settings(case, rank)
         self.engine: Any = None
 
+    @contextlib.contextmanager
+    def running(self, runtime: Any, recorder: Any) -> Iterator[None]:
+        """The process group of the job; stage 3 has a linear function of its own."""
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(super().running(runtime, recorder))
+            if self.settings.stage == 3:
+                from unittest import mock
+
+                import torch
+
+                from strategies.zero_linear import linear
+
+                stack.enter_context(mock.patch.object(torch.nn.functional, "linear", linear))
+            try:
+                yield
+            finally:
+                self.engine = None
+
     def captured_case(self) -> Case:
         """Without clipping, which the engine does itself."""
         return replace(self.case, clip=0.0)
@@ -48,9 +66,17 @@ class Zero(Native):
         return (Bf16 if self.settings.bf16_optimizer else Flat)(self.settings, trainable, self._make)
 
     def _stage_3(self, recorder: Any, built: Any) -> Any:
-        from strategies.zero_sharded import Sharded
+        from strategies.zero_sharded import Sharded, partitioned, partitioned_while_built
 
-        return Sharded(self.settings, recorder, built, self._make, while_built=self.case.init == "zero.Init")
+        unused: list[torch.Tensor] = []
+        module = built.module
+        if self.case.init == "zero.Init":
+            shards, unused = partitioned_while_built(self.settings, recorder, module)
+        else:
+            module = place_all(recorder, built)
+            shards = partitioned(self.settings, module)
+        late = self.case.deferred == "late"
+        return Sharded(self.settings, module, shards, self._make, late=late, unused=unused)
 
     def _make(self, parameters: list[torch.nn.Parameter]) -> Any:
         return super().optimizer(self.case, parameters)

@@ -21,7 +21,8 @@ Where the paper leaves a choice, what is taken here:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import prod
@@ -55,15 +56,19 @@ class Description:
     logits_bytes: int = HALF
 
     @classmethod
-    def of(cls, tensors: Sequence[tuple[str, Sequence[int]]], *, layers: int, logits_bytes: int = HALF) -> Description:
+    def of(
+        cls, tensors: Sequence[tuple[str, Sequence[int]]], *, layers: int | None = None, logits_bytes: int = HALF
+    ) -> Description:
         """Describe a decoder by its parameters: the first matrix is the token embedding [vocabulary, width].
 
         The hidden size is the width of the last vector but the head's bias, which is a norm of the last layers. The
-        head is tied unless another matrix of the same first dimension comes last.
+        head is tied unless another matrix of the same first dimension comes last. `layers` is counted by the numbers in
+        the names (`layers.11.fc1.weight`) where it is not given.
         Raises ConfigError where there is no matrix or no layer.
         """
         shapes = tuple((name, tuple(int(size) for size in shape)) for name, shape in tensors)
         matrices = [(name, shape) for name, shape in shapes if len(shape) == 2]
+        layers = numbered(name for name, _ in shapes) if layers is None else layers
         if not matrices or layers < 1:
             raise ConfigError(
                 f"a model of {len(matrices)} matrices and {layers} layers: the equations need one of each"
@@ -99,6 +104,16 @@ class Description:
         """Shapes of the parameters of Embedding and Linear operators: matrices and their biases, in order."""
         weights = {name.removesuffix(".weight") for name, shape in self.tensors if len(shape) == 2}
         return tuple(shape for name, shape in self.tensors if len(shape) == 2 or name.removesuffix(".bias") in weights)
+
+
+def numbered(names: Iterable[str]) -> int:
+    """How many layers names tell: the largest list of modules by the numbers that stand in paths (0: none do)."""
+    found: dict[str, set[int]] = {}
+    for name in names:
+        match = re.match(r"(.*?\.)(\d+)\.", name)
+        if match:
+            found.setdefault(match[1], set()).add(int(match[2]))
+    return max((len(numbers) for numbers in found.values()), default=0)
 
 
 def is_position(name: str) -> bool:

@@ -1,8 +1,8 @@
 """LLMem's methods on Colossal-AI's Gemini: one GPU, CDP, ADP, TP and DP+TP, from the step graph of the whole model.
 
-The mesh of the case says which: `dp` ranks share chunks (ADP), `cdp` ranks keep them whole and reduce gradients in
-place, `tp` ranks split every linear layer. The case is that of LLMem's scripts: fp16, reentrant checkpointing, eager
-attention, the loss of transformers 4.29, release 2.0.
+The mesh of the case says which: `dp` ranks share chunks (ADP; `adp` and `gemini` mean the same), `cdp` ranks keep them
+whole and reduce gradients in place, `tp` ranks split every linear layer. The case is that of LLMem's scripts: fp16,
+reentrant checkpointing, eager attention, the loss of transformers 4.29, release 2.0.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Final
 import numpy as np
 
 from graph.case import Case
-from graph.model import StepGraph
+from graph.model import Int64Array, StepGraph
 from strategies.chunks import ChunkConfig, ChunkLayout, layout, local_parameters, pack, search
 from strategies.events import EventBuilder
 from strategies.gemini_chunks import GROUP, WORLD, Gemini, Options
@@ -27,8 +27,8 @@ from strategies.skeleton import Skeleton
 from traces.errors import ConfigError
 from traces.model import RankEvents
 
-#: The axes that LLMem's methods have; `dp` and `cdp` exclude each other.
-AXES: Final = ("dp", "cdp", "tp")
+#: The axes that LLMem's methods have: one of data parallelism, and tp.
+AXES: Final = ("dp", "adp", "gemini", "cdp", "tp")
 #: What Gemini cannot do, or LLMem never did with it: key of the case, values that are possible, why.
 POSSIBLE: Final[Mapping[str, tuple[tuple[object, ...], str]]] = {
     "dtype": (("fp16", "bf16"), "its chunks hold parameters in 16 bits beside an fp32 copy"),
@@ -47,9 +47,10 @@ def ranks(graph: StepGraph, case: Case, mesh: Mapping[str, int] | None, speed: S
     _check(case)
     axes = Mesh.of(dict(mesh) if mesh else {"dp": case.world}, AXES)
     axes.check_world(case.world)
-    if axes.size("dp") > 1 and axes.size("cdp") > 1:
-        raise ConfigError(f"mesh: {axes} has both dp and cdp; ranks share chunks or keep them whole, not both")
-    data, tensor = axes.size("dp") * axes.size("cdp"), axes.size("tp")
+    along = [name for name, size in axes.axes if size > 1 and name != "tp"]
+    if len(along) > 1:
+        raise ConfigError(f"mesh: {axes} has {along[0]} and {along[1]}; give one axis of data parallelism, and tp")
+    data, tensor = axes.world // axes.size("tp"), axes.size("tp")
     skeleton = Skeleton.captured(graph)
     frozen = [one.name for one in skeleton.parameters if not one.trainable]
     if frozen:
@@ -58,7 +59,6 @@ def ranks(graph: StepGraph, case: Case, mesh: Mapping[str, int] | None, speed: S
         )
     shapes = [(one.name, one.shape) for one in skeleton.parameters]
     chunks = _whole(shapes, data, tensor) if axes.size("cdp") > 1 else layout(shapes, data=data, tensor=tensor)
-    durations = None if speed is None else speed.duration_ns(graph.operators.flops, graph.operators.moved)
     entries = []
     for members in distinct(chunks):
         out = EventBuilder()
@@ -66,10 +66,21 @@ def ranks(graph: StepGraph, case: Case, mesh: Mapping[str, int] | None, speed: S
             out.hold_events(True)
         kind = GeminiTensorParallel if tensor > 1 else Gemini
         walker = kind(skeleton, chunks, members[0], Options(), out)
-        if durations is not None:
-            walker.durations = np.where(graph.operators.flops + graph.operators.moved > 0, durations, 0)
+        if speed is not None:
+            walker.durations, walker.speed = _durations(graph, walker, speed), speed
         entries.append(RankEvents(members, walker.run().events()))
     return Lowered(tuple(entries), groups(data, tensor))
+
+
+def _durations(graph: StepGraph, walker: Gemini, speed: Speed) -> Int64Array:
+    """Nanoseconds of each operator of a rank: tensor parallelism divides the products of linear layers."""
+    flops, moved = graph.operators.flops.copy(), graph.operators.moved.copy()
+    if isinstance(walker, GeminiTensorParallel):
+        plan = walker.plan
+        split = np.asarray([*plan.linears, *plan.inputs, *plan.weights], dtype=np.int64)
+        flops[split] //= walker.tensor
+        moved[split] //= walker.tensor  # weights and one side of the activations: nearly all
+    return np.where(flops + moved > 0, speed.duration_ns(flops, moved), 0)
 
 
 def distinct(chunks: ChunkLayout) -> tuple[tuple[int, ...], ...]:

@@ -13,8 +13,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Final
 
+import numpy as np
+
 from strategies.chunks import HALF, MASTER, Chunk, ChunkLayout
 from strategies.events import EventBuilder
+from strategies.single import Speed
 from strategies.skeleton import EMBEDDINGS, FORWARD, LOAD, OPTIMIZER, Skeleton, Walker
 
 #: The stream of NCCL's collectives, and the group over which chunks are shared.
@@ -27,14 +30,16 @@ SEMAPHORES: Final = 320
 SCALAR: Final = 4
 #: The name that a captured graph gives to workspaces that are never freed.
 WORKSPACE: Final = "workspace"
-#: Attention that kept a bool causal mask [positions, positions] in transformers 4.29, and made its table of positions
-#: in the first forward (modeling_codegen.py, modeling_gptj.py).
+#: Attention that moved its table of positions to the device in its first forward, in transformers 4.29, and in each one
+#: the value by which it masks (modeling_codegen.py, modeling_gptj.py).
 MASKED: Final = frozenset({"CodeGenAttention", "GPTJAttention"})
 #: Functions with an argument `inplace`: Colossal-AI gives them a clone of their input (nn/_ops/element_wise.py).
 CLONED: Final = frozenset({"aten.native_dropout.default", "aten.relu.default", "aten.silu.default"})
 #: Bytes of HybridAdam's overflow counter; how often the booster measures; what the loss scaler keeps.
 OVERFLOW: Final = 4
 BARRIERS: Final = 2
+#: Bytes that HybridAdam moves an element: gradient, parameter, two states and fp16 copy, read and written as they are.
+ADAM_BYTES: Final = 30
 SCALER: Final = (("scale", 4), ("growth_tracker", 4), ("backoff", 4), ("found_inf", 4))
 
 
@@ -90,6 +95,7 @@ class Gemini(Walker):
         self.layout = layout
         self.rank = rank
         self.options = options or Options()
+        self.speed: Speed | None = None  # of the optimizer's kernel; none is written without
         self.chunks = [ChunkState(chunk, index, layout.place(chunk, rank)) for index, chunk in enumerate(layout.chunks)]
         self.home = {slot.name: state for state in self.chunks for slot in state.chunk.slots}
         self.local = {slot.name: slot.end - slot.start for chunk in layout.chunks for slot in chunk.slots}
@@ -97,6 +103,7 @@ class Gemini(Walker):
         self._emptied = False
         self._workspaces: set[int] = set()  # persistent workspaces that exist
         self._tables = self._position_tables() if self.options.protocol else {}
+        self._passing: set[int] = set()  # storages of this iteration's forward that are alive
         self._short: list[int] = []  # what dies when the current operator has run
         self._read = 0  # operators with parameters in this iteration's forward
         self._delayed: dict[str, list[int]] = {}  # tables of positions that a module's first forward makes
@@ -110,7 +117,7 @@ class Gemini(Walker):
         self._model[parameter] = self.out.alloc(size * self._elements(one.name), "parameter", f"model.{one.name}")
 
     def _position_tables(self) -> dict[int, str]:
-        """Storages of the tables of positions of attention that had a causal mask as well, and their modules."""
+        """Storages of the tables of positions that a first forward moves to the device, and their modules."""
         buffers = (one for one in self.skeleton.graph.tensors if one.kind == "buffer" and len(one.shape) == 2)
         found = ((one.storage, one.name.rpartition(".")[0]) for one in buffers)
         return {storage: path for storage, path in found if self.skeleton.modules.get(path) in MASKED}
@@ -212,6 +219,10 @@ class Gemini(Walker):
 
     def phase(self, name: str, step: int) -> None:
         """A phase starts; the script gives the cache back once, between the first backward and the first step."""
+        if name == OPTIMIZER and self.options.protocol:
+            for storage in sorted(self._passing):  # masks: checkpoints of transformers 4.29 let them go in backward
+                self.drop(storage)
+            self._passing.clear()
         if name == OPTIMIZER and self.options.protocol and not self._emptied:
             self._emptied = True
             self.out.empty_cache()
@@ -225,11 +236,17 @@ class Gemini(Walker):
                 return
             self._workspaces.add(storage)
         if storage in self._tables and self.phase_name == LOAD:
-            positions = next(one.shape[0] for one in self.skeleton.graph.tensors if one.storage == storage)
-            self.out.alloc(positions * positions, "buffer", f"{self._tables[storage]}.causal_mask")
             self._delayed.setdefault(self._tables[storage], []).append(storage)
             return
         super().allocate(storage)
+        passing = self.skeleton.text(int(storages.category[storage])) in ("activation", "temporary")
+        if passing and self.phase_name == FORWARD:
+            self._passing.add(storage)
+
+    def release(self, storage: int) -> None:
+        """A storage of the run itself dies."""
+        self._passing.discard(storage)
+        super().release(storage)
 
     # Forward and backward ----------------------------------------------------------------------------------------
 
@@ -369,4 +386,8 @@ class Gemini(Walker):
                     for which in ("m", "v"):
                         size = 4 * (slot.end - slot.start)
                         self.out.alloc(size, "optimizer_state", f"{which}.{parameter.name}")
+        if self.speed is not None:
+            own = sum(slot.end - slot.start for state in self.chunks for slot in state.chunk.pieces(state.place))
+            moved = np.asarray([own * ADAM_BYTES], dtype=np.int64)
+            self.out.kernel(int(self.speed.duration_ns(np.zeros_like(moved), moved)[0]), "adam", moved=int(moved[0]))
         return True

@@ -35,6 +35,7 @@ MODULES: Final[Mapping[str, str]] = {
     "tp-sp": "strategies.tp",
     "fsdp2-tp": "strategies.tp",
     "gemini": "strategies.gemini",
+    "pp": "strategies.pp",
 }
 
 

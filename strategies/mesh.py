@@ -27,6 +27,8 @@ AXES: Final = (
     "deepspeed-2",
     "deepspeed-3",
     "gemini",
+    "adp",
+    "cdp",
     "tp",
 )
 WORLD: Final = "world"

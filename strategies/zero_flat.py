@@ -125,6 +125,7 @@ class Flat:
         self.scratch: torch.Tensor | None = None
         self.local_norms: dict[int, torch.Tensor] = {}
         self.norm: torch.Tensor | None = None
+        self.noted: torch.Tensor | None = None  # the engine's own reference to the norm of the last step
         if settings.offload:
             largest = max(parameter.numel() for parameter in parameters)
             self.scratch = torch.zeros(largest, device=self.device, dtype=self.dtype)
@@ -505,6 +506,7 @@ class Flat:
             norms.gather_shares(self.flat, self.mine)
         self._point(self.flat)
         self.clear()
+        self.noted = self.norm
 
     def clear(self) -> None:
         """No gradients."""
@@ -528,9 +530,11 @@ class Flat:
 
     def _norm(self) -> torch.Tensor:
         if self.settings.offload:
-            return norms.combined([self._norm_by_host()])
-        assert self.averaged is not None
-        return norms.combined([norms.norm_over_ranks(self.averaged[: len(self.owned)], self.device)])
+            groups = [self._norm_by_host()]
+        else:
+            assert self.averaged is not None
+            groups = [norms.norm_over_ranks(self.averaged[: len(self.owned)], self.device)]
+        return norms.combined(groups)
 
     def _norm_by_host(self) -> torch.Tensor:
         for one in self.local_norms.values():

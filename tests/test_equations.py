@@ -38,11 +38,12 @@ LAYERS = {
 
 def described(model: str) -> Description:
     """CodeGen casts its logits to fp32; the others keep those of the weights."""
-    return Description.of(parameters()[model], layers=LAYERS[model], logits_bytes=4 if "codegen" in model else 2)
+    return Description.of(parameters()[model], logits_bytes=4 if "codegen" in model else 2)
 
 
 def test_descriptions() -> None:
     found = {name: described(name) for name in LAYERS}
+    assert {name: one.layers for name, one in found.items()} == LAYERS
     assert {name: one.hidden for name, one in found.items()} == {
         "opt-125m": 768,
         "opt-350m": 1024,

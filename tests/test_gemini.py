@@ -90,11 +90,11 @@ def test_recorded_runs(row: dict[str, Any]) -> None:
     assert load.peak == max(int(row["load_peak"]), int(row["boost_peak"]))
     # The last fp32 copy of 3,072 B is collected at some later time in the recorded runs of some models.
     assert load.left == pytest.approx(int(row["base_allocated"]), abs=400_000)
-    assert max(phase.peak for phase in training) == pytest.approx(int(row["train_peak_allocated"]), rel=0.01)
-    assert phases["fwd_first"].peak == pytest.approx(int(row["fwd0_peak"]), rel=0.02)
+    assert max(phase.peak for phase in training) == pytest.approx(int(row["train_peak_allocated"]), rel=0.006)
+    assert phases["fwd_first"].peak == pytest.approx(int(row["fwd0_peak"]), rel=0.01)
     assert phases["bwd_last"].peak == pytest.approx(int(row["bwd2_peak"]), rel=0.01)
     reserved = max(phase.peak_reserved for phase in training[2:])
-    assert reserved == pytest.approx(int(row["after_step_device"]), rel=0.16 if row["tp"] == "2" else 0.08)
+    assert reserved == pytest.approx(int(row["after_step_device"]), rel=0.05)
 
 
 @pytest.mark.parametrize(
@@ -172,7 +172,7 @@ def test_conventional_data_parallelism_keeps_everything_whole() -> None:
     ("keys", "mesh", "message"),
     [
         ({"world": 4}, {"dp": 2}, "mesh: dp=2 has 2 ranks, but world is 4"),
-        ({"world": 4}, {"dp": 2, "cdp": 2}, "mesh: dp=2,cdp=2 has both dp and cdp"),
+        ({"world": 4}, {"dp": 2, "cdp": 2}, "mesh: dp=2,cdp=2 has dp and cdp; give one"),
         ({"world": 4}, {"pp": 4}, "mesh: there is no axis 'pp'"),
         ({"world": 5}, {"tp": 5}, "tp=5: the last dimension of"),
         ({"dtype": "fp32"}, None, "key 'dtype': strategy 'gemini' takes 'fp16', 'bf16', not 'fp32'"),

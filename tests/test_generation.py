@@ -136,10 +136,9 @@ def chosen() -> list[Recording]:
     """Recorded runs of one small model: each way of loading, each cache, a plain loop."""
     wanted = {
         ("bf16", "generate", "dynamic", "1"),
-        ("nf4", "generate", "static", "4"),
         ("int8", "generate", "static", "1"),
+        ("bf16", "manual", "static", "4"),
     }
-    wanted |= {("bf16", "manual", "static", "4")}
     rows = [r for r in recordings("inference") if r.row["model"] == "tinyllama-1.1b" and r.row["prompt"] == "512"]
     found = {(r.row["load"], r.row["mode"], r.row["cache"], r.row["batch"]): r for r in rows if r.row["new"] == "32"}
     return [found[key] for key in sorted(wanted)]

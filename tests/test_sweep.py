@@ -19,10 +19,11 @@ import pytest
 
 from graph.case import Case
 from graph.model import StepGraph
-from simulator import sweeping
+from simulator import dispatching
+from simulator.dispatching import chunks, dask_executor, default_jobs, named_executor
 from simulator.results_file import Case as Given
 from simulator.results_file import Results, content, read_cases
-from simulator.sweeping import chunks, dask_executor, default_jobs, named_executor, sweep
+from simulator.sweeping import sweep
 from tests.step_graphs import stub
 from traces.errors import ConfigError, OutputError, TraceError
 
@@ -361,9 +362,9 @@ def test_what_is_no_executor(tmp_path: Path) -> None:
 
 def test_workers_by_cores_and_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(64)))
-    monkeypatch.setattr(sweeping, "_free_bytes", lambda: 16 << 30)
+    monkeypatch.setattr(dispatching, "_free_bytes", lambda: 16 << 30)
     assert default_jobs() == 16
-    monkeypatch.setattr(sweeping, "_free_bytes", lambda: 1)
+    monkeypatch.setattr(dispatching, "_free_bytes", lambda: 1)
     assert default_jobs() == 1
 
 

@@ -50,8 +50,9 @@ def command(
     Cases that RESULTS.jsonl answers already are not estimated again.
     """
     from simulator.commands.common import announce, context_size, print_json
+    from simulator.dispatching import dask_executor, named_executor
     from simulator.results_file import read_cases
-    from simulator.sweeping import dask_executor, named_executor, sweep
+    from simulator.sweeping import sweep
     from traces.errors import OutputError
     from traces.text import path_text
 

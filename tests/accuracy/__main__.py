@@ -32,6 +32,7 @@ GOALS: Final[Mapping[str, Mapping[str, tuple[float, float, float]]]] = {
     "min_fit": {"min_fit": (0.01, 1, 0.04)},
     "multi": {"peak_allocated": (0.005, 1, 0.03), "peak_reserved": (0.015, 0.06, 1)},
     "offload": {"peak_allocated": (0.02, 1, 0.08)},
+    "pipeline": {"peak_allocated": (0.02, 1, 0.08)},
 }
 
 
@@ -75,23 +76,25 @@ def predict(case: Mapping[str, Any], smallest: bool) -> dict[str, Any]:
 def outcomes(chosen: Iterable[Recording], jobs: int, results: Path | None) -> Iterator[Outcome]:
     """Predictions for all recordings, kept in `results` as they come."""
     known = _known(results)
-    waiting: list[Recording] = []
+    waiting: dict[str, list[Recording]] = {}  # rows of several ranks share a case
     for recording in chosen:
         key = _key(recording)
         if key in known:
             yield Outcome(recording, known[key])
         else:
-            waiting.append(recording)
+            waiting.setdefault(key, []).append(recording)
     with ProcessPoolExecutor(jobs) as pool:
-        running = {pool.submit(predict, dict(r.case), r.table == "min_fit"): r for r in waiting}
+        running = {
+            pool.submit(predict, dict(rows[0].case), rows[0].table == "min_fit"): key for key, rows in waiting.items()
+        }
         for number, done in enumerate(as_completed(running)):
-            found = Outcome(running[done], done.result())
+            key, answer = running[done], done.result()
             if results is not None:
                 with results.open("a") as file:
-                    print(json.dumps([_key(found.recording), found.answer], default=str), file=file)
+                    print(json.dumps([key, answer], default=str), file=file)
             if sys.stderr.isatty():
                 print(f"\r{number + 1} of {len(waiting)}", end="", file=sys.stderr)
-            yield found
+            yield from (Outcome(recording, answer) for recording in waiting[key])
 
 
 def _key(recording: Recording) -> str:

@@ -15,7 +15,7 @@ from typing import Any, Final
 
 FOLDER: Final = Path(__file__).resolve().parent.parent / "data" / "training"
 TABLES: Final = ("single", "seq2seq", "inference")
-PHASES: Final = ("fwd_first", "bwd_first", "step_first", "fwd_last", "bwd_last", "step_last")
+PHASES: Final = ("fwd_first", "bwd_first", "pipe_first", "step_first", "fwd_last", "bwd_last", "pipe_last", "step_last")
 
 
 @dataclass(frozen=True)
@@ -209,6 +209,31 @@ def _offload(row: Mapping[str, str]) -> dict[str, Any]:
     }
 
 
+def _pipeline(row: Mapping[str, str]) -> dict[str, Any]:
+    return {
+        "model": row["model"],
+        "dtype": row["dtype"],
+        "autocast": row["autocast"],
+        "attn": row["attn"],
+        "batch": int(row["mb_size"]),
+        "seq": int(row["seq"]),
+        "checkpointing": row["ckpt"],
+        "optimizer": row["optimizer"],
+        "strategy": "pp",
+        "world": int(row["stages"]),
+        "schedule": row["schedule"],
+        "microbatches": int(row["microbatches"]),
+        "return_outputs": row["return_outputs"] == "True",
+        "shapes": row["shapes"],
+        "deferred": "late" if row["lag"] == "1" else "prompt",
+        "steps": int(row["steps"]),
+        "gpu": row["device"],
+        "memory": int(row["mem"]) or None,
+        "alloc_conf": "expandable_segments:True" if row["expandable"] == "True" else "",
+        "release": _release(row),
+    }
+
+
 _CASES: Final = {
     "single": _single,
     "seq2seq": _seq2seq,
@@ -216,4 +241,5 @@ _CASES: Final = {
     "min_fit": _min_fit,
     "multi": _multi,
     "offload": _offload,
+    "pipeline": _pipeline,
 }

@@ -77,9 +77,9 @@ class Difference:
         return self.count / max(len(self.recorded.tokens), 1)
 
 
-def compare(recorded: Trace, predicted: Trace, limit: int = 4000) -> Difference:
-    """The difference of the first ranks of two traces; ValueError if more than `limit` tokens differ."""
-    one, two = tokens(recorded), tokens(predicted)
+def compare(recorded: Trace, predicted: Trace, limit: int = 4000, rank: int = 0) -> Difference:
+    """The difference of a recording's first rank and entry `rank` of a prediction; ValueError beyond `limit` tokens."""
+    one, two = tokens(recorded), tokens(predicted, rank)
     return Difference(one, two, tuple(edits(one.tokens, two.tokens, limit)))
 
 

@@ -1,0 +1,91 @@
+"""How close the simulation and LLMem's own estimator come to recorded runs of the real Gemini, by setting and batch.
+
+    python -m tests.gemini_accuracy [MODEL]...
+
+The figure is the reserved memory after a step, which LLMem calls the peak; the peak of allocated memory stands beside.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import defaultdict
+from statistics import mean, median
+from typing import Any
+
+from tests.gemini_data import FOLDER, rows
+
+SETTINGS = {("1", "0"): "1 GPU", ("4", "0"): "ADP, 4", ("4", "4"): "4TP", ("4", "2"): "2DP+2TP"}
+KEY = ("model", "world", "tp", "rank", "lag", "batch")
+
+
+def predicted(row: dict[str, Any]) -> tuple[int, int]:
+    """Peak of allocated memory in training, and the most reserved memory after a step, of a recorded run's case."""
+    from dataclasses import replace
+
+    from graph.case import Case
+    from graph.model import StepGraph
+    from simulator.estimation import captured
+    from simulator.replay import replay
+    from strategies.lowering import lower
+    from traces.model import Device
+
+    world, tensor = int(row["world"]), max(1, int(row["tp"]))
+    model = FOLDER / row["model"]
+    case = Case.of(
+        {
+            "model": str(model) if model.exists() else row["model"],
+            "strategy": "gemini",
+            "world": world,
+            "mesh": {"dp": world // tensor, "tp": tensor},
+            "batch": int(row["batch"]),
+            "dtype": "fp16",
+            "attn": "eager",
+            "checkpointing": "reentrant",
+            "attention_mask": True,
+            "loss": "transformers-4.29",
+            "gpu": "V100-16GB",
+            "release": "2.0",
+            "deferred": "late" if row["lag"] == "1" else "prompt",
+        }
+    )
+    graph: StepGraph = captured(replace(case, world=1, mesh={}))
+    trace = lower(replace(graph, case=case.document()))
+    rank = next(entry for entry in trace.ranks if int(row["rank"]) in entry.ranks)
+    alone = {name: ((int(row["rank"]),),) for name in trace.groups}
+    only = replace(rank, ranks=(int(row["rank"]),), device=0)
+    found = replay(replace(trace, ranks=(only,), groups=alone, devices=(Device("large", 2**42),)), analyse=False)
+    phases = [phase for phase in found.ranks[0].phases if phase.name != "load"]
+    return max(phase.peak for phase in phases), max(phase.peak_reserved for phase in phases[2:])
+
+
+def main(models: list[str]) -> None:
+    """Print the table."""
+    theirs = {tuple(row[key] for key in KEY): float(row["error_pct"]) for row in rows("llmem_error.csv")}
+    table: dict[tuple[str, int], list[tuple[float, float, float | None]]] = defaultdict(list)
+    recorded = [row for row in rows("runs.csv.gz") if row["keep_gathered"] == "1" and int(row["batch"]) <= 8]
+    for row in sorted(recorded, key=lambda row: (row["model"], int(row["batch"]))):
+        if models and row["model"] not in models:
+            continue
+        peak, reserved = predicted(row)
+        errors = [
+            100 * (ours / int(row[name]) - 1)
+            for ours, name in ((peak, "train_peak_allocated"), (reserved, "after_step_device"))
+        ]
+        other = theirs.get(tuple(row[key] for key in KEY))
+        table[SETTINGS[row["world"], row["tp"]], int(row["batch"])].append((*errors, other))
+        print(f"{row['model']:14} {SETTINGS[row['world'], row['tp']]:8} batch {row['batch']:>3} rank {row['rank']}"
+              f" allocated {errors[0]:+6.2f} %  reserved {errors[1]:+6.2f} %", file=sys.stderr)  # fmt: skip
+    print("setting   batch   n   allocated: mean, worst   reserved: mean, median, worst   LLMem: mean, worst")
+    for (setting, batch), found in sorted(table.items()):
+        allocated, reserved_ = ([abs(one[column]) for one in found] for column in (0, 1))
+        llmem = [abs(one[2]) for one in found if one[2] is not None] or [float("nan")]
+        print(
+            f"{setting:8} {batch:6} {len(found):3}"
+            f"   {mean(allocated):9.2f} % {max(allocated):7.2f} %"
+            f"   {mean(reserved_):8.2f} % {median(reserved_):6.2f} % {max(reserved_):6.2f} %"
+            f"   {mean(llmem):6.1f} % {max(llmem):6.1f} %"
+        )
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

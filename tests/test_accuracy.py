@@ -1,0 +1,54 @@
+"""Predictions against recorded runs: a few small rows of every table, each with the bounds that the whole table has."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.accuracy.__main__ import GOALS, Outcome, predict, summary
+from tests.accuracy.recordings import TABLES, Recording, recordings
+
+pytest.importorskip("torch", reason="needs the extra torch")
+
+SMALL = ("opt-125m", "gpt2", "qwen2-0.5b", "t5-small", "bert-base", "bart-base", "vit-base")
+ROWS = {"single": 14, "seq2seq": 6, "inference": 2, "multi": 5, "offload": 4, "min_fit": 2}
+
+
+def chosen(table: str) -> list[Recording]:
+    """Rows of small models, spread evenly over the table."""
+    models = (*SMALL, "tinyllama-1.1b") if table == "inference" else SMALL
+    rows = [row for row in recordings(table) if row.case["model"] in models and row.fits]
+    count = min(ROWS[table], len(rows))
+    return [rows[place * len(rows) // count] for place in range(count)]
+
+
+@pytest.mark.parametrize("row", [row for table in ROWS for row in chosen(table)], ids=str)
+def test_prediction_is_as_close_as_its_table_allows(row: Recording) -> None:
+    found = Outcome(row, predict(dict(row.case), smallest=row.table == "min_fit"))
+    assert "error" not in found.answer, found.answer
+    for figure, (_, _, worst) in GOALS[row.table].items():
+        error = found.error(figure)
+        if error is not None:
+            assert abs(error) <= worst
+    assert found.answer["verdict"] == "fits"
+
+
+def test_runs_that_ran_out_of_memory_are_told() -> None:
+    rows = [row for row in recordings("single") if not row.fits and row.case["model"] in ("opt-1.3b", "tinyllama-1.1b")]
+    row = rows[0]
+    assert predict(dict(row.case), smallest=False)["verdict"] == "oom"
+
+
+def test_every_table_has_goals_and_cases() -> None:
+    for table in {*TABLES, *ROWS}:
+        assert GOALS[table]
+        assert all(row.case["model"] for row in recordings(table))
+
+
+def test_summary_tells_misses() -> None:
+    row = next(recordings("single"))
+    exact = {name: row.figure(name) for name in ("peak_allocated", "peak_reserved")}
+    assert "MISSED" not in summary("single", [Outcome(row, {**exact, "verdict": "fits"})], 1)
+    off = {name: (value or 0) * 1.02 for name, value in exact.items()}
+    told = summary("single", [Outcome(row, {**off, "verdict": "oom"})], 1)
+    assert "MISSED: median, p95, worst" in told
+    assert "verdicts: 0 of 1 right" in told
