@@ -22,14 +22,18 @@ if TYPE_CHECKING:
     from graph.case import Case
     from graph.method import Method
     from graph.model import StepGraph
-    from simulator.estimation import Estimate
+    from simulator.result import Result
     from traces.model import Trace
 
 POLICIES: Final = ("throughput", "llmem")
 #: The share of a device that stays free beside the likely size of what lies outside the allocator.
 MARGIN: Final = 0.02
+#: A device on which peaks are taken where nothing fits.
+AMPLE: Final = 1 << 42
 #: Largest micro-batch that is tried.
 MOST: Final = 4096
+#: The micro-batch that is tried after 1: the two give the line on which the largest is guessed.
+SECOND: Final = 4
 #: Methods whose kinds of rank differ only in the sizes of their shards: the one that needs most at one batch needs most
 #: at all, and only it is searched; the answer is checked with all of them.
 UNIFORM: Final = frozenset({"zero1", "fsdp1", "fsdp2", "fsdp2-nr", "fsdp2-offload", "hsdp", "fsdp2-tp"})
@@ -343,6 +347,7 @@ class _Probe:
         self.worst: tuple[int, ...] = ()
         self.tried: dict[int, bool] = {}
         self.allocated: dict[int, int] = {}
+        self.best: tuple[int, Result] | None = None
         self.least = min(device(name).total_bytes for name in asked.gpus)
 
     def case(self, batch: int, **more: Any) -> Case:
@@ -351,14 +356,17 @@ class _Probe:
 
         return Case.of({**self.candidate.keys, "batch": batch, **more}, where=self.candidate.name)
 
-    def estimate(self, case: Case, *, whole: bool = True, limited: bool = True) -> Estimate:
-        """Simulate a case on its devices less what lies outside and the margin (`limited`), or on ample ones."""
-        from simulator.estimation import estimate
+    def replayed(self, case: Case, *, whole: bool = True, limited: bool = True) -> Result:
+        """Simulate a case on its devices less what lies outside and the margin (`limited`), or on ample ones.
 
-        aside = self.aside(case) if limited else 0
-        given = case if limited else replace(case, memory=1 << 42)
-        trace = self._worst_trace(given) if not whole and self.worst else None
-        return estimate(given, context=aside, analyse=False, capture=graph_of(given), trace=trace)
+        All kinds of rank, or (not `whole`) the one that needs most alone.
+        """
+        from simulator.replay import replay
+        from strategies.tracing import trace
+
+        given = case if limited else replace(case, memory=AMPLE)
+        made = trace(given, shared_graph) if whole or not self.worst else self._worst_trace(given)
+        return replay(made, context=self.aside(case) if limited else 0, analyse=False)
 
     def aside(self, case: Case) -> int:
         """Bytes of a device that the allocator may not have: the likely size of what lies outside, and the margin."""
@@ -373,25 +381,28 @@ class _Probe:
 
     def _try(self, batch: int) -> None:
         case = self.case(batch)
-        uniform = case.strategy in UNIFORM
-        found = self.estimate(case, whole=not uniform or not self.worst)
+        whole = case.strategy not in UNIFORM or not self.worst
+        found = self.replayed(case, whole=whole)
         self.tried[batch] = found.verdict == "fits"
         if self.tried[batch]:
-            top = max(found.result.ranks, key=lambda rank: rank.peak_allocated)
+            top = max(found.ranks, key=lambda rank: rank.peak_allocated)
             self.allocated[batch] = top.peak_allocated
             self.worst = self.worst or top.ranks
+            if whole and batch >= max(self.allocated):
+                self.best = (batch, found)
 
-    def guess(self, low: int, high: int) -> int:
-        """Where the largest batch may be: on the line through what was seen of allocated peaks, between two bounds."""
-        seen = sorted(self.allocated)
-        if len(seen) < 2:
-            return low * 4 if high > MOST else (low + high) // 2
-        first, last = seen[-2], seen[-1]
+    def at(self, batch: int) -> Result:
+        """The replay of all kinds of rank at a micro-batch."""
+        if self.best is None or self.best[0] != batch:
+            self.best = (batch, self.replayed(self.case(batch)))
+        return self.best[1]
+
+    def guess(self) -> int:
+        """Where the largest batch may be: on the line through the two largest peaks that were seen to fit."""
+        first, last = sorted(self.allocated)[-2:]
         slope = (self.allocated[last] - self.allocated[first]) / (last - first)
-        if slope <= 0:
-            return low * 4
         room = self.least - self.aside(self.case(1)) - self.allocated[last]
-        return last + int(room / slope)
+        return last + int(room / slope) if slope > 0 else MOST
 
     def _worst_trace(self, case: Case) -> Trace:
         """The trace of a job all whose ranks do what the worst one does."""
@@ -403,24 +414,19 @@ class _Probe:
 
         module: Any = importlib.import_module(MODULES[case.strategy])
         method = module.method(case, self.worst[0])
-        graph = graph_of(case)(method.captured_case(), method)
+        graph = shared_graph(method.captured_case(), method)
         entry = RankEvents(tuple(range(case.world)), events_of(graph, late=case.deferred == "late"))
         groups = module.groups(case) if hasattr(module, "groups") else {"default_pg": (tuple(range(case.world)),)}
         return finish(Lowered((entry,), groups), graph, case)
 
 
-def graph_of(case: Case) -> Callable[[Case, Method | None], StepGraph]:
-    """Captures for a case; those of one GPU that a strategy only rewrites are shared between strategies."""
+def shared_graph(case: Case, method: Method | None) -> StepGraph:
+    """Captures a case; the graph of one GPU that a strategy rewrites is shared by all its meshes."""
     from simulator.estimation import captured
 
-    def capture(part: Case, method: Method | None) -> StepGraph:
-        if method is None and part.strategy != "gemini":
-            part = replace(part, strategy="single", world=1, mesh={}, memory=None)
-        elif method is None:
-            part = replace(part, world=1, mesh={}, memory=None)
-        return captured(part, None, method)
-
-    return capture
+    if method is None:
+        case = replace(case, world=1, mesh={}, memory=None)
+    return captured(case, None, method)
 
 
 def search(candidate: Candidate, asked: Asked) -> Outcome:
@@ -434,9 +440,7 @@ def search(candidate: Candidate, asked: Asked) -> Outcome:
             raise ConfigError(f"a global batch of {asked.global_batch} is less than a sample for each of the ranks")
     outcome = Outcome(candidate.name, candidate.keys, candidate.shares)
     batch = largest(probe.fits, probe.guess, most)
-    while batch and probe.worst and probe.case(1).strategy in UNIFORM:  # all kinds of rank have to fit
-        if probe.estimate(probe.case(batch)).verdict == "fits":
-            break
+    while batch and probe.at(batch).verdict != "fits":  # all kinds of rank have to
         batch -= 1
     outcome = replace(outcome, tried=dict(sorted(probe.tried.items())))
     if not batch:
@@ -447,35 +451,26 @@ def search(candidate: Candidate, asked: Asked) -> Outcome:
     return replace(outcome, seconds=time.perf_counter() - started)
 
 
-def largest(fits: Callable[[int], bool], guess: Callable[[int, int], int], most: int) -> int:
-    """The largest whole number up to `most` that fits, 0 for none; `guess(low, high)` says where to look next.
+def largest(fits: Callable[[int], bool], guess: Callable[[], int], most: int) -> int:
+    """The largest whole number up to `most` that fits, 0 for none; `guess()` says where it may be, after two fits.
 
-    What fits is taken to be monotonous. After a guess the next number is tried, then numbers twice as far away, so
-    that few are tried where the guess is good; where it is bad the range is halved.
+    What fits is taken to be monotonous. After the guess the next number is tried, then numbers twice as far away, so
+    that few are tried where the guess is good; what is left between is halved.
     """
     if not fits(1):
         return 0
-    low, high, stride, before = 1, most + 1, 0, 0
+    low, high = 1, most + 1
+    if most >= SECOND:
+        low, high = (SECOND, high) if fits(SECOND) else (low, SECOND)
+    middle = guess() if low > 1 else 2
+    stride, turned, before = 1, False, None
     while high - low > 1:
-        if not stride:
-            middle = guess(low, high)
-            stride = 1
-        else:
-            middle = low + stride if before > 0 else high - stride
-            stride *= 2
-        if stride > 8 and high <= most:
-            middle = (low + high) // 2
         middle = min(max(middle, low + 1), high - 1)
-        if fits(middle):
-            if before < 0:
-                stride = 1
-            low, before = middle, 1
-        else:
-            if before > 0:
-                stride = 1
-            high, before = middle, -1
-        if low == 4 * (low // 4) and before > 0 and low == 4 and high > most:
-            stride = 0  # the first two points give a line: guess again
+        good = fits(middle)
+        low, high = (middle, high) if good else (low, middle)
+        turned = turned or before is (not good)
+        middle = (low + high) // 2 if turned else (low + stride if good else high - stride)
+        stride, before = 2 * stride, good
     return low
 
 
@@ -490,8 +485,8 @@ def _divided(batch: int, most: int) -> tuple[int, int]:
 def _too_large(outcome: Outcome, probe: _Probe) -> Outcome:
     """What a method lacks with one sample, and what would make it fit."""
     case = probe.case(1)
-    found = probe.estimate(case, limited=False)
-    top = max(found.result.ranks, key=lambda rank: rank.peak_reserved)
+    found = probe.replayed(case, limited=False)
+    top = max(found.ranks, key=lambda rank: rank.peak_reserved)
     limit = probe.least - probe.aside(case)
     remedies = _remedies(probe) if probe.asked.remedies and probe.asked.policy != "llmem" else ()
     return replace(
@@ -512,7 +507,7 @@ def _remedies(probe: _Probe) -> tuple[str, ...]:
         if any(probe.candidate.keys.get(key) for key in keys):
             continue
         try:
-            fits = probe.estimate(probe.case(1, **keys)).verdict == "fits"
+            fits = probe.replayed(probe.case(1, **keys)).verdict == "fits"
         except LLMemError:
             continue
         if fits:
@@ -528,7 +523,7 @@ def _larger(probe: _Probe) -> tuple[str, ...]:
         memory = (*case.memory, *[probe.least] * more) if isinstance(case.memory, tuple) else case.memory
         try:
             wider = replace(case, world=world, memory=memory)
-            if probe.estimate(wider).verdict == "fits":
+            if probe.replayed(wider).verdict == "fits":
                 return (f"{more} GPU{'s' * (more > 1)} more",)
         except LLMemError:
             continue
@@ -540,7 +535,7 @@ def _measured(outcome: Outcome, probe: _Probe, batch: int, accum: int) -> Outcom
     case = probe.case(batch)
     if accum > 1:
         case = replace(case, accum=2)
-    found = probe.estimate(case)
+    found = probe.at(batch) if accum == 1 else probe.replayed(case)
     if found.verdict != "fits":  # gradients that stay while micro-batches pass: a smaller micro-batch does
         if batch == 1:
             return _too_large(outcome, probe)
@@ -548,7 +543,7 @@ def _measured(outcome: Outcome, probe: _Probe, batch: int, accum: int) -> Outcom
         smaller = next(one for one in range(batch - 1, 0, -1) if per_rank % one == 0)
         return _measured(outcome, probe, smaller, per_rank // smaller)
     terms = outside_of(probe.asked, groups_of(case))
-    top = max(found.result.ranks, key=lambda rank: rank.peak_reserved - rank.device.total_bytes)
+    top = max(found.ranks, key=lambda rank: rank.peak_reserved - rank.device.total_bytes)
     total = top.device.total_bytes
     seconds = _seconds(case, probe.asked)
     if accum > 1:
@@ -563,8 +558,8 @@ def _measured(outcome: Outcome, probe: _Probe, batch: int, accum: int) -> Outcom
         worst=top.ranks,
         limit=total - probe.aside(case),
         slack=total - top.peak_reserved - sum(term.bytes for term in terms),
-        slack_low=total - top.peak_reserved - sum(term.high for term in terms),
-        slack_high=total - top.peak_reserved - sum(term.low for term in terms),
+        slack_low=total - top.peak_reserved - sum(term.bytes if term.high is None else term.high for term in terms),
+        slack_high=total - top.peak_reserved - sum(term.bytes if term.low is None else term.low for term in terms),
         retries=top.memory_stats["num_alloc_retries"],
         step_seconds=seconds,
     )
@@ -580,7 +575,7 @@ def _seconds(case: Case, asked: Asked) -> float:
 
     clocks = [Clock.of(device(name).name) for name in asked.gpus]
     slowest = min(clocks, key=lambda clock: (clock.card.half, clock.card.memory))
-    timed = trace(case, graph_of(case), speed=speed_of(case, slowest))
+    timed = trace(case, shared_graph, speed=speed_of(case, slowest))
     return step_seconds(timed, case, [slowest])
 
 

@@ -24,7 +24,7 @@ from typing import Any, Final, Literal
 from simulator.dispatching import Dispatch, MakeExecutor, local_pool
 from simulator.settings import Release, parse_conf, parse_release
 from simulator.variants import Deferred, Variant, has_deferred_frees, movable_steps, vary
-from traces.errors import ConfigError, LLMemError
+from traces.errors import ConfigError, LLMemError, ReplayError
 from traces.model import DEFAULT_RELEASE, Op, Strings, Trace
 from traces.text import one_line
 
@@ -56,7 +56,7 @@ _SEARCH: Final = 12
 _KEPT: Final = 4
 
 _SCENARIO_KEYS: Final = ("conf", "release", "memory", "deferred", "order", "lengths", "seed")
-Say = Callable[["Outcome"], None]
+_RECORDED: Final = Variant()
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ class Scenario:
     conf: str
     release: str
     memory: int | None = None
-    variant: Variant = Variant()
+    variant: Variant = _RECORDED
 
     @property
     def group(self) -> str:
@@ -376,7 +376,8 @@ def _kept(answers: Iterable[Mapping[str, Any]], wanted: Iterable[Scenario], task
             continue
         scenario = Scenario.of(answer)
         figures = {name: value for name, value in answer.items() if name not in (*_SCENARIO_KEYS, "trace", "context")}
-        if scenario in asked and ("error" in figures or not task.smallest or "min_fit" in figures):
+        whole = not task.smallest or scenario.memory is not None or "min_fit" in figures
+        if scenario in asked and ("error" in figures or whole):
             kept[scenario] = Outcome(scenario, figures)
     return kept
 
@@ -510,8 +511,8 @@ def _measured(scenario: Scenario, task: _Task) -> dict[str, Any]:
     from simulator.replay import serve
 
     made = _prepared(task, scenario.variant)
-    where = {"conf": scenario.conf, "release": scenario.release}
-    ranks = serve(made, **where, memory=scenario.memory, context=task.context)  # type: ignore[arg-type]
+    conf, release = scenario.conf, scenario.release
+    ranks = serve(made, conf=conf, release=release, memory=scenario.memory, context=task.context)
 
     def peak(machine: Any, stat: int) -> int:
         return int(machine.stat(stat)["all"][1])
@@ -532,6 +533,9 @@ def _measured(scenario: Scenario, task: _Task) -> dict[str, Any]:
         "num_ooms": counted(at.OOMS),
         "device_calls": counted(at.DEVICE_ALLOCS, at.DEVICE_FREES),
     }
-    if task.smallest:
-        found["min_fit"] = smallest_memory(made, **where)
+    if task.smallest and scenario.memory is None:
+        try:
+            found["min_fit"] = smallest_memory(made, conf=conf, release=release)
+        except ReplayError:  # an allocation fails whatever the size
+            found["min_fit"] = None
     return found

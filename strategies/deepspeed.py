@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 class Zero(Native):
     """One rank under DeepSpeed's engine."""
 
+    #: The host waits when three gathers or reductions are under way, none of which ends by itself.
+    late = False
+
     def __init__(self, case: Case, rank: int) -> None:
         super().__init__(case, rank)
         self.settings = settings(case, rank)
@@ -68,15 +71,13 @@ class Zero(Native):
     def _stage_3(self, recorder: Any, built: Any) -> Any:
         from strategies.zero_sharded import Sharded, partitioned, partitioned_while_built
 
-        unused: list[torch.Tensor] = []
         module = built.module
         if self.case.init == "zero.Init":
-            shards, unused = partitioned_while_built(self.settings, recorder, module)
+            shards = partitioned_while_built(self.settings, recorder, module)
         else:
             module = place_all(recorder, built)
             shards = partitioned(self.settings, module)
-        late = self.case.deferred == "late"
-        return Sharded(self.settings, module, shards, self._make, late=late, unused=unused)
+        return Sharded(self.settings, module, shards, self._make, late=self.late)
 
     def _make(self, parameters: list[torch.nn.Parameter]) -> Any:
         return super().optimizer(self.case, parameters)
@@ -105,13 +106,53 @@ class Zero(Native):
         self.engine.backward_begins()
 
 
+class LateZero(Zero):
+    """The same where what runs on the device ends only when the host waits for it."""
+
+    late = True
+
+
 def method(case: Case, rank: int) -> Method:
-    """How rank `rank` runs."""
-    return Zero(case, rank)
+    """How rank `rank` runs, or the rank that stands for it (`distinct`)."""
+    stand_in = next(members for members in _stand_ins(case) if rank in members[1])[0]
+    return (LateZero if case.deferred == "late" else Zero)(case, stand_in)
 
 
 def distinct(case: Case) -> tuple[tuple[int, ...], ...]:
-    """Ranks that do the same: all of them hold other parameters, so only stage 3 has equal ones."""
-    if case.strategy == "deepspeed-3":
-        return (tuple(range(case.world)),)
-    return tuple((rank,) for rank in range(case.world))
+    """Ranks that do the same.
+
+    All of them under stage 3, whose parts are equal, and with gradients in fp32. Otherwise ranks differ in what they
+    hold parts of: the first and the last rank stand for themselves, and of the others the one with most for all.
+    """
+    return tuple(ranks for _, ranks in _stand_ins(case))
+
+
+def _stand_ins(case: Case) -> list[tuple[int, tuple[int, ...]]]:
+    """(the rank that is run, the ranks it stands for)."""
+    world = case.world
+    chosen = settings(case, 0)
+    if chosen.stage == 3 or chosen.bf16_optimizer or world == 1:
+        return [(0, tuple(range(world)))]
+    found = [(0, (0,))]
+    if world > 2:
+        held = _held(case)
+        others = tuple(range(1, world - 1))
+        found.append((max(others, key=lambda rank: held[rank]), others))
+    return [*found, (world - 1, (world - 1,))]
+
+
+def _held(case: Case) -> list[int]:
+    """For each rank the elements of all parameters of which it holds a part (in whole, as gradients are kept)."""
+    from graph.sources import build
+
+    sizes = [parameter.numel() for parameter in build(case).module.parameters() if parameter.requires_grad]
+    if settings(case, 0).round_robin:
+        sizes = [size for first in range(case.world) for size in sizes[first :: case.world]]
+    share = -(-sum(sizes) // (2 * case.world)) * 2
+    held = [0] * case.world
+    begin = 0
+    for size in sizes:
+        for rank in range(begin // share, -(-(begin + size) // share)):
+            held[rank] += size
+        begin += size
+    return held

@@ -35,6 +35,9 @@ MODULES: Final[Mapping[str, str]] = {
     "tp-sp": "strategies.tp",
     "fsdp2-tp": "strategies.tp",
     "gemini": "strategies.gemini",
+    "deepspeed-1": "strategies.deepspeed",
+    "deepspeed-2": "strategies.deepspeed",
+    "deepspeed-3": "strategies.deepspeed",
     "pp": "strategies.pp",
 }
 

@@ -323,9 +323,7 @@ class Flat:
                 begin += piece.size
         return [(rank, tensor.narrow(0, start, size), output) for rank, start, size, output in found]
 
-    def _reduce_lists(
-        self, slices: Sequence[tuple[int, torch.Tensor, torch.Tensor | None]], owner: int | None
-    ) -> None:
+    def _reduce_lists(self, slices: Sequence[tuple[int, torch.Tensor, torch.Tensor | None]], owner: int | None) -> None:
         waiting: list[tuple[int, torch.Tensor, torch.Tensor | None]] = []
         elements = 0
         for one in slices:
@@ -338,9 +336,7 @@ class Flat:
         if waiting:
             self._reduce_list(waiting, owner)
 
-    def _reduce_list(
-        self, slices: Sequence[tuple[int, torch.Tensor, torch.Tensor | None]], owner: int | None
-    ) -> None:
+    def _reduce_list(self, slices: Sequence[tuple[int, torch.Tensor, torch.Tensor | None]], owner: int | None) -> None:
         """One collective over the slices, in a flat copy of them; what is ours goes back to where it was."""
         tensors = [one[1] for one in slices]
         if owner is not None and self.settings.overlap:

@@ -301,9 +301,7 @@ class Coordinator:
 
     def _not_soon(self, module: torch.nn.Module) -> frozenset[Shard]:
         leaving = {
-            shard
-            for shard in self.own(module)
-            if not shard.persistent and self.latest.get(shard, -1) <= self.step
+            shard for shard in self.own(module) if not shard.persistent and self.latest.get(shard, -1) <= self.step
         }
         elements = 0
         for place in range(self.step, len(self.modules)):

@@ -67,7 +67,6 @@ class Sharded:
         make: MakeOptimizer,
         *,
         late: bool = False,
-        unused: list[torch.Tensor] | None = None,
     ) -> None:
         self.settings = settings
         self.module = module
@@ -93,8 +92,6 @@ class Sharded:
         self.barrier = torch.empty(1, dtype=torch.uint8, device=self.device)  # what NCCL's first barrier leaves
         self.trained = [shard for shard in shards if shard.parameter.requires_grad]
         self.groups = self._sub_groups()
-        if unused is not None:
-            unused.clear()
         self.flats = self._defragment()
         self.masters = [self._master(flat) for flat in self.flats]
         self.optimizer = None if settings.offload else make(list(self.masters))
@@ -396,15 +393,12 @@ def partitioned(settings: Settings, module: torch.nn.Module) -> list[Shard]:
     return [Shard(parameter, number, settings) for number, parameter in enumerate(module.parameters())]
 
 
-def partitioned_while_built(
-    settings: Settings, recorder: Any, module: torch.nn.Module
-) -> tuple[list[Shard], list[torch.Tensor]]:
+def partitioned_while_built(settings: Settings, recorder: Any, module: torch.nn.Module) -> list[Shard]:
     """Place a model as `deepspeed.zero.Init` does: the parameters of each module are cut up as soon as it is made.
 
-    A tied parameter is made for each of its modules; answers also the parts of those that tying leaves without use.
+    A tied parameter is made for each of its modules; all but the first are dropped again.
     """
     made: dict[int, Shard] = {}
-    unused: list[torch.Tensor] = []
     number = 0
     for part in _in_order(module):
         whole: list[tuple[str, int, torch.nn.Parameter]] = []
@@ -418,12 +412,10 @@ def partitioned_while_built(
             shard = Shard(parameter, number, settings)
             number += 1
             if key in made:
-                unused.append(shard.part)
-                part._parameters[name] = made[key].parameter
+                del parameter.shard  # type: ignore[attr-defined]
             else:
                 made[key] = shard
-                part._parameters[name] = parameter
+            part._parameters[name] = made[key].parameter
             del parameter, shard
     place(recorder, module, keep=lambda tensor: not tensor.is_meta)
-    order = [parameter.shard for parameter in module.parameters()]  # type: ignore[attr-defined]
-    return order, unused
+    return [parameter.shard for parameter in module.parameters()]  # type: ignore[attr-defined]

@@ -67,17 +67,15 @@ def main(models: list[str]) -> None:
         if models and row["model"] not in models:
             continue
         peak, reserved = predicted(row)
-        errors = [
-            100 * (ours / int(row[name]) - 1)
-            for ours, name in ((peak, "train_peak_allocated"), (reserved, "after_step_device"))
-        ]
+        allocation = 100 * (peak / int(row["train_peak_allocated"]) - 1)
+        reservation = 100 * (reserved / int(row["after_step_device"]) - 1)
         other = theirs.get(tuple(row[key] for key in KEY))
-        table[SETTINGS[row["world"], row["tp"]], int(row["batch"])].append((*errors, other))
+        table[SETTINGS[row["world"], row["tp"]], int(row["batch"])].append((allocation, reservation, other))
         print(f"{row['model']:14} {SETTINGS[row['world'], row['tp']]:8} batch {row['batch']:>3} rank {row['rank']}"
-              f" allocated {errors[0]:+6.2f} %  reserved {errors[1]:+6.2f} %", file=sys.stderr)  # fmt: skip
+              f" allocated {allocation:+6.2f} %  reserved {reservation:+6.2f} %", file=sys.stderr)  # fmt: skip
     print("setting   batch   n   allocated: mean, worst   reserved: mean, median, worst   LLMem: mean, worst")
     for (setting, batch), found in sorted(table.items()):
-        allocated, reserved_ = ([abs(one[column]) for one in found] for column in (0, 1))
+        allocated, reserved_ = [abs(one[0]) for one in found], [abs(one[1]) for one in found]
         llmem = [abs(one[2]) for one in found if one[2] is not None] or [float("nan")]
         print(
             f"{setting:8} {batch:6} {len(found):3}"

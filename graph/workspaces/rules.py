@@ -24,8 +24,8 @@ class Call:
     """One operator call on CUDA tensors: shapes, strides and dtypes are right, values are not there.
 
     `name` is the overload's full name ("aten.mm.default"). `thread` is 0 for the main thread and 1 for autograd's
-    device thread, since cuBLAS handles are per thread. `state` lives as long as the capture: rules note in it which persistent
-    workspaces exist.
+    device thread, since cuBLAS handles are per thread. `state` lives as long as the capture: rules note in it which
+    persistent workspaces exist.
     """
 
     name: str

@@ -33,6 +33,7 @@ GOALS: Final[Mapping[str, Mapping[str, tuple[float, float, float]]]] = {
     "multi": {"peak_allocated": (0.005, 1, 0.03), "peak_reserved": (0.015, 0.06, 1)},
     "offload": {"peak_allocated": (0.02, 1, 0.08)},
     "pipeline": {"peak_allocated": (0.02, 1, 0.08)},
+    "deepspeed": {"peak_allocated": (0.02, 1, 0.08)},
 }
 
 

@@ -234,6 +234,33 @@ def _pipeline(row: Mapping[str, str]) -> dict[str, Any]:
     }
 
 
+def _deepspeed(row: Mapping[str, str]) -> dict[str, Any]:
+    return {
+        "model": row["model"],
+        "dtype": row["dtype"],
+        "attn": row["attn"],
+        "batch": int(row["batch"]),
+        "seq": int(row["seq"]),
+        "checkpointing": row["ckpt"],
+        "accum": int(row["accum"]),
+        "clip": float(row["clip"]),
+        "strategy": f"deepspeed-{row['stage']}",
+        "world": int(row["world"]),
+        "buckets": int(row["bucket"]) if row["bucket"] else None,
+        "overlap_comm": {"True": True, "False": False}.get(row["overlap_comm"], "default"),
+        "grad_accum_dtype": row["grad_accum_dtype"],
+        "zero_extra": row["zero_extra"],
+        "init": row["init"],
+        "offload": "optimizer" if row["offload"] else "",
+        "deferred": "late" if row["lag"] == "1" else "prompt",
+        "steps": int(row["steps"]),
+        "gpu": row["device"],
+        "memory": int(row["mem"]) or None,
+        "alloc_conf": "expandable_segments:True" if row["expandable"] == "True" else "",
+        "release": _release(row),
+    }
+
+
 _CASES: Final = {
     "single": _single,
     "seq2seq": _seq2seq,
@@ -242,4 +269,5 @@ _CASES: Final = {
     "multi": _multi,
     "offload": _offload,
     "pipeline": _pipeline,
+    "deepspeed": _deepspeed,
 }
