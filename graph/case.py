@@ -31,6 +31,8 @@ STRATEGIES: Final = (
     "hsdp",
     "tp",
     "tp-sp",
+    "tp-megatron",
+    "tp-megatron-sp",
     "deepspeed-1",
     "deepspeed-2",
     "deepspeed-3",
@@ -283,6 +285,8 @@ class Case:
     strategy: str = _choice("single", *STRATEGIES)
     world: int = _count(1, 1)
     mesh: Mapping[str, int] = _mesh()
+    tp_loss: str = _choice("", "", "vocab")
+    """tp, tp-sp: "" gathers whole logits; `vocab` leaves them split by vocabulary (torch's `loss_parallel`)."""
     buckets: int | None = _count(None, 1, optional=True)
     """DeepSpeed's reduce_bucket_size and allgather_bucket_size in elements; null: its defaults."""
     overlap_comm: bool | str = _one_of_kinds("default", "default")
@@ -337,8 +341,12 @@ class Case:
             raise ConfigError("key 'save': only for 'checkpointing': 'selective'")
         if self.every > 1 and not self.checkpointing:
             raise ConfigError("key 'every': only with 'checkpointing'")
-        if self.strategy == "single" and self.world != 1:
+        if self.mesh and self.world == 1:
+            object.__setattr__(self, "world", math.prod(self.mesh.values()))
+        if self.strategy == "single" and self.world != 1 and not self.mesh:
             raise ConfigError(f"key 'world': {self.world} ranks need a 'strategy' other than 'single'")
+        if self.tp_loss and self.strategy not in ("tp", "tp-sp"):
+            raise ConfigError("key 'tp_loss': only with 'strategy': 'tp' or 'tp-sp'")
         if isinstance(self.memory, tuple) and len(self.memory) != self.world:
             raise ConfigError(f"key 'memory': {len(self.memory)} sizes for a world of {self.world}")
         if self.quant and self.task == "train" and not self.lora:

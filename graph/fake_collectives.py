@@ -10,8 +10,10 @@ does so at once; DDP's reducer waits for futures instead, so its all-reduces are
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -89,7 +91,7 @@ class Collectives:
             given = dict(zip(names, args, strict=False))
             tensors = list(_flat(args[0]))
             self._tell(name, given, args)
-            work = _finished(tensors)
+            work = _finished([] if name in _PAIRS else tensors)  # messages are not kept by their works
             if KINDS[name] in self.kept and given.get("async_op", True):
                 self._held.append((work, args[:2]))
             return work.boxed() if results == 1 else (args[0], work.boxed())
@@ -169,10 +171,26 @@ def process_group(
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     collectives = Collectives(runtime, recorder, kept)
-    dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
-    try:
-        collectives.install()
-        yield collectives
-    finally:
-        collectives.settle()
-        dist.destroy_process_group()
+    with _named_by_rank(rank):
+        dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
+        try:
+            collectives.install()
+            yield collectives
+        finally:
+            collectives.settle()
+            dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def _named_by_rank(rank: int) -> Iterator[None]:
+    """Process groups get names that are the same for corresponding groups of all ranks: their count among the rank's.
+
+    DTensor keeps meshes of one job in its caches for the next one, which may be another rank of an equal mesh.
+    """
+    own, others = itertools.count(), itertools.count()
+
+    def named(ranks: Sequence[int], use_hashed_name: bool) -> str:
+        return f"{next(own)}" if not ranks or rank in ranks else f"other-{next(others)}"
+
+    with mock.patch.object(dist.distributed_c10d, "_process_group_name", new=named):
+        yield

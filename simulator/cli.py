@@ -23,6 +23,9 @@ COMMANDS: Final = {
     "capture": "Run a model's training step without a GPU and keep it as a graph.",
     "estimate": "Work out what a run of a model needs of its GPU, without one.",
     "sweep": "Estimate many cases, on all cores, resumable.",
+    "stress": "Replay a trace under many settings, devices and orders; say which setting helps.",
+    "compare": "Compare two traces, snapshots or results: what grew, and where.",
+    "check": "Hold a run against a memory budget and a baseline, for CI.",
     "verify": "Replay a torch snapshot's causes and compare every consequence.",
     "convert": "Convert between trace formats, snapshots and timelines.",
 }

@@ -111,6 +111,7 @@ def estimate(
     events: bool = False,
     log: bool = False,
     snapshot: bool = False,
+    picture: bool = False,
     analyse: bool = True,
     capture: Capture | None = None,
     progress: Progress | None = None,
@@ -119,8 +120,8 @@ def estimate(
 
     `case` is a `graph.case.Case` or a mapping of its keys. `context` are the bytes of the device that are not
     PyTorch's ("auto": the table of `simulator.outside`; none by default, and then `verdict_with_context` takes the
-    table). `min_memory` also finds the smallest device. `events`, `log`, `snapshot` and `analyse` are those of
-    `simulator.replay`. `capture` makes the graph of a case (default: `captured`); `progress(phase, step, operators)`
+    table). `min_memory` also finds the smallest device. `events`, `log`, `snapshot`, `picture` and `analyse` are those
+    of `simulator.replay`. `capture` makes the graph of a case (default: `captured`); `progress(phase, step, operators)`
     is called from time to time while the default one does.
 
     Raises ConfigError for a bad case, CaptureError where its model cannot be captured, and what `replay` raises.
@@ -149,6 +150,7 @@ def estimate(
         events=events,
         log=log,
         snapshot=snapshot,
+        picture=picture,
         analyse=analyse,
     )
     found = replace(found, ranks=tuple(replace(rank, outside=terms) for rank in found.ranks))

@@ -1,39 +1,35 @@
-"""The plain picture: a result as one self-contained HTML page that needs no network.
+"""The page of a result: memory over time by category, the allocator's blocks at chosen moments, and the tables.
 
 `render_html` is a pure function of the result. The tables are plain HTML and can be read without JavaScript;
-`static/page.js` draws memory over time with uPlot (MIT, vendored in `static/`). Whatever a trace says is text: it is
-escaped in the tables, kept in a JSON block that no markup can leave, and the page's content security policy runs
-the page's own scripts only (by their hashes) and lets nothing be fetched.
+`static/page.js` draws memory over time with uPlot (MIT, vendored in `static/`), `static/blocks.js` the blocks.
 """
 
 from __future__ import annotations
 
-import base64
-import hashlib
-import json
 import os
-import re
-from collections.abc import Iterable, Mapping, Sequence
-from html import escape
-from importlib.resources import files
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
+from simulator.html_charts import Bar, Chart, chart
+from simulator.html_moments import categories_over_time, moments, tree
+from simulator.html_page import assemble, write_page
+from simulator.html_pieces import card, shares, size, table, text
 from simulator.html_series import Series, series, shorten
 from simulator.ranks import format_ranks
 from simulator.report import CAUSES, distinct_phases, format_time, no_remedy, range_and_source
 from simulator.result import OutOfMemory, PhasePeak, RankResult, Result
 from simulator.settings import format_bytes
-from traces.files import write_atomically
 
-#: Events drawn for one rank and in a whole page (at about 8 characters each), and event sequences drawn.
+#: Events drawn for one rank and in a whole page (at about 8 characters each, 20 with categories), blocks drawn at one
+#: moment of a rank and in a whole page, and characters of a page: with more, everything is drawn more coarsely.
 POINTS_PER_RANK: Final = 50_000
 POINTS_PER_PAGE: Final = 200_000
+BLOCKS_PER_MOMENT: Final = 5_000
+BLOCKS_PER_PAGE: Final = 10_000
+MAX_PAGE: Final = 4_500_000
 MAX_RANKS: Final = 64
 MAX_PHASE_ROWS: Final = 40
 MAX_NOTES: Final = 40
-
-_SCRIPTS: Final = ("uPlot.iife.min.js", "page.js")
-_STYLES: Final = ("uPlot.min.css", "page.css")
 
 
 def write_html(result: Result, path: str | os.PathLike[str], *, force: bool = False) -> None:
@@ -41,45 +37,71 @@ def write_html(result: Result, path: str | os.PathLike[str], *, force: bool = Fa
 
     Raises OutputError where the file exists and `force` is not given, or cannot be written.
     """
-    page = render_html(result).encode("utf-8", "backslashreplace")
-    with write_atomically(path, force=force) as file:
-        file.write(page)
+    write_page(render_html(result), path, force=force)
 
 
 def render_html(result: Result) -> str:
-    """The page of `result` as text: the worst `MAX_RANKS` event sequences, `POINTS_PER_PAGE` events in all."""
-    shown = result.ranks[:MAX_RANKS]
-    share = max(1, min(POINTS_PER_RANK, POINTS_PER_PAGE // max(1, len(shown))))
-    drawn = [_series(rank, share) for rank in shown]
-    data = {"ranks": [_data(rank, packed) for rank, packed in zip(shown, drawn, strict=True)]}
-    parts = {
-        "title": escape(_title(result)),
-        "policy": _policy(),
-        "styles": "".join(f"<style>{_static(name)}</style>" for name in _STYLES),
-        "header": _header(result),
-        "ranks": "".join(
-            _rank(place, rank, packed) for place, (rank, packed) in enumerate(zip(shown, drawn, strict=True))
-        ),
-        "notes": _notes(result),
-        "data": _json(data),
-        "scripts": "".join(f"<script>{_static(name)}</script>" for name in _SCRIPTS),
-    }
-    return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], _static("page.html"))
+    """The page of `result` as text: the worst `MAX_RANKS` event sequences."""
+    shown = [(label_of(rank.ranks), rank) for rank in result.ranks[:MAX_RANKS]]
+    return bounded(_title(result), _header(result), side_by_side(shown), shown, _notes(result))
+
+
+def bounded(
+    title: str, header: str, before: str, ranks: Sequence[tuple[str, RankResult]], notes: str, chooser: str = "Rank"
+) -> str:
+    """A page of HTML parts and labelled ranks, with as much of each as keeps it below `MAX_PAGE` characters."""
+    budget = 1.0
+    while True:
+        sections, data = _sections(ranks, budget)
+        page = assemble(title, header, before + sections, notes, {"chooser": chooser, "ranks": data})
+        if len(page) <= MAX_PAGE or budget < 0.001:
+            return page
+        budget /= 2
+
+
+def _sections(ranks: Sequence[tuple[str, RankResult]], budget: float) -> tuple[str, list[Mapping[str, Any]]]:
+    """The sections of labelled ranks, and what the scripts draw in them."""
+    many = max(1, len(ranks))
+    share = max(1, round(budget * min(POINTS_PER_RANK, POINTS_PER_PAGE // many)))
+    blocks = max(100, round(budget * min(BLOCKS_PER_MOMENT, BLOCKS_PER_PAGE // many)))
+    drawn = [_series(rank, share) for _, rank in ranks]
+    data = [_data(label, rank, packed, blocks) for (label, rank), packed in zip(ranks, drawn, strict=True)]
+    html = (
+        _rank(place, label, rank, packed)
+        for place, ((label, rank), packed) in enumerate(zip(ranks, drawn, strict=True))
+    )
+    return "".join(html), data
 
 
 def _series(rank: RankResult, max_points: int) -> Series:
-    return series(rank.timeline, (rank.peak.event, rank.fragmentation.event), max_points)
+    places = () if rank.picture is None else tuple(moment.event for moment in rank.picture.moments)
+    return series(rank.timeline, (rank.peak.event, rank.fragmentation.event, *places), max_points)
 
 
-def _label(ranks: Sequence[int]) -> str:
+def side_by_side(ranks: Sequence[tuple[str, RankResult]]) -> str:
+    """Labelled ranks as bars on one scale: what was alive at the peak, what was reserved beside it, the limit."""
+    if len(ranks) < 2:
+        return ""
+    bars = []
+    for label, rank in ranks:
+        parts = [*rank.peak.by_category.items(), ("reserved, not allocated", rank.peak_reserved - rank.peak.allocated)]
+        remark = "out of memory" if rank.oom else f"of {format_bytes(rank.timeline.limit_bytes)}"
+        bars.append(Bar(label, tuple(parts), mark=rank.timeline.limit_bytes, remark=remark))
+    caption = "Allocated bytes by category at their peak, and what the peak of reserved bytes has beyond them."
+    return f"<div class=side>{chart(Chart('Side by side', tuple(bars), caption=caption))}</div>"
+
+
+def label_of(ranks: Sequence[int]) -> str:
+    """`rank 3`, or `ranks 0-3`."""
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {format_ranks(ranks)}"
 
 
-def _data(rank: RankResult, packed: Series) -> Mapping[str, Any]:
+def _data(label: str, rank: RankResult, packed: Series, blocks: int) -> Mapping[str, Any]:
     """What page.js needs of one rank."""
+    picture = rank.picture
     return {
         **packed.document,
-        "label": _label(rank.ranks),
+        "label": shorten(label, 80),
         "device": shorten(rank.device.name, 60),
         "peak": {"event": rank.peak.event, "bytes": rank.peak_allocated, "text": format_bytes(rank.peak_allocated)},
         "peakReserved": {
@@ -88,30 +110,12 @@ def _data(rank: RankResult, packed: Series) -> Mapping[str, Any]:
             "text": format_bytes(rank.peak_reserved),
         },
         "oom": rank.oom is not None,
+        "categories": [] if picture is None else categories_over_time(rank, picture, packed.index),
+        "moments": None if picture is None else moments(picture, blocks),
     }
 
 
-# The frame of the page ------------------------------------------------------------------------------------------------
-
-
-def _static(name: str) -> str:
-    return (files("simulator") / "static" / name).read_text("utf-8")
-
-
-def _policy() -> str:
-    """The content security policy: this page's scripts by hash, its styles, and nothing from anywhere."""
-    hashes = (hashlib.sha256(_static(name).encode()).digest() for name in _SCRIPTS)
-    scripts = " ".join(f"'sha256-{base64.b64encode(digest).decode()}'" for digest in hashes)
-    return (
-        f"default-src 'none'; script-src {scripts}; style-src 'unsafe-inline'; img-src data:; base-uri 'none';"
-        " form-action 'none'"
-    )
-
-
-def _json(data: Mapping[str, Any]) -> str:
-    """JSON for a script element: pure ASCII without `<`, `>` and `&`, so that no markup can end it."""
-    text = json.dumps(data, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
-    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+# The header and the notes ---------------------------------------------------------------------------------------------
 
 
 def _name(result: Result) -> str | None:
@@ -141,9 +145,9 @@ def _header(result: Result) -> str:
         f"allocator settings: {result.conf or 'default'}",
     ]
     return (
-        f"<h1>{badge} {_text(name) if name else 'Memory over time'}</h1>"
+        f"<h1>{badge} {text(name) if name else 'Memory over time'}</h1>"
         f"<p class=lead>{_lead(result)}</p>"
-        f"<p class=facts>{' · '.join(_text(fact) for fact in facts)}</p>"
+        f"<p class=facts>{' · '.join(text(fact) for fact in facts)}</p>"
     )
 
 
@@ -154,13 +158,13 @@ def _lead(result: Result) -> str:
     for rank in result.ranks:
         if rank.oom is not None:
             return (
-                f"{_label(rank.ranks).capitalize()} asked for {_bytes(rank.oom.requested)} at event"
-                f" {rank.oom.event:,} with {_bytes(rank.oom.device_free)} left on the device."
+                f"{label_of(rank.ranks).capitalize()} asked for {size(rank.oom.requested)} at event"
+                f" {rank.oom.event:,} with {size(rank.oom.device_free)} left on the device."
             )
     worst = result.ranks[0]
-    where = f" ({_label(worst.ranks)})" if len(result.ranks) > 1 else ""
+    where = f" ({label_of(worst.ranks)})" if len(result.ranks) > 1 else ""
     limit = worst.timeline.limit_bytes
-    return f"At most {_bytes(worst.peak_reserved)} reserved of {_bytes(limit)} on {_text(worst.device.name)}{where}."
+    return f"At most {size(worst.peak_reserved)} reserved of {size(limit)} on {text(worst.device.name)}{where}."
 
 
 def _notes(result: Result) -> str:
@@ -173,9 +177,9 @@ def _notes(result: Result) -> str:
     metadata = [(key, value) for key, value in result.metadata.items() if isinstance(value, (str, int, float))][:20]
     html = ""
     if notes:
-        html += f"<h2>Notes</h2><ul>{''.join(f'<li>{_text(note, 600)}</li>' for note in notes)}</ul>"
+        html += f"<h2>Notes</h2><ul>{''.join(f'<li>{text(note, 600)}</li>' for note in notes)}</ul>"
     if metadata:
-        rows = "".join(f"<dt>{_text(str(key))}</dt><dd>{_text(str(value), 300)}</dd>" for key, value in metadata)
+        rows = "".join(f"<dt>{text(str(key))}</dt><dd>{text(str(value), 300)}</dd>" for key, value in metadata)
         html += f"<h2>Trace</h2><dl class=metadata>{rows}</dl>"
     return html
 
@@ -183,9 +187,9 @@ def _notes(result: Result) -> str:
 # One rank -------------------------------------------------------------------------------------------------------------
 
 
-def _rank(place: int, rank: RankResult, packed: Series) -> str:
-    """The section of one rank: figures, the plot's place, and the tables."""
-    label = _label(rank.ranks)
+def _rank(place: int, label: str, rank: RankResult, packed: Series) -> str:
+    """The section of one rank: figures, the places of the plot and of the blocks, and the tables."""
+    safe = text(label, 80)
     cards = (
         _out_of_memory(rank.oom),
         _phases(distinct_phases(rank.phases)),
@@ -195,9 +199,10 @@ def _rank(place: int, rank: RankResult, packed: Series) -> str:
         _outside(rank),
     )
     return (
-        f'<section class=rank data-rank="{place}" aria-label="{label}">'
-        f"<h2>{label.capitalize()} <small>{_text(rank.device.name)}</small></h2>"
-        f"{_figures(rank)}<div class=plot></div>{_caption(rank, packed)}"
+        f'<section class=rank data-rank="{place}" aria-labelledby="rank-{place}">'
+        f'<h2 id="rank-{place}">{safe[:1].upper()}{safe[1:]} <small>'
+        f"{text(rank.device.name)}</small></h2>"
+        f"{_figures(rank)}<div class=plot></div>{_caption(rank, packed)}<div class=moments></div>{_modules(rank)}"
         f"<div class=cards>{''.join(cards)}</div></section>"
     )
 
@@ -215,7 +220,7 @@ def _figures(rank: RankResult) -> str:
     if requested is not None:
         figures.append(("requested", "peak requested (lower bound)", requested))
     cells = [
-        f'<div><dt>{name}</dt><dd data-key="{key}" data-bytes="{count}">{_bytes(count)}</dd></div>'
+        f'<div><dt>{name}</dt><dd data-key="{key}" data-bytes="{count}">{size(count)}</dd></div>'
         for key, name, count in figures
     ]
     if rank.duration_ns is not None:
@@ -228,43 +233,52 @@ def _figures(rank: RankResult) -> str:
     return f"<dl class=figures>{''.join(cells)}</dl>"
 
 
+def _modules(rank: RankResult) -> str:
+    """What was alive at the peak by module path, collapsible."""
+    nested = tree(rank)
+    if not nested:
+        return ""
+    words = "Bytes of blocks by module path. Arrow keys open, close and move."
+    peak = rank.peak
+    when = f"event {peak.event:,}{f', {text(peak.phase)}' if peak.phase else ''}"
+    return card(f"Alive at the peak, by module <small>{when}</small>", f"<p class=caption>{words}</p>{nested}")
+
+
 def _caption(rank: RankResult, packed: Series) -> str:
     """What the plot shows, and how much of it."""
     count = len(rank.timeline)
-    text = f"Memory after each of {count:,} events."
+    words = f"Memory after each of {count:,} events."
     if packed.points < count:
-        text += f" {packed.points:,} of them are drawn: the lows and highs of every stretch, so that no peak is lost."
+        words += f" {packed.points:,} of them are drawn: the lows and highs of every stretch, so that no peak is lost."
     if left_out := packed.document["phasesLeftOut"]:
-        text += f" {left_out:,} phases are too many to draw."
-    return f"<p class=caption>{text}</p>"
+        words += f" {left_out:,} phases are too many to draw."
+    return f"<p class=caption>{words}</p>"
 
 
 def _out_of_memory(oom: OutOfMemory | None) -> str:
     """The first allocation that failed, what was free then, and what would have helped."""
     if oom is None:
         return ""
-    what = f" ({_text(oom.name)})" if oom.name else ""
-    phase = f" in {_text(oom.phase)}" if oom.phase else ""
+    what = f" ({text(oom.name)})" if oom.name else ""
+    phase = f" in {text(oom.phase)}" if oom.phase else ""
     rows = [
-        (_text(f"{piece.pool}, stream {piece.stream}"), f"{piece.count:,}", _bytes(piece.bytes), _bytes(piece.largest))
+        (text(f"{piece.pool}, stream {piece.stream}"), f"{piece.count:,}", size(piece.bytes), size(piece.largest))
         for piece in oom.pieces[:20]
     ]
-    remedies = "".join(
-        f"<li><code>{_text(conf)}</code>: peak {_bytes(peak)} reserved</li>" for conf, peak in oom.remedies
-    )
-    return _card(
+    remedies = "".join(f"<li><code>{text(conf)}</code>: peak {size(peak)} reserved</li>" for conf, peak in oom.remedies)
+    return card(
         "Out of memory",
-        f"<p>Event {oom.event:,}{phase} asked for {_bytes(oom.requested)}{what} on stream {oom.stream}, a block of"
-        f" {_bytes(oom.rounded)}. The device had {_bytes(oom.device_free)} left. The allocator held"
-        f" {_bytes(oom.reserved)}, {_bytes(oom.free_in_segments)} of it free, in pieces of at most"
-        f" {_bytes(oom.largest_free)}.</p>"
-        f"<p>Until then: {_bytes(oom.peak_allocated_before)} allocated and {_bytes(oom.peak_reserved_before)}"
+        f"<p>Event {oom.event:,}{phase} asked for {size(oom.requested)}{what} on stream {oom.stream}, a block of"
+        f" {size(oom.rounded)}. The device had {size(oom.device_free)} left. The allocator held"
+        f" {size(oom.reserved)}, {size(oom.free_in_segments)} of it free, in pieces of at most"
+        f" {size(oom.largest_free)}.</p>"
+        f"<p>Until then: {size(oom.peak_allocated_before)} allocated and {size(oom.peak_reserved_before)}"
         " reserved at most.</p>"
-        + (_table(("free pieces", "count", "bytes", "largest"), rows) if rows else "")
+        + (table(("free pieces", "count", "bytes", "largest"), rows) if rows else "")
         + (
             f"<p>Settings under which the same trace runs:</p><ul>{remedies}</ul>"
             if remedies
-            else f"<p>{_text(no_remedy(oom), 600)}</p>"
+            else f"<p>{text(no_remedy(oom), 600)}</p>"
         ),
         kind="wide alarm",
     )
@@ -280,25 +294,25 @@ def _phases(phases: Sequence[PhasePeak]) -> str:
         title, shown = f"The {MAX_PHASE_ROWS} highest of {len(phases):,} phases", [phases[i] for i in sorted(keep)]
     rows = [
         (
-            _text(phase.name),
+            text(phase.name),
             "" if phase.step is None else str(phase.step),
-            _bytes(phase.peak),
-            _bytes(phase.left),
-            _bytes(phase.peak_reserved),
+            size(phase.peak),
+            size(phase.left),
+            size(phase.peak_reserved),
         )
         for phase in shown
     ]
-    return _card(title, _table(("phase", "step", "peak allocated", "left at its end", "peak reserved"), rows, texts=2))
+    return card(title, table(("phase", "step", "peak allocated", "left at its end", "peak reserved"), rows, texts=2))
 
 
 def _categories(rank: RankResult) -> str:
     """What was alive at the peak, by category."""
     peak = rank.peak
-    phase = f", {_text(peak.phase)}" if peak.phase else ""
+    phase = f", {text(peak.phase)}" if peak.phase else ""
     rows = sorted(peak.by_category.items(), key=lambda item: -item[1])
-    return _card(
+    return card(
         f"Alive at the peak <small>event {peak.event:,}{phase}</small>",
-        _shares(("category", "bytes", "share"), rows, peak.allocated),
+        shares(("category", "bytes", "share"), rows, peak.allocated),
     )
 
 
@@ -308,68 +322,30 @@ def _largest(rank: RankResult) -> str:
         return ""
     rows = [
         (
-            _text(tensor.name if tensor.name else f"id {tensor.id}"),
-            _text(tensor.category),
-            _bytes(tensor.bytes),
+            text(tensor.name if tensor.name else f"id {tensor.id}"),
+            text(tensor.category),
+            size(tensor.bytes),
             f"{tensor.event:,}",
         )
         for tensor in rank.peak.largest
     ]
     head = ("tensor", "category", "bytes", "born at event")
-    return _card("Largest tensors at the peak", _table(head, rows, texts=2))
+    return card("Largest tensors at the peak", table(head, rows, texts=2))
 
 
 def _fragmentation(rank: RankResult) -> str:
     """Where reserved bytes were at their peak; the rows sum to it."""
     cause = rank.fragmentation
     rows = [(words, int(getattr(cause, name))) for name, words in CAUSES.items()]
-    return _card(
+    return card(
         f"Reserved at its peak, by cause <small>event {cause.event:,}</small>",
-        _shares(("cause", "bytes", "share"), rows, cause.reserved),
+        shares(("cause", "bytes", "share"), rows, cause.reserved),
     )
 
 
 def _outside(rank: RankResult) -> str:
     """The device total, term by term."""
-    rows = [("reserved by the allocator, at its peak", "", _bytes(rank.peak_reserved))]
-    rows += [(_text(term.name), _text(range_and_source(term), 300), _bytes(term.bytes)) for term in rank.outside]
-    rows.append(("<b>device total</b>", "", f"<b>{_bytes(rank.device_total)}</b>"))
-    return _card("As nvidia-smi would show it", _table(("term", "source", "bytes"), rows, texts=2))
-
-
-# Pieces of HTML -------------------------------------------------------------------------------------------------------
-
-
-def _text(value: str, length: int = 160) -> str:
-    """Text of the trace: shortened, escaped, and kept from turning the direction of what stands around it."""
-    return f"<bdi>{escape(shorten(value, length))}</bdi>" if not value.isascii() else escape(shorten(value, length))
-
-
-def _bytes(count: int) -> str:
-    """A size for people, with the exact number on hover."""
-    return f'<span class=n title="{count:,} bytes">{format_bytes(count)}</span>'
-
-
-def _card(title: str, body: str, *, kind: str = "") -> str:
-    return f'<div class="card {kind}"><h3>{title}</h3>{body}</div>'
-
-
-def _table(head: Sequence[str], rows: Iterable[Sequence[str]], *, texts: int = 1) -> str:
-    """A table of ready HTML cells; the first `texts` columns hold words, the others numbers."""
-    kinds = [" class=long" if column == 0 else "" if column < texts else " class=num" for column in range(len(head))]
-    top = "".join(f"<th scope=col{kind}>{name}</th>" for kind, name in zip(kinds, head, strict=True))
-    body = "".join(
-        "<tr>" + "".join(f"<td{kind}>{cell}</td>" for kind, cell in zip(kinds, row, strict=True)) + "</tr>"
-        for row in rows
-    )
-    return f"<table><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table>"
-
-
-def _shares(head: Sequence[str], rows: Sequence[tuple[str, int]], whole: int) -> str:
-    """A table of parts of `whole`, each with a bar."""
-    cells = []
-    for name, count in rows:
-        share = 100 * count / whole if whole else 0.0
-        bar = f'<svg class=bar aria-hidden=true><rect width="{share:.2f}%" height="100%"/></svg>'
-        cells.append((_text(name), _bytes(count), f"{share:.1f} %{bar}"))
-    return _table(head, cells)
+    rows = [("reserved by the allocator, at its peak", "", size(rank.peak_reserved))]
+    rows += [(text(term.name), text(range_and_source(term), 300), size(term.bytes)) for term in rank.outside]
+    rows.append(("<b>device total</b>", "", f"<b>{size(rank.device_total)}</b>"))
+    return card("As nvidia-smi would show it", table(("term", "source", "bytes"), rows, texts=2))

@@ -26,10 +26,11 @@ _LONGEST_VARINT: Final = 9  # 63 bits
 
 @dataclass(frozen=True)
 class Series:
-    """What `page.js` draws of one rank: `document` is plain JSON, `points` how many events it holds."""
+    """What `page.js` draws of one rank: `document` is plain JSON, `points` how many events it holds, `index` which."""
 
     document: Mapping[str, Any]
     points: int
+    index: Int64Array
 
 
 def series(timeline: Timeline, marks: tuple[int, ...], max_points: int) -> Series:
@@ -63,7 +64,7 @@ def series(timeline: Timeline, marks: tuple[int, ...], max_points: int) -> Serie
         "phasesLeftOut": len(timeline.phases) - len(phases),
         "ooms": list(ooms),
     }
-    return Series(document, len(index))
+    return Series(document, len(index), index)
 
 
 def shorten(text: str, length: int = 160) -> str:

@@ -14,6 +14,7 @@ import numpy as np
 from simulator import analysis, engine
 from simulator import layout as at
 from simulator.machine import Machine, Program, compile_rank
+from simulator.picture import picture_of
 from simulator.result import (
     EventColumns,
     EventLog,
@@ -93,22 +94,24 @@ def replay(
     events: bool = False,
     log: bool = False,
     snapshot: bool = False,
+    picture: bool = False,
     analyse: bool = True,
 ) -> Result:
     """Replay a trace (or a prepared one) and return what it needs of memory, worst rank first.
 
     `conf`, `release`, `memory` (total bytes of every device) and `context` (bytes of it that are not PyTorch's)
     override what the trace says. `events` keeps what stood after every event, `log` every call of the device and entry
-    of a torch memory trace, `snapshot` the final state in torch's layout (with the log as its trace). `analyse` tries
-    other allocator settings when the trace runs out of memory.
+    of a torch memory trace, `snapshot` the final state in torch's layout (with the log as its trace), `picture` what a
+    page draws (`simulator.picture`). `analyse` tries other allocator settings when the trace runs out of memory.
 
     Raises ConfigError for illegal settings, TraceError where the trace is not valid (`traces.check`) or ranks wait for
     each other forever, and ReplayError where the events ask for what PyTorch leaves undefined.
     """
-    setup, classes, machines, watch = _served(trace, conf, release, memory, context, full=events, log=log or snapshot)
+    logged = log or snapshot or picture
+    setup, classes, machines, watch = _served(trace, conf, release, memory, context, full=events, log=logged)
     trace = trace.trace if isinstance(trace, Prepared) else trace
     results = [
-        _result_of(item, machine, watch, number, setup, events=events, log=log, snapshot=snapshot)
+        _result_of(item, machine, watch, number, setup, events=events, log=log, snapshot=snapshot, picture=picture)
         for number, (item, machine) in enumerate(zip(classes, machines, strict=True))
     ]
     results.sort(key=lambda result: (result.oom is None, -result.device_total, result.ranks))
@@ -285,11 +288,12 @@ def _result_of(
     events: bool,
     log: bool,
     snapshot: bool,
+    picture: bool,
 ) -> RankResult:
     spans = analysis.phase_spans(machine)
     ranks = tuple(item.ranks)
     device = machine.device
-    entries = _log_of(machine) if log or snapshot else None
+    entries = _log_of(machine) if log or snapshot or picture else None
     outside: tuple[OutsideTerm, ...] = ()
     if device.context_bytes:
         outside = (OutsideTerm("context", device.context_bytes, "the trace's device, or --context"),)
@@ -318,6 +322,9 @@ def _result_of(
         columns=_columns_of(machine) if events else None,
         log=entries if log else None,
         snapshot=torch_snapshot(machine, entries) if snapshot and entries is not None else None,
+        picture=picture_of(machine, entries, spans, tuple(watch.failed[number][:1]))
+        if picture and entries is not None
+        else None,
     )
 
 

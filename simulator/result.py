@@ -178,6 +178,64 @@ class EventColumns:
 
 
 @dataclass(frozen=True)
+class Segments:
+    """Memory that the allocator held of the device, by address (columns of equal length).
+
+    A run of mapped pages of an expandable segment stands as one.
+    """
+
+    address: Int64Array
+    bytes: Int64Array
+    stream: Int64Array
+    expandable: np.ndarray[Any, np.dtype[np.bool_]]
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Blocks in use, by address (columns of equal length); what lies between them in the segments is free.
+
+    `category` and `name` index the tables of the `Picture` (name -1: none); `pending` blocks are freed, but wait for
+    another stream.
+    """
+
+    address: Int64Array
+    bytes: Int64Array
+    category: Int64Array
+    name: Int64Array
+    pending: np.ndarray[Any, np.dtype[np.bool_]]
+
+
+@dataclass(frozen=True)
+class Moment:
+    """The allocator's state after event `event` (-1: before the first); `labels` say why it is of interest."""
+
+    labels: tuple[str, ...]
+    event: int
+    phase: str | None
+    allocated: int
+    active: int
+    reserved: int
+    segments: Segments
+    blocks: Blocks
+
+
+@dataclass(frozen=True)
+class Picture:
+    """What a page draws beside the timeline: categories over time, and the allocator at chosen moments.
+
+    `changed` has for every event the category (an index into `categories`) of the allocation that it makes or frees,
+    -1 for other events; `before` the allocated bytes of each category before the first event. `moments` are in order
+    of events.
+    """
+
+    categories: tuple[str, ...]
+    names: tuple[str, ...]
+    changed: np.ndarray[Any, np.dtype[np.int16]]
+    before: tuple[int, ...]
+    moments: tuple[Moment, ...]
+
+
+@dataclass(frozen=True)
 class RankResult:
     """The replay of one event sequence, on behalf of all `ranks` that share it."""
 
@@ -196,6 +254,7 @@ class RankResult:
     columns: EventColumns | None = None
     log: EventLog | None = None
     snapshot: Mapping[str, Any] | None = None  # torch's own layout, when asked for
+    picture: Picture | None = None  # for a page, when asked for
 
     @property
     def peak_allocated(self) -> int:

@@ -13,9 +13,12 @@ from concurrent.futures import Executor
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final
 
+import numpy as np
+
 from simulator.dispatching import Dispatch, MakeExecutor, local_pool
 from simulator.result import OutsideTerm
 from traces.errors import ConfigError, LLMemError
+from traces.model import Events
 from traces.text import one_line
 
 if TYPE_CHECKING:
@@ -32,8 +35,12 @@ MARGIN: Final = 0.02
 AMPLE: Final = 1 << 42
 #: Largest micro-batch that is tried.
 MOST: Final = 4096
-#: The micro-batch that is tried after 1: the two give the line on which the largest is guessed.
-SECOND: Final = 4
+#: The micro-batches that are tried first: by the two steps the largest is guessed (one of a single sample has other
+#: operators than those of more).
+FIRST: Final = 2
+SECOND: Final = 8
+#: How many times the largest that fits is tried at most.
+LEAP: Final = 8
 #: Methods whose kinds of rank differ only in the sizes of their shards: the one that needs most at one batch needs most
 #: at all, and only it is searched; the answer is checked with all of them.
 UNIFORM: Final = frozenset({"zero1", "fsdp1", "fsdp2", "fsdp2-nr", "fsdp2-offload", "hsdp", "fsdp2-tp"})
@@ -346,7 +353,7 @@ class _Probe:
         self.asked = asked
         self.worst: tuple[int, ...] = ()
         self.tried: dict[int, bool] = {}
-        self.allocated: dict[int, int] = {}
+        self.traces: dict[int, Trace] = {}
         self.best: tuple[int, Result] | None = None
         self.least = min(device(name).total_bytes for name in asked.gpus)
 
@@ -356,17 +363,12 @@ class _Probe:
 
         return Case.of({**self.candidate.keys, "batch": batch, **more}, where=self.candidate.name)
 
-    def replayed(self, case: Case, *, whole: bool = True, limited: bool = True) -> Result:
-        """Simulate a case on its devices less what lies outside and the margin (`limited`), or on ample ones.
-
-        All kinds of rank, or (not `whole`) the one that needs most alone.
-        """
+    def replayed(self, case: Case, *, limited: bool = True) -> Result:
+        """Simulate a case on its devices less what lies outside and the margin (`limited`), or on ample ones."""
         from simulator.replay import replay
-        from strategies.tracing import trace
 
-        given = case if limited else replace(case, memory=AMPLE)
-        made = trace(given, shared_graph) if whole or not self.worst else self._worst_trace(given)
-        return replay(made, context=self.aside(case) if limited else 0, analyse=False)
+        made = self.trace(case if limited else replace(case, memory=AMPLE))
+        return self._replay(made, case) if limited else replay(made, context=0, analyse=False)
 
     def aside(self, case: Case) -> int:
         """Bytes of a device that the allocator may not have: the likely size of what lies outside, and the margin."""
@@ -382,14 +384,30 @@ class _Probe:
     def _try(self, batch: int) -> None:
         case = self.case(batch)
         whole = case.strategy not in UNIFORM or not self.worst
-        found = self.replayed(case, whole=whole)
+        made = self.trace(case, whole=whole)
+        found = self._replay(made, case)
         self.tried[batch] = found.verdict == "fits"
-        if self.tried[batch]:
-            top = max(found.ranks, key=lambda rank: rank.peak_allocated)
-            self.allocated[batch] = top.peak_allocated
-            self.worst = self.worst or top.ranks
-            if whole and batch >= max(self.allocated):
-                self.best = (batch, found)
+        if batch <= FIRST and not self.tried[batch]:
+            return
+        if self.tried[batch] and whole and batch >= max(self.traces, default=0):
+            self.best = (batch, found)
+        if not self.worst:
+            self.worst = max(found.ranks, key=lambda rank: rank.peak_allocated).ranks
+            if case.strategy in UNIFORM and len(made.ranks) > 1:
+                made = self.trace(case, whole=False)
+        self.traces[batch] = made
+
+    def trace(self, case: Case, *, whole: bool = True) -> Trace:
+        """The trace of a case: of all kinds of rank, or (not `whole`) of the one that needs most alone."""
+        from strategies.tracing import trace
+
+        narrow = not whole and self.worst and case.strategy in UNIFORM
+        return self._worst_trace(case) if narrow else trace(case, shared_graph)
+
+    def _replay(self, trace: Trace, case: Case) -> Result:
+        from simulator.replay import replay
+
+        return replay(trace, context=self.aside(case), analyse=False)
 
     def at(self, batch: int) -> Result:
         """The replay of all kinds of rank at a micro-batch."""
@@ -398,11 +416,25 @@ class _Probe:
         return self.best[1]
 
     def guess(self) -> int:
-        """Where the largest batch may be: on the line through the two largest peaks that were seen to fit."""
-        first, last = sorted(self.allocated)[-2:]
-        slope = (self.allocated[last] - self.allocated[first]) / (last - first)
-        room = self.least - self.aside(self.case(1)) - self.allocated[last]
-        return last + int(room / slope) if slope > 0 else MOST
+        """Where the largest batch may be: by replays of the two largest captured steps, with every size on the line
+        through its sizes in both.
+        """
+        first, last = sorted(self.traces)[-2:]
+        case = self.case(1)
+
+        def fits(batch: int) -> bool:
+            made = between(self.traces[first], self.traces[last], (batch - first) / (last - first))
+            return made is not None and self._replay(made, case).verdict == "fits"
+
+        if between(self.traces[first], self.traces[last], 1.0) is None:
+            return 2 * last
+        low, high = (last, LEAP * last) if self.tried[last] else (first, last)
+        while fits(high) and high < MOST:
+            low, high = high, 2 * high
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if fits(middle) else (low, middle)
+        return low
 
     def _worst_trace(self, case: Case) -> Trace:
         """The trace of a job all whose ranks do what the worst one does."""
@@ -429,6 +461,25 @@ def shared_graph(case: Case, method: Method | None) -> StepGraph:
     return captured(case, None, method)
 
 
+def between(first: Trace, last: Trace, place: float) -> Trace | None:
+    """A trace whose sizes lie on the lines through those of two: `place` 0 is the first, 1 the last, 2 as far beyond.
+
+    None where the two differ in anything but sizes.
+    """
+    ranks = []
+    if len(first.ranks) != len(last.ranks):
+        return None
+    for one, other in zip(first.ranks, last.ranks, strict=True):
+        same = len(one.events) == len(other.events) and np.array_equal(one.events.op, other.events.op)
+        if not same or not np.array_equal(one.events.ints("id"), other.events.ints("id")):
+            return None
+        start, end = one.events.ints("bytes"), other.events.ints("bytes")
+        sizes = np.maximum(np.rint(start + place * (end - start)), np.minimum(start, 1)).astype(np.int64)
+        events = Events(one.events.op, {**one.events.columns, "bytes": sizes})
+        ranks.append(replace(one, events=events))
+    return replace(first, ranks=tuple(ranks))
+
+
 def search(candidate: Candidate, asked: Asked) -> Outcome:
     """The largest micro-batch of a method that fits, and what it does at it. Raises what `estimate` raises."""
     started = time.perf_counter()
@@ -452,18 +503,19 @@ def search(candidate: Candidate, asked: Asked) -> Outcome:
 
 
 def largest(fits: Callable[[int], bool], guess: Callable[[], int], most: int) -> int:
-    """The largest whole number up to `most` that fits, 0 for none; `guess()` says where it may be, after two fits.
+    """The largest whole number up to `most` that fits, 0 for none; `guess()` says where it may be, after two tries.
 
-    What fits is taken to be monotonous. After the guess the next number is tried, then numbers twice as far away, so
-    that few are tried where the guess is good; what is left between is halved.
+    What fits is taken to be monotonous. From the guess it goes up or down by 1, 2, 4 ..., and what is left between two
+    bounds is halved: two tries are enough where the guess is right.
     """
-    if not fits(1):
-        return 0
-    low, high = 1, most + 1
-    if most >= SECOND:
-        low, high = (SECOND, high) if fits(SECOND) else (low, SECOND)
-    middle = guess() if low > 1 else 2
-    stride, turned, before = 1, False, None
+    if most < FIRST or not fits(FIRST):
+        return int(fits(1))
+    low, high = FIRST, most + 1
+    if most > FIRST:
+        second = min(SECOND, most)
+        low, high = (second, high) if fits(second) else (low, second)
+    middle, stride, turned = guess() if high - low > 1 else low, 1, False
+    before: bool | None = None
     while high - low > 1:
         middle = min(max(middle, low + 1), high - 1)
         good = fits(middle)

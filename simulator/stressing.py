@@ -28,7 +28,8 @@ from traces.errors import ConfigError, LLMemError, ReplayError
 from traces.model import DEFAULT_RELEASE, Op, Strings, Trace
 from traces.text import one_line
 
-#: Settings that are tried where nobody names any; those that a release does not know are left out.
+#: Settings that are tried where nobody names any; those that a release does not know are left out. Garbage collection
+#: works below a memory limit only, which the string can set from PyTorch 2.10 on.
 SETTINGS: Final = (
     "",
     "expandable_segments:True",
@@ -44,8 +45,6 @@ SETTINGS: Final = (
     "max_split_size_mb:128,roundup_power2_divisions:8",
     "max_split_size_mb:128,garbage_collection_threshold:0.8,per_process_memory_fraction:0.99",
 )
-#: The same for releases before 2.10, where a garbage collection needs the program to set a memory fraction.
-OLD_SETTINGS: Final = ("garbage_collection_threshold:0.6", "garbage_collection_threshold:0.8")
 #: Most scenarios that go to a worker at once.
 CHUNK: Final = 32
 #: Events in all below which no worker processes are started.
@@ -209,6 +208,14 @@ class Stress:
         return base.most("peak_reserved") - best.most("peak_reserved")
 
 
+class Interrupted(KeyboardInterrupt):
+    """Ctrl-C while a trace was stressed; `found` is what was finished."""
+
+    def __init__(self, found: Stress) -> None:
+        super().__init__("interrupted")
+        self.found = found
+
+
 # --- what to try --------------------------------------------------------------------------------------------------
 
 
@@ -216,7 +223,7 @@ def settings_for(release: str) -> list[str]:
     """The settings of `SETTINGS` that a release knows."""
     chosen = parse_release(release)
     known = []
-    for conf in SETTINGS if chosen.fraction_applied_at_construction else (*SETTINGS, *OLD_SETTINGS):
+    for conf in SETTINGS:
         try:
             parse_conf(conf, chosen)
         except ConfigError:
@@ -309,16 +316,17 @@ def stress(
     executor: Executor | MakeExecutor | None = None,
     results: str | os.PathLike[str] | None = None,
     force: bool = False,
-    progress: Callable[[Stress], None] | None = None,
+    progress: Callable[[int, int], None] | None = None,
 ) -> Stress:
     """Replay a trace under every scenario of `axes`.
 
     `smallest` also finds the smallest device of every scenario; `context` is that of `simulator.replay`. `jobs` worker
     processes run (by default one a core, none for little work), or `executor` in their place, as of
     `concurrent.futures`. To `results` every outcome is appended as a line of JSON, and what it has already is not
-    replayed again (`force`: it begins anew). `progress` gets, after every outcome, what there is so far.
+    replayed again (`force`: it begins anew). `progress(done, total)` is called after every outcome.
 
-    Raises ConfigError for settings, sizes and releases that do not exist, TraceError where the trace is bad.
+    Raises ConfigError for settings, sizes and releases that do not exist, TraceError where the trace is bad, and on
+    Ctrl-C Interrupted, a KeyboardInterrupt that has what was finished.
     """
     from simulator.replay import prepare
 
@@ -337,7 +345,7 @@ def stress(
         notes=(*trace.notes, *notes),
     )
     done: dict[Scenario, Outcome] = {}
-    report = progress or (lambda _: None)
+    report = progress or (lambda _done, _total: None)
 
     def so_far() -> Stress:
         ordered = tuple(done[one] for one in wanted if one in done)
@@ -347,15 +355,18 @@ def stress(
         if file is not None:
             done.update(_kept(file.answers, wanted, task))
             found = replace(found, kept=len(done), notes=(*found.notes, *file.notes))
-        report(so_far())
+        report(len(done), len(wanted))
 
         def finished(scenario: Scenario, figures: Mapping[str, Any]) -> None:
             done[scenario] = Outcome(scenario, figures)
             if file is not None:
                 file.append({**scenario.document, "trace": task.key, "context": context, **figures})
-            report(so_far())
+            report(len(done), len(wanted))
 
-        _run([one for one in wanted if one not in done], trace, task, finished, jobs, executor)
+        try:
+            _run([one for one in wanted if one not in done], trace, task, finished, jobs, executor)
+        except KeyboardInterrupt:
+            raise Interrupted(so_far()) from None
     return so_far()
 
 

@@ -13,7 +13,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from graph.case import Case
-from graph.method import Method
 from strategies.native import Native, place_all, storages
 from strategies.zero_settings import settings
 
@@ -98,7 +97,7 @@ class Zero(Native):
         part = loss / self.settings.accum
         scaled = part if self.settings.bf16_optimizer else part * self.engine.scale
         scaled.register_hook(self._begin)
-        scaled.backward()  # type: ignore[no-untyped-call]
+        scaled.backward()
         self.engine.backward_ends()
         del scaled
 
@@ -112,7 +111,7 @@ class LateZero(Zero):
     late = True
 
 
-def method(case: Case, rank: int) -> Method:
+def method(case: Case, rank: int) -> Zero:
     """How rank `rank` runs, or the rank that stands for it (`distinct`)."""
     stand_in = next(members for members in _stand_ins(case) if rank in members[1])[0]
     return (LateZero if case.deferred == "late" else Zero)(case, stand_in)
@@ -133,7 +132,7 @@ def _stand_ins(case: Case) -> list[tuple[int, tuple[int, ...]]]:
     chosen = settings(case, 0)
     if chosen.stage == 3 or chosen.bf16_optimizer or world == 1:
         return [(0, tuple(range(world)))]
-    found = [(0, (0,))]
+    found: list[tuple[int, tuple[int, ...]]] = [(0, (0,))]
     if world > 2:
         held = _held(case)
         others = tuple(range(1, world - 1))

@@ -33,6 +33,8 @@ MODULES: Final[Mapping[str, str]] = {
     "hsdp": "strategies.fsdp",
     "tp": "strategies.tp",
     "tp-sp": "strategies.tp",
+    "tp-megatron": "strategies.megatron",
+    "tp-megatron-sp": "strategies.megatron",
     "fsdp2-tp": "strategies.tp",
     "gemini": "strategies.gemini",
     "deepspeed-1": "strategies.deepspeed",

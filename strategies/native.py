@@ -127,13 +127,17 @@ def by_shards(case: Case, shards: int, divisors: tuple[int, ...] = (1,)) -> tupl
     from graph.sources import build
 
     rows = {max(1, -(-tensor.shape[0] // by)) for tensor in _parameters(build(case).module) for by in divisors}
+    found = shard_groups(rows, shards)
+    return tuple(tuple(rank for rank in range(case.world) if rank % shards in members) for members in found)
+
+
+def shard_groups(rows: set[int], shards: int) -> tuple[frozenset[int], ...]:
+    """Groups of shards of the same sizes, when every one of `rows` is split as torch.chunk splits it."""
     groups: dict[tuple[int, ...], list[int]] = {}
     for shard in range(shards):
         key = tuple(min(max(count - shard * -(-count // shards), 0), -(-count // shards)) for count in sorted(rows))
         groups.setdefault(key, []).append(shard)
-    return tuple(
-        tuple(rank for rank in range(case.world) if rank % shards in members) for members in map(set, groups.values())
-    )
+    return tuple(map(frozenset, groups.values()))
 
 
 def _parameters(module: torch.nn.Module) -> Iterator[torch.Tensor]:

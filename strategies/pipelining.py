@@ -39,7 +39,7 @@ class Boundary:
     @property
     def states(self) -> torch.Tensor:
         """Hidden states of one micro-batch, as a meta tensor."""
-        return torch.empty((*self.tokens, self.hidden), dtype=DTYPES[self.dtype], device="meta")
+        return self._meta(self.hidden)
 
     @property
     def inputs(self) -> torch.Tensor:
@@ -51,7 +51,10 @@ class Boundary:
         """What the stage gives."""
         if self.stage + 1 < self.stages:
             return self.states
-        return torch.empty((*self.tokens, self.vocabulary), dtype=DTYPES[self.dtype], device="meta")
+        return self._meta(self.vocabulary)
+
+    def _meta(self, width: int) -> torch.Tensor:
+        return torch.empty((*self.tokens, width), dtype=DTYPES[self.dtype], device="meta", requires_grad=True)
 
 
 class Stage(PipelineStage):
@@ -91,10 +94,8 @@ class Stage(PipelineStage):
     def _recv_meta(self, src_stage: int) -> Any:
         states = self.boundary.states
         if src_stage < self.stage_index:
-            return _library._StageForwardMeta(
-                forward_metas=_library.extract_tensor_metas((states.requires_grad_(True),))
-            )
-        return _library._StageBackwardMeta(backward_metas=_library.extract_tensor_metas((states,)))
+            return _library._StageForwardMeta(forward_metas=_library.extract_tensor_metas((states,)))
+        return _library._StageBackwardMeta(backward_metas=_library.extract_tensor_metas((states.detach(),)))
 
 
 def schedule(case: Case, module: torch.nn.Module, boundary: Boundary, recorder: Any, traffic: Any, group: Any) -> Any:
@@ -139,21 +140,18 @@ def _initialize_2_11(made: Any, stage: Stage, boundary: Boundary, given: bool, a
     any_stage: Any = stage
     greetings = any_stage._get_init_p2p_neighbors_ops()
     schedules._wait_batch_p2p(schedules._batch_p2p(greetings))
-    outputs = boundary.outputs
     if not given:
         with torch.no_grad(), stage._as(Role.FORWARD):
-            found = stage.submod(torch.zeros_like(boundary.inputs, device=stage.device))
-        outputs = torch.empty_like(found, device="meta")
-        del found
+            taken = torch.zeros_like(boundary.inputs, device=stage.device)
+            found = stage.submod(taken)
+        outputs = torch.empty_like(found, device="meta", requires_grad=False)
         if not stage.is_last:
             group = stage.group or dist.group.WORLD
             peer = stage.stage_index_to_group_rank[stage.stage_index + 1]
             dist.send_object_list([(outputs,)], group_dst=peer, group=group, device=stage.device, use_batch=True)
-    inputs = boundary.inputs if stage.is_first else boundary.states.requires_grad_(True)
+        del taken, found
     metas = _library.extract_tensor_metas
-    stage._user_meta = _library._StageMeta(
-        inputs=metas((inputs,)), outputs=metas((outputs.requires_grad_(outputs.is_floating_point()),))
-    )
+    stage._user_meta = _library._StageMeta(inputs=metas((boundary.inputs,)), outputs=metas((boundary.outputs,)))
     stage._inference_mode = _library.InferenceMode.STATIC
     stage._prepare_forward_infra(made._n_microbatches, args[0], args[1], has_backward=True)
     made._stage_forward_initialized = True

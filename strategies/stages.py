@@ -24,10 +24,10 @@ from traces.errors import ConfigError
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
-def shares(layers: int, stages: int) -> tuple[range, ...]:
-    """Which layers each stage has. Raises ConfigError where there are more stages than layers."""
+def shares(layers: int, stages: int, key: str = "key 'world'") -> tuple[range, ...]:
+    """Which layers each stage has. Raises ConfigError, which names `key`, for more stages than layers."""
     if stages > layers:
-        raise ConfigError(f"key 'world': {stages} stages for {layers} layers; a stage needs at least one layer")
+        raise ConfigError(f"{key}: {stages} stages for {layers} layers; a stage needs at least one layer")
     each, more = divmod(layers, stages)
     starts = [stage * each + min(stage, more) for stage in range(stages + 1)]
     return tuple(range(start, stop) for start, stop in zip(starts, starts[1:], strict=False))

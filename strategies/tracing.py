@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, Final
 
 from graph.case import Case
 from graph.method import Method
@@ -15,6 +15,8 @@ from strategies.single import Speed, events_of
 from traces.errors import ConfigError
 from traces.model import RankEvents, Trace
 
+#: The module for cases with a mesh.
+MESHES: Final = "strategies.meshes"
 #: Captures a case under a method (None: one GPU).
 Capture = Callable[[Case, Method | None], StepGraph]
 
@@ -26,12 +28,19 @@ def trace(case: Case, capture: Capture, *, speed: Speed | None = None) -> Trace:
     `method(case, rank)` and `distinct(case)`, which say how a rank runs and which ranks do the same. Raises ConfigError
     for a strategy that is not there or that the case contradicts.
     """
+    if case.mesh and case.strategy != "gemini":
+        return _native(case, importlib.import_module(MESHES), capture, speed)
     if case.strategy not in MODULES:
         raise ConfigError(f"strategy {case.strategy!r} is not available; there are: {', '.join(MODULES)}")
     module: Any = importlib.import_module(MODULES[case.strategy])
     if not hasattr(module, "method"):
         graph = capture(case, None)
         return lower(replace(graph, case=case.document()), speed=speed)
+    return _native(case, module, capture, speed)
+
+
+def _native(case: Case, module: Any, capture: Capture, speed: Speed | None) -> Trace:
+    """The trace of a strategy whose ranks are captured one by one, those that differ."""
     entries = []
     last: StepGraph | None = None
     for members in module.distinct(case):

@@ -6,18 +6,14 @@ updates its share of the parameters (deepspeed/runtime/bf16_optimizer.py of Deep
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._utils import _flatten_dense_tensors
 
 from strategies import zero_norm as norms
-from strategies.zero_flat import MakeOptimizer, aligned
+from strategies.zero_flat import MakeOptimizer, aligned, flatten
 from strategies.zero_settings import Settings
-
-#: Elements of one all-reduce (runtime/engine.py, MEMORY_OPT_ALLREDUCE_SIZE).
-REDUCED_AT_ONCE: Final = 500_000_000
 
 
 class Bf16:
@@ -42,7 +38,7 @@ class Bf16:
         self.master: torch.nn.Parameter = master
         self.gradients = torch.zeros_like(self.flat, dtype=torch.float32)
         sizes = [parameter.numel() for parameter in parameters]
-        self.parts = list(self.gradients.narrow(0, 0, sum(sizes)).split(sizes))
+        self.parts = list(torch.split(self.gradients.narrow(0, 0, sum(sizes)), sizes))
         self.my_gradients = self.gradients.narrow(0, settings.rank * share, share)
         self.optimizer = make([master])
         self.norm: torch.Tensor | None = None
@@ -67,7 +63,7 @@ class Bf16:
             self._reduce()
 
     def _reduce(self) -> None:
-        flat = _flatten_dense_tensors([self.gradients])
+        flat = flatten([self.gradients])
         sent = flat.to(torch.bfloat16)
         dist.all_reduce(sent)
         if self.settings.world != 1:

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 import torch
+import torch._utils
 import torch.distributed as dist
-from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from strategies import zero_norm as norms
 from strategies.zero_settings import Settings
@@ -24,7 +24,22 @@ DTYPES: Final = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.fl
 #: Loss scale of fp16: DeepSpeed's initial_scale_power is 16.
 FP16_SCALE: Final = 2.0**16
 
+#: torch's own: several tensors as one flat tensor (the same memory where there is one), and views of it as they were.
+flatten: Any = torch._utils._flatten_dense_tensors
+unflatten: Any = torch._utils._unflatten_dense_tensors
+
 MakeOptimizer = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
+
+
+def new_stream() -> Any:
+    """A CUDA stream."""
+    make: Any = torch.cuda.Stream
+    return make()
+
+
+def when_accumulated(parameter: Any, hook: Callable[[torch.Tensor], None]) -> None:
+    """Call `hook` each time the parameter's gradient is complete."""
+    parameter.register_post_accumulate_grad_hook(hook)
 
 
 @dataclass(frozen=True)
@@ -65,7 +80,7 @@ def aligned(tensors: Sequence[torch.Tensor], alignment: int) -> torch.Tensor:
     padded = list(tensors)
     if rest:
         padded.append(torch.zeros(alignment - rest, device=tensors[0].device, dtype=tensors[0].dtype))
-    flat: torch.Tensor = _flatten_dense_tensors(padded)
+    flat: torch.Tensor = flatten(padded)
     return flat
 
 
@@ -101,7 +116,7 @@ class Flat:
         self.device = parameters[0].device
         self.scale = FP16_SCALE if settings.dtype == "fp16" else 1.0
         self.boundary = True
-        self.stream = torch.cuda.Stream()
+        self.stream = new_stream()
         world, rank = settings.world, settings.rank
         self.parameters = self._ordered(parameters, world) if settings.round_robin else parameters
         self.hooked = parameters
@@ -109,7 +124,7 @@ class Flat:
         self.staged: dict[int, torch.Tensor] = {}  # stage 1: gradients in another dtype than the parameters'
         self.flat = self._flatten(2 * world)
         self.share = self.flat.numel() // world
-        shares = list(self.flat.split(self.share))
+        shares = list(torch.split(self.flat, self.share))
         self.mine = shares[rank]
         self.pieces = pieces([parameter.numel() for parameter in self.parameters], self.share)
         self.owned = [number for number, found in enumerate(self.pieces) if any(one.rank == rank for one in found)]
@@ -130,7 +145,7 @@ class Flat:
             largest = max(parameter.numel() for parameter in parameters)
             self.scratch = torch.zeros(largest, device=self.device, dtype=self.dtype)
         for parameter in parameters:
-            parameter.register_post_accumulate_grad_hook(self._hook)
+            when_accumulated(parameter, self._hook)
         if not settings.offload:
             torch.zeros(self.share, dtype=torch.float32, device=self.device)  # a gradient for a moment
 
@@ -158,7 +173,9 @@ class Flat:
         if self.settings.offload:
             self.mine.detach().clone()
             return torch.nn.Parameter(torch.empty(0))
-        return self.mine.detach().clone().to(dtype=torch.float32).requires_grad_()  # type: ignore[return-value]
+        master: Any = self.mine.detach().clone().to(dtype=torch.float32).requires_grad_()
+        found: torch.nn.Parameter = master
+        return found
 
     @property
     def _staging(self) -> bool:
@@ -341,7 +358,7 @@ class Flat:
         tensors = [one[1] for one in slices]
         if owner is not None and self.settings.overlap:
             torch.cuda.synchronize()
-        flat = _flatten_dense_tensors(tensors)
+        flat = flatten(tensors)
         sent = flat if flat.dtype == self.communicate else flat.to(self.communicate)
         if owner is None:
             dist.all_reduce(sent)
@@ -352,7 +369,7 @@ class Flat:
         del flat
         if self.settings.overlap:
             sent.record_stream(self.stream)
-        for (rank, tensor, output), synced in zip(slices, _unflatten_dense_tensors(sent, tensors), strict=True):
+        for (rank, tensor, output), synced in zip(slices, unflatten(sent, tensors), strict=True):
             if rank == self.settings.rank:
                 if output is not None:
                     output.add_(synced.to(output.dtype))
@@ -540,14 +557,15 @@ class Flat:
         return torch.tensor(total[0].item(), dtype=torch.float32)
 
     def _step_here(self, total: torch.Tensor) -> None:
-        assert self.averaged is not None and self.optimizer is not None
+        assert self.averaged is not None
+        assert self.optimizer is not None
         for number, parameter in enumerate(self.parameters):
             if number not in self._owned_set:
                 self._clear_one(parameter)
         flat = self.compact
         if flat is None:
             last = self.settings.rank == self.settings.world - 1
-            flat = aligned(self.averaged, self.share) if last else _flatten_dense_tensors(self.averaged)
+            flat = aligned(self.averaged, self.share) if last else flatten(self.averaged)
         gradient = flat.to(self.master.dtype)
         del flat
         self.master.grad = gradient

@@ -30,10 +30,10 @@ class Linear(torch.autograd.Function):
         ctx.save_for_backward(*inputs)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Any) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Any) -> Any:
         """Gradients of input, weight and bias; a weight that is not there is gathered for as long."""
         given, weight, bias = ctx.saved_tensors
-        shard = getattr(weight, "shard", None)
+        shard: Any = getattr(weight, "shard", None)
         gathered = shard is not None and shard.gone
         if gathered:
             shard.gather_alone()

@@ -78,6 +78,8 @@ def gather_at_once(shards: Sequence[Shard]) -> None:
     waiting = [shard for shard in shards if shard.gone]
     if len(waiting) == 1:
         waiting[0].gather_alone()
+    elif waiting and waiting[0].settings.world == 1:
+        Gather(waiting).wait()
     elif waiting:
         world = waiting[0].settings.world
         whole = [torch.empty(one.size * world, dtype=one.part.dtype, device=one.part.device) for one in waiting]
@@ -98,10 +100,11 @@ class Gather:
         self.parts: list[torch.Tensor] = []
         for shard in self.shards:
             shard.status = Status.COMING
-        if len(self.shards) == 1:
-            self._one(self.shards[0])
-        else:
-            self._several()
+        if self.shards[0].settings.world > 1:
+            if len(self.shards) == 1:
+                self._one(self.shards[0])
+            else:
+                self._several()
 
     def _one(self, shard: Shard) -> None:
         whole = torch.empty(shard.size * shard.settings.world, dtype=shard.part.dtype, device=shard.part.device)
@@ -123,7 +126,9 @@ class Gather:
             return
         offset = 0
         for shard in self.shards:
-            if self.parts:
+            if shard.settings.world == 1:
+                shard.parameter.data = shard.part.data.view(shard.shape)
+            elif self.parts:
                 found = []
                 for rank, part in enumerate(self.parts):
                     start = rank * shard.size
@@ -159,7 +164,8 @@ class Throttle:
 
     def after(self) -> None:
         """What was started is one more event."""
-        event = torch.cuda.Event()
+        make: Any = torch.cuda.Event
+        event = make()
         event.record()
         self.events.append(event)
 
@@ -342,7 +348,7 @@ class _Mark(torch.autograd.Function):
         ctx.call = inputs[1]
 
     @staticmethod
-    def backward(ctx: Any, gradient: Any) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Any) -> Any:
         ctx.call()
         return gradient, None
 

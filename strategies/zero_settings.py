@@ -1,4 +1,4 @@
-"""What a DeepSpeed configuration says of ZeRO, with the defaults of DeepSpeed 0.19.8 (deepspeed/runtime/zero/config.py)."""
+"""What a DeepSpeed configuration says of ZeRO, with the defaults of DeepSpeed 0.19.8 (runtime/zero/config.py)."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """ZeRO stage 3 as DeepSpeed runs it: parameters, gradients and optimizer states are all spread over the ranks.
 
-`strategies.zero_partition` gathers parameters; here gradients are copied into a bucket on a stream of their own, reduced
-and scattered, and the optimizer updates this rank's parts, a sub-group at a time. Written after
+`strategies.zero_partition` gathers parameters; here gradients are copied into a bucket on a stream of their own,
+reduced and scattered, and the optimizer updates this rank's parts, a sub-group at a time. Written after
 deepspeed/runtime/zero/stage3.py of DeepSpeed 0.19.8.
 """
 
@@ -9,20 +9,25 @@ from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from graph.placement import place
 from strategies import zero_norm as norms
-from strategies.zero_flat import DTYPES, FP16_SCALE
+from strategies.zero_flat import (
+    DTYPES,
+    FP16_SCALE,
+    MakeOptimizer,
+    flatten,
+    new_stream,
+    unflatten,
+    when_accumulated,
+)
 from strategies.zero_partition import Coordinator, Hooks, Shard, Throttle, gather_at_once
 from strategies.zero_settings import Settings
-
-MakeOptimizer = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
 
 
 def scattered(tensors: Sequence[torch.Tensor], world: int, rank: int) -> list[torch.Tensor]:
@@ -82,13 +87,13 @@ class Sharded:
         self.noted: torch.Tensor | None = None  # the engine's own reference to the norm of the last step
         self.throttle = Throttle(late)
         self._mark_persistent()
-        stream = torch.cuda.Stream() if settings.overlap else torch.cuda.default_stream()
+        stream = new_stream() if settings.overlap else torch.cuda.default_stream()
         self.coordinator = Coordinator(settings, stream, late)
         module.register_forward_pre_hook(lambda module, args: self.coordinator.restart())
         for part in _in_order(module):
             Hooks(self.coordinator, part)
         self.overflow = None if settings.offload else torch.zeros(1, dtype=torch.bool, device=self.device)
-        self.stream = torch.cuda.Stream() if settings.overlap else torch.cuda.default_stream()
+        self.stream = new_stream() if settings.overlap else torch.cuda.default_stream()
         self.barrier = torch.empty(1, dtype=torch.uint8, device=self.device)  # what NCCL's first barrier leaves
         self.trained = [shard for shard in shards if shard.parameter.requires_grad]
         self.groups = self._sub_groups()
@@ -107,7 +112,7 @@ class Sharded:
         self.local_norms: dict[int, torch.Tensor] = {}
         for shard in self.trained:
             shard.gather_alone()
-            shard.parameter.register_post_accumulate_grad_hook(self._hook)
+            when_accumulated(shard.parameter, self._hook)
             shard.drop()
 
     # Set up -----------------------------------------------------------------------------------------------------
@@ -141,15 +146,17 @@ class Sharded:
         gc.collect()
         torch.cuda.empty_cache()
         whole = torch.empty(sum(sizes), dtype=self.dtype, device=self.device)
-        for shard, part in zip(self.trained, whole.split(sizes), strict=True):
+        for shard, part in zip(self.trained, torch.split(whole, sizes), strict=True):
             shard.part = part
-        return list(whole.split([sum(shard.size for shard in group) for group in self.groups]))
+        return list(torch.split(whole, [sum(shard.size for shard in group) for group in self.groups]))
 
     def _master(self, flat: torch.Tensor) -> torch.nn.Parameter:
         if self.settings.offload:
             return torch.nn.Parameter(torch.empty(0))
         converted = flat.to(dtype=torch.float32)
-        return converted.clone().detach().requires_grad_()  # type: ignore[return-value]
+        copied: Any = converted.clone().detach().requires_grad_()
+        master: torch.nn.Parameter = copied
+        return master
 
     def _gradient_parts(self) -> dict[int, torch.Tensor]:
         """Where this rank's part of each gradient is summed; on the host with an optimizer there."""
@@ -157,7 +164,7 @@ class Sharded:
             return {}
         sizes = [shard.size for shard in self.trained]
         self.sums = torch.zeros(sum(sizes), dtype=self.accumulate, device=self.device)
-        return {shard.number: part for shard, part in zip(self.trained, self.sums.split(sizes), strict=True)}
+        return {shard.number: part for shard, part in zip(self.trained, torch.split(self.sums, sizes), strict=True)}
 
     # Backward ---------------------------------------------------------------------------------------------------
 
@@ -256,7 +263,7 @@ class Sharded:
             back.add_(part.to(self.accumulate).view(back.shape))
         if self.boundary:
             square = None
-            for piece in back.view(-1).split(250_000_000):
+            for piece in torch.split(back.view(-1), 250_000_000):
                 one = piece.data.to(torch.double).norm(2) ** 2.0
                 square = one if square is None else square + one
             assert square is not None
@@ -356,7 +363,7 @@ class Sharded:
         if self.optimizer is None:
             return
         master = self.masters[number]
-        master.grad = _flatten_dense_tensors(self.averaged[number]).to(master.dtype)
+        master.grad = flatten(self.averaged[number]).to(master.dtype)
         self.averaged.pop(number)
         scale: Any = self.scale
         if self.settings.clip > 0.0:
@@ -370,9 +377,7 @@ class Sharded:
         self.optimizer.param_groups[0]["params"] = []
         self.flats[number].data.copy_(master.data)
         group = self.groups[number]
-        for shard, part in zip(
-            group, _unflatten_dense_tensors(self.flats[number], [shard.part for shard in group]), strict=True
-        ):
+        for shard, part in zip(group, unflatten(self.flats[number], [shard.part for shard in group]), strict=True):
             shard.part = part
         master.grad = None
 

@@ -27,7 +27,7 @@ _EPILOG = (
 @click.option("--calls", metavar="FILE", help="Write the allocator's calls of the device (CSV, or .csv.gz).")
 @click.option("--timeline", metavar="FILE", help="Write memory over time (.csv, .npz, .parquet; .json for Perfetto).")
 @click.option("--snapshot", metavar="FILE", help="Write a snapshot for PyTorch's memory_viz.")
-@click.option("--html", metavar="FILE", help="Write a page with memory over time.")
+@click.option("--html", metavar="FILE", help="Write a page: memory over time, what was alive, the allocator's blocks.")
 @click.option("--force", is_flag=True, help="Replace files that exist.")
 @click.option("-q", "--quiet", is_flag=True, help="No notes and no progress on stderr.")
 def command(
@@ -72,6 +72,7 @@ def command(
             events=events is not None,
             log=calls is not None,
             snapshot=snapshot is not None,
+            picture=html is not None,
             progress=lambda phase, step, count: say(f"capturing {name}: {phase} {step}, {count:,} operators"),
         )
     with working("writing", quiet):

@@ -7,7 +7,7 @@
   addEventListener("error", (event) => note(event.message));
   addEventListener("securitypolicyviolation", (event) => note(`blocked: ${event.violatedDirective}`));
 
-  const { ranks } = JSON.parse(document.getElementById("data").textContent);
+  const { ranks, chooser } = JSON.parse(document.getElementById("data").textContent);
   const sections = [...document.querySelectorAll(".rank")];
   const narrow = () => innerWidth <= 600;
 
@@ -45,6 +45,15 @@
       longer.set(column);
       return longer;
     };
+    const held = rank.categories.map(({ name, unit: one, bytes }) => {
+      const values = unpack(bytes, points, one);
+      return { name, values: extend(values, points ? values[points - 1] : 0) };
+    });
+    let below = null; // each stands on those before it
+    for (const one of held) {
+      one.top = below ? one.values.map((value, i) => value + below[i]) : one.values;
+      below = one.top;
+    }
     const last = (column) => (points ? column[points - 1] : 0);
     const { count } = rank.phases;
     const phase = Object.fromEntries(["name", "step", "start", "stop"].map((key) => [key, unpack(rank.phases[key], count)]));
@@ -54,6 +63,7 @@
       allocated: extend(allocated, last(allocated)),
       active: extend(above.map((value, i) => value + allocated[i]), last(allocated) + last(above)),
       reserved: extend(reserved, last(reserved)),
+      held,
       phases: Array.from({ length: count }, (_, i) => ({
         name: rank.names[phase.name[i]], step: phase.step[i], start: phase.start[i], stop: phase.stop[i],
       })),
@@ -108,9 +118,14 @@
 
   function colours() {
     const style = getComputedStyle(root);
-    const names = ["page", "ink", "soft", "line", "band", "allocated", "active", "reserved", "limit", "oom"];
+    const names = ["page", "ink", "soft", "line", "band", "allocated", "active", "reserved", "limit", "oom", "c-unknown"];
     return Object.fromEntries(names.map((name) => [name, style.getPropertyValue(`--${name}`).trim()]));
   }
+
+  /** The order of the stack from the bottom: what stays longest lies lowest. */
+  const STACK = ["parameter", "buffer", "optimizer_state", "gradient", "input", "workspace", "communication", "activation", "temporary", "unknown"];
+  const height = (name) => (STACK.indexOf(name) + STACK.length + 1) % (STACK.length + 1);
+  ranks.forEach((rank) => rank.categories.sort((a, b) => height(a.name) - height(b.name)));
 
   // One plot ---------------------------------------------------------------------------------------------------------
 
@@ -122,6 +137,8 @@
       this.columns = decode(rank);
       this.byTime = false;
       this.fitHeight = false;
+      this.byCategory = this.columns.held.length > 0;
+      this.moment = null; // the event whose blocks are shown
       this.showLimit = rank.peakReserved.bytes >= rank.limit / 4;
       this.cursor = null; // place in the columns
       this.host = section.querySelector(".plot");
@@ -131,11 +148,11 @@
       this.canvas.setAttribute("role", "application");
       this.canvas.setAttribute("aria-label",
         `Memory over time of ${rank.label}: ${rank.peak.text} allocated and ${rank.peakReserved.text} reserved at most. ` +
-        "Arrow keys move the cursor, plus and minus zoom, 0 shows all, p goes to the peak.");
+        "Arrow keys move the cursor, plus and minus zoom, 0 shows all, p goes to the peak, Enter shows the blocks nearest to the cursor.");
       this.canvas.addEventListener("keydown", (event) => this.key(event));
       this.readout = this.add("div", { className: "readout" });
       this.readout.setAttribute("aria-live", "polite");
-      this.addLegend();
+      this.legend = this.add("ul", { className: "legend" });
       this.reset();
       this.build();
       new ResizeObserver(() => this.resize()).observe(this.canvas);
@@ -161,23 +178,28 @@
       const box = (text, key) => {
         const label = this.add("label", {}, tools);
         const input = this.add("input", { type: "checkbox", checked: this[key] }, label);
-        input.addEventListener("change", () => { this[key] = input.checked; if (key === "byTime") this.reset(); else this.refresh(); });
+        input.addEventListener("change", () => { this[key] = input.checked; if (key === "byTime") this.reset(); else if (key === "byCategory") this.build(); else this.refresh(); });
         label.append(text);
       };
+      if (this.byCategory) box("by category", "byCategory");
       box("limit", "showLimit");
       box("fit height", "fitHeight");
       if (this.columns.time) box("by time", "byTime");
     }
 
     addLegend() {
-      const list = this.add("ul", { className: "legend" });
-      for (const [name, dash] of [["allocated", "solid"], ["active", "dotted"], ["reserved", "solid"], ["limit", "dashed"]]) {
-        const item = this.add("li", {}, list);
-        const swatch = this.add("i", {}, item);
-        swatch.style.borderTopStyle = dash;
-        swatch.style.borderTopColor = `var(--${name})`;
-        item.append(name === "active" ? "active (allocated, or waiting for a stream)" : name === "limit" ? "device limit" : name);
-      }
+      this.legend.replaceChildren();
+      const entry = (name, words, dash, kind) => {
+        const item = this.add("li", {}, this.legend);
+        const swatch = this.add("i", { className: kind ? `swatch ${kind}` : "" }, item);
+        if (!kind) { swatch.style.borderTopStyle = dash; swatch.style.borderTopColor = `var(--${name})`; }
+        item.append(words);
+      };
+      if (this.byCategory) for (const { name } of [...this.columns.held].reverse()) entry(name, name.replaceAll("_", " "), "", `c-${name}`);
+      else entry("allocated", "allocated", "solid");
+      entry("active", "active (allocated, or waiting for a stream)", "dotted");
+      entry("reserved", "reserved", "solid");
+      entry("limit", "device limit", "dashed");
     }
 
     // What is in view
@@ -271,7 +293,8 @@
       const { allocated, active, reserved } = this.columns;
       this.places = this.visible(Math.max(200, Math.min(2000, Math.round(this.width()))));
       const column = (values) => this.places.map((at) => values[at]);
-      return [column(this.x), column(reserved), column(active), column(allocated)];
+      const areas = this.byCategory ? [...this.columns.held].reverse().map(({ top }) => column(top)) : [];
+      return [column(this.x), column(reserved), ...areas, column(active), column(allocated)];
     }
 
     // Drawing
@@ -285,6 +308,9 @@
       const stepped = uPlot.paths.stepped({ align: 1 });
       const axis = { stroke: colour.soft, grid: { stroke: colour.line, width: 1 }, ticks: { stroke: colour.line, width: 1 }, font: FONT };
       const data = this.data();
+      const style = getComputedStyle(root);
+      const areas = this.byCategory ? [...this.columns.held].reverse() : [];
+      this.addLegend();
       this.plot = new uPlot({
         width: this.width(), height: this.height(), legend: { show: false }, padding: [8, 22, 0, 0],
         scales: {
@@ -305,8 +331,11 @@
         series: [
           {},
           { stroke: colour.reserved, fill: `${colour.reserved}1f`, width: 1.5, paths: stepped, points: { show: false } },
+          ...areas.map(({ name }) => ({
+            fill: style.getPropertyValue(`--c-${name}`).trim() || colour["c-unknown"], width: 0, paths: stepped, points: { show: false },
+          })),
           { stroke: colour.active, dash: [2, 3], width: 1.5, paths: stepped, points: { show: false } },
-          { stroke: colour.allocated, fill: `${colour.allocated}59`, width: 1.5, paths: stepped, points: { show: false } },
+          { stroke: colour.allocated, fill: areas.length ? undefined : `${colour.allocated}59`, width: areas.length ? 1 : 1.5, paths: stepped, points: { show: false } },
         ],
         cursor: {
           drag: { x: true, y: false, setScale: false },
@@ -319,6 +348,7 @@
           setSelect: [(plot) => this.select(plot)],
         },
       }, data, this.canvas);
+      this.plot.over.addEventListener("click", () => this.pick?.(this.event));
       this.plot.over.addEventListener("mousemove", ({ offsetX }) => {
         const x = this.plot.posToVal(offsetX, "x");
         this.point(this.places[this.places.findLastIndex((at) => this.x[at] <= x)]);
@@ -429,6 +459,7 @@
           label(`limit ${bytesText(rank.limit)}`, right, at - 1, colour.limit, true);
         }
         this.drawOoms(ctx, area, x, label);
+        this.drawMoments(ctx, area, x);
         if (!this.x.length) return;
         const inView = (value) => value >= this.range[0] && value <= this.range[1];
         const reservedAt = this.place(rank.peakReserved.event), allocatedAt = this.place(rank.peak.event);
@@ -444,6 +475,26 @@
         }
       });
     }
+
+    /** Small marks at the bottom where blocks can be shown; a line at the moment whose blocks are. */
+    drawMoments(ctx, area, x) {
+      const bottom = area.top + area.height;
+      for (const { event } of this.rank.moments?.list ?? []) {
+        if (event < 0) continue;
+        const value = this.place(event), at = x(value);
+        if (value < this.range[0] || value > this.range[1]) continue;
+        shape(ctx, this.colour.ink, this.colour.page, [[at, bottom - 8], [at + 4, bottom], [at - 4, bottom]]);
+        if (event !== this.moment) continue;
+        ctx.strokeStyle = this.colour.ink;
+        ctx.lineWidth = 1;
+        ctx.setLineDash([2, 3]);
+        line(ctx, at, area.top, at, bottom);
+        ctx.setLineDash([]);
+      }
+    }
+
+    /** The event at the cursor. */
+    get event() { return this.columns.event[this.cursor] ?? 0; }
 
     drawOoms(ctx, area, x, label) {
       let last = -Infinity, named = false;
@@ -465,7 +516,7 @@
 
     /** Say what stood at the point `at` of the columns. */
     point(at) {
-      const { event, time, allocated, active, reserved, phases } = this.columns;
+      const { event, time, allocated, active, reserved, phases, held } = this.columns;
       if (!event.length || at === undefined || at < 0) { this.readout.textContent = "No events."; return; }
       this.cursor = at;
       const index = Math.min(event[at], this.rank.events - 1);
@@ -474,6 +525,8 @@
       if (time) parts.push(timeText(time[at]));
       if (phase) parts.push(phaseText(phase));
       parts.push(`allocated ${bytesText(allocated[at])}`, `active ${bytesText(active[at])}`, `reserved ${bytesText(reserved[at])}`);
+      const most = held.map(({ name, values }) => [name, values[at]]).filter(([, bytes]) => bytes > 0).sort((a, b) => b[1] - a[1]);
+      if (most.length) parts.push(most.slice(0, 4).map(([name, bytes]) => `${name.replaceAll("_", " ")} ${bytesText(bytes)}`).join(", "));
       this.readout.textContent = parts.join(" · ");
     }
 
@@ -512,6 +565,7 @@
         "-": () => this.zoom(2), "_": () => this.zoom(2),
         0: () => this.reset(),
         p: () => this.toPeak(),
+        Enter: () => this.pick?.(this.event),
       };
       const act = acts[event.key];
       if (act) { event.preventDefault(); act(); }
@@ -546,12 +600,26 @@
 
   // Choosing a rank --------------------------------------------------------------------------------------------------
 
-  const plots = new Map();
+  const plots = new Map(), allocators = new Map();
+  const Blocks = globalThis.memoryBlocks({ unpack, bytesText, countText, root, narrow });
+
+  /** The plot of a rank, and its blocks where the page has them; each shows the other's moment. */
+  function draw(index) {
+    const plot = new Plot(ranks[index], sections[index]);
+    plots.set(index, plot);
+    if (!ranks[index].moments?.list.length) return;
+    const blocks = new Blocks(ranks[index], sections[index], (moment) => {
+      plot.moment = moment.event;
+      plot.refresh();
+    });
+    allocators.set(index, blocks);
+    plot.pick = (event) => blocks.nearest(event);
+  }
 
   function show(index) {
     sections.forEach((section, i) => { section.hidden = i !== index; });
-    if (plots.has(index)) plots.get(index).build();
-    else plots.set(index, new Plot(ranks[index], sections[index]));
+    if (plots.has(index)) { plots.get(index).build(); allocators.get(index)?.draw(); }
+    else draw(index);
     document.querySelectorAll(".multiples button").forEach((button, i) => button.setAttribute("aria-pressed", i === index));
     const select = document.querySelector("#chooser select");
     if (select) select.value = index;
@@ -587,7 +655,7 @@
     if (ranks.length < 2) return;
     nav.hidden = false;
     const label = nav.appendChild(document.createElement("label"));
-    label.append("Rank, worst first:");
+    label.append(`${chooser}, worst first:`);
     const select = label.appendChild(document.createElement("select"));
     const multiples = nav.appendChild(Object.assign(document.createElement("div"), { className: "multiples" }));
     ranks.forEach((rank, i) => {
@@ -609,7 +677,28 @@
   function recolour() {
     drawSparklines();
     plots.forEach((plot, i) => { if (!sections[i].hidden) plot.build(); });
+    allocators.forEach((blocks, i) => { if (!sections[i].hidden) blocks.draw(); });
   }
+
+  // The tree of modules ----------------------------------------------------------------------------------------------
+
+  document.querySelectorAll(".tree").forEach((tree) => tree.addEventListener("keydown", (event) => {
+    const details = event.target.closest("summary")?.parentElement;
+    if (!details || event.ctrlKey || event.metaKey || event.altKey) return;
+    const seen = [...tree.querySelectorAll("summary")].filter((one) => one.checkVisibility());
+    const at = seen.indexOf(event.target);
+    const parent = details.parentElement.closest("details")?.querySelector("summary");
+    const acts = {
+      ArrowDown: () => seen[at + 1]?.focus(),
+      ArrowUp: () => seen[at - 1]?.focus(),
+      ArrowRight: () => (details.open ? seen[at + 1]?.focus() : (details.open = true)),
+      ArrowLeft: () => (details.open ? (details.open = false) : parent?.focus()),
+      Home: () => seen[0].focus(),
+      End: () => seen.at(-1).focus(),
+    };
+    const act = acts[event.key];
+    if (act) { event.preventDefault(); act(); }
+  }));
 
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", recolour);
   addEventListener("beforeprint", () => { root.dataset.print = ""; recolour(); });

@@ -1,0 +1,128 @@
+"""`check TRACE|CASE`: a run held against a memory budget and a baseline, for CI."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from simulator.commands.case_options import case_options
+
+if TYPE_CHECKING:
+    from simulator.comparing import Side
+
+_EPILOG = (
+    "Prints one line. Exit codes: 3 out of memory or over the budget, 4 a peak grew by more than --fail-over against "
+    "the baseline. What counts is peak reserved memory and what --context adds to it."
+)
+
+
+@click.command("check", epilog=_EPILOG)
+@click.argument("run", metavar="TRACE|CASE")
+@click.option("--budget", metavar="SIZE", help="Memory that the run may take of each GPU.")
+@click.option("--against", metavar="BASELINE", help="A trace, snapshot or result that it is compared with.")
+@click.option("--fail-over", metavar="2%|SIZE", help="Growth of a peak against the baseline that is allowed.")
+@click.option("--context", metavar="SIZE|auto", help="Memory of each GPU that is not PyTorch's; auto: a known card's.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead of the line.")
+@click.option("--markdown", "as_markdown", is_flag=True, help="Print Markdown, for a pull request.")
+@click.option("-q", "--quiet", is_flag=True, help="No notes and no progress on stderr.")
+@case_options
+def command(
+    run: str,
+    budget: str | None,
+    against: str | None,
+    fail_over: str | None,
+    context: str | None,
+    as_json: bool,
+    as_markdown: bool,
+    quiet: bool,
+    **options: Any,
+) -> int:
+    """Check TRACE|CASE against a budget and a baseline.
+
+    It is a trace, a snapshot, a result, a file with a case (a JSON object with "model"), or a model with its options.
+    """
+    from simulator.checking import check
+    from simulator.commands.common import announce, print_json, working
+    from simulator.comparing import Limit, load
+    from simulator.report_compare import check_json, check_line, check_markdown
+    from simulator.settings import parse_size
+    from traces.errors import ConfigError
+
+    if budget is None and against is None:
+        raise click.UsageError("give --budget, --against or both")
+    if as_json and as_markdown:
+        raise click.UsageError("--json and --markdown exclude each other")
+    if fail_over is not None and against is None:
+        raise click.UsageError("--fail-over needs a baseline: give --against")
+    size = None if budget is None else parse_size(budget)
+    if size == 0:
+        raise ConfigError("--budget: a budget of 0 holds nothing")
+    limit = None if fail_over is None else Limit.parse(fail_over)
+    with working("working", quiet, compiles=True):
+        base = None if against is None else load(against)
+        side = _side(run, context, options)
+        found = check(side, budget=size, against=base, limit=limit)
+    announce(side.notes, quiet)
+    if as_json:
+        print_json(check_json(found))
+    elif as_markdown:
+        click.echo(check_markdown(found))
+    else:
+        click.echo(check_line(found))
+    return found.exit_code
+
+
+def _side(run: str, context: str | None, options: dict[str, Any]) -> Side:
+    """What is checked, replayed or estimated."""
+    from simulator.comparing import read_document, side_of_document
+    from traces.text import path_text
+
+    given = sorted(key for key, value in options.items() if value is not None)
+    document = read_document(run) if Path(run).is_file() else None
+    if not Path(run).is_file() or (document is not None and _is_config(document)):
+        from simulator.commands.case_options import case_from
+
+        return _estimated(case_from(run, options), run, context)
+    if given:
+        raise click.UsageError(f"--{given[0].replace('_', '-')} belongs to a model; {path_text(run)} is a file")
+    name = path_text(Path(run).name)
+    if document is not None and "model" in document and "verdict" not in document:
+        from graph.case import Case
+
+        return _estimated(Case.of(document, name), name, context)
+    if document is not None:
+        return side_of_document(document, name)
+    return _replayed(run, name, context)
+
+
+def _is_config(document: Any) -> bool:
+    """Whether it is a model's config.json."""
+    return "model_type" in document or "architectures" in document
+
+
+def _replayed(run: str, name: str, context: str | None) -> Side:
+    import traces
+    from simulator.commands.common import sizes
+    from simulator.comparing import side_of_replay
+    from simulator.replay import replay
+
+    _, outside = sizes(None, context)
+    trace = traces.read(run)
+    return side_of_replay(replay(trace, context=outside, events=True, analyse=False), trace, name)
+
+
+def _estimated(case: Any, name: str, context: str | None) -> Side:
+    """An estimate; without --context what lies outside the allocator does not count."""
+    from dataclasses import replace
+
+    from simulator.commands.common import context_size
+    from simulator.comparing import side_of_replay
+    from simulator.estimation import estimate
+
+    found = estimate(case, context=context_size(context), events=True, analyse=False)
+    result = found.result
+    if context is None:
+        result = replace(result, ranks=tuple(replace(rank, outside=()) for rank in result.ranks))
+    return side_of_replay(replace(result, notes=(*found.assumptions, *result.notes)), found.trace, name)

@@ -1,0 +1,50 @@
+"""`compare A B`: two traces, snapshots or results side by side; what grew, and where."""
+
+from __future__ import annotations
+
+import click
+
+_EPILOG = (
+    "A and B are traces or torch snapshots (which are replayed), results (of run or estimate with --json), or answers "
+    "of a sweep. With --fail-over the exit code is 4 when peak allocated or reserved of any rank grew by more."
+)
+
+
+@click.command("compare", epilog=_EPILOG)
+@click.argument("before", metavar="A")
+@click.argument("after", metavar="B")
+@click.option("--fail-over", metavar="2%|SIZE", help="Growth of a peak above which the exit code is 4.")
+@click.option("--release", metavar="R", help="PyTorch release to imitate, over the traces'.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead of tables.")
+@click.option("--markdown", "as_markdown", is_flag=True, help="Print Markdown, for a pull request.")
+@click.option("-q", "--quiet", is_flag=True, help="No notes and no progress on stderr.")
+def command(
+    before: str,
+    after: str,
+    fail_over: str | None,
+    release: str | None,
+    as_json: bool,
+    as_markdown: bool,
+    quiet: bool,
+) -> int:
+    """Compare A with B: figures, phases, and which categories, modules and tensors grew."""
+    from simulator.commands.common import announce, print_json, working
+    from simulator.comparing import Limit, compare, load
+    from simulator.report_compare import render_json, render_markdown, render_table
+    from simulator.settings import parse_release
+
+    if as_json and as_markdown:
+        raise click.UsageError("--json and --markdown exclude each other")
+    limit = None if fail_over is None else Limit.parse(fail_over)
+    if release is not None:
+        parse_release(release)
+    with working("replaying", quiet, compiles=True):
+        found = compare(load(before, release=release), load(after, release=release), limit)
+    announce((*found.before.notes, *found.after.notes), quiet)
+    if as_json:
+        print_json(render_json(found))
+    elif as_markdown:
+        click.echo(render_markdown(found))
+    else:
+        render_table(found)
+    return 4 if found.regressions() else 0

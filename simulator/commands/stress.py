@@ -1,0 +1,197 @@
+"""`stress TRACE`: one trace under many allocator settings, devices, releases, orders, lengths; which setting helps."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import click
+
+if TYPE_CHECKING:
+    from simulator.stressing import Stress
+
+_EPILOG = (
+    "Without --allocator and --vary some twenty settings are tried. The exit code is 3 when no setting runs through "
+    "without out of memory. Ctrl-C keeps and prints what is finished; with -o FILE.jsonl the same command goes on."
+)
+
+
+@click.command("stress", epilog=_EPILOG)
+@click.argument("trace", metavar="TRACE")
+@click.option("--allocator", "confs", metavar="CONF", multiple=True, help="A setting to try; can be given many times.")
+@click.option("--vary", metavar="OPTION=V/V/...", multiple=True, help="Values of an option to combine; none: left out.")
+@click.option("--memory", metavar="SIZE,...", help="Other sizes of the GPU.")
+@click.option("--release", metavar="R,...", help="PyTorch releases to imitate.")
+@click.option("--deferred", metavar="prompt,late", help="When memory that another stream used comes back.")
+@click.option("--orders", metavar="N", type=click.IntRange(0), default=0, help="Draws of another order of the steps.")
+@click.option("--lengths", metavar="N", type=click.IntRange(0), default=0, help="Draws of steps with shorter batches.")
+@click.option("--seed", metavar="N", type=click.IntRange(0), default=0, help="Seed of the draws.")
+@click.option("--smallest/--no-smallest", default=True, help="Also find the smallest GPU for every setting (default).")
+@click.option("--context", metavar="SIZE", help="Memory of each GPU that is not PyTorch's.")
+@click.option("--jobs", metavar="N", type=click.IntRange(1, 4096), help="Worker processes (default: one a core).")
+@click.option("--executor", metavar="MODULE:NAME", help="An executor as of concurrent.futures, or what makes one.")
+@click.option("--dask", metavar="ADDRESS", help="Let the workers of a Dask cluster do it, as tcp://host:8786.")
+@click.option("-o", "--output", metavar="FILE", help="Keep outcomes: .jsonl as they come, resumable; .json at the end.")
+@click.option("--html", metavar="FILE", help="Write a page with pictures.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead of tables.")
+@click.option("--force", is_flag=True, help="Replace files that exist.")
+@click.option("-q", "--quiet", is_flag=True, help="No notes and no progress on stderr.")
+def command(
+    trace: str,
+    confs: Sequence[str],
+    vary: Sequence[str],
+    memory: str | None,
+    release: str | None,
+    deferred: str | None,
+    orders: int,
+    lengths: int,
+    seed: int,
+    smallest: bool,
+    context: str | None,
+    jobs: int | None,
+    executor: str | None,
+    dask: str | None,
+    output: str | None,
+    html: str | None,
+    as_json: bool,
+    force: bool,
+    quiet: bool,
+) -> int:
+    """Replay TRACE (a trace, or a torch memory snapshot) under many circumstances, and say which setting helps."""
+    from simulator.commands.common import announce, print_json, sizes, working
+    from simulator.outputs import check_ending, check_output
+    from simulator.report_stress import render_json, render_table
+    from simulator.stressing import Axes, Interrupted, grid, stress
+    from traces.text import path_text
+
+    if executor is not None and dask is not None:
+        raise click.UsageError("--executor and --dask exclude each other")
+    _, outside = sizes(None, context)
+    axes = Axes(
+        settings=[*confs, *(grid(_varied(vary)) if vary else ())],
+        releases=_releases(release),
+        memories=[size for text in _parts(memory) if (size := sizes(text, None)[0]) is not None],
+        deferred=_deferred(deferred),  # type: ignore[arg-type]
+        orders=orders,
+        lengths=lengths,
+        seed=seed,
+    )
+    if output is not None:
+        check_ending("--output", output, (".jsonl", ".json"))
+    appended = output if output is not None and output.endswith(".jsonl") else None
+    written = output if appended is None else None
+    for path in (html, written):
+        if path is not None:
+            check_output(path, force=force)
+
+    import os
+
+    import traces
+    from simulator.dispatching import dask_executor, named_executor
+
+    with working(f"reading {path_text(os.path.basename(trace))}", quiet):
+        source = traces.read(trace)
+    interrupted = False
+    with contextlib.ExitStack() as stack:
+        chosen = None if executor is None else named_executor(executor)
+        if dask is not None:
+            chosen, slots = stack.enter_context(dask_executor(dask))
+            jobs = jobs or 2 * slots
+        try:
+            found = stress(
+                source,
+                axes,
+                smallest=smallest,
+                context=outside,
+                jobs=jobs,
+                executor=chosen,
+                results=appended,
+                force=force,
+                progress=stack.enter_context(_bar(quiet)),
+            )
+        except Interrupted as error:
+            found = error.found
+            interrupted = True
+    announce(found.notes, quiet)
+    if interrupted and not quiet:
+        rest = f"{len(found.outcomes)} of {found.total} scenarios are finished"
+        go_on = f"; the same command goes on from {path_text(appended)}" if appended is not None else ""
+        print(f"note: interrupted: {rest}{go_on}", file=sys.stderr)
+    _write(found, written, html, force)
+    if as_json:
+        print_json(render_json(found))
+    else:
+        render_table(found)
+    if interrupted:
+        return 130
+    best = found.best()
+    if best is None:
+        return 1
+    return 0 if best.fits else 3
+
+
+def _write(found: Stress, document: str | None, html: str | None, force: bool) -> None:
+    """Write the files that were asked for."""
+    if document is not None:
+        import json
+
+        from simulator.report_stress import render_json
+        from traces.files import write_atomically
+
+        with write_atomically(document, force=force) as file:
+            file.write(json.dumps(render_json(found), indent=1).encode() + b"\n")
+    if html is not None:
+        from simulator.html_stress import write_html
+
+        write_html(found, html, force=force)
+
+
+def _parts(text: str | None) -> list[str]:
+    """The parts between commas."""
+    return [] if text is None else [part.strip() for part in text.split(",") if part.strip()]
+
+
+def _varied(given: Sequence[str]) -> dict[str, list[str]]:
+    """`OPTION=V/V/...`, each an option's values; UsageError if malformed."""
+    varied: dict[str, list[str]] = {}
+    for text in given:
+        option, equals, values = text.partition("=")
+        if not equals or not option.strip() or not all(part.strip() for part in values.split("/")):
+            raise click.UsageError(
+                f"--vary {text!r}: write an option and its values, as in max_split_size_mb=none/64/128"
+            )
+        varied[option.strip()] = [part.strip() for part in values.split("/")]
+    return varied
+
+
+def _releases(text: str | None) -> list[str]:
+    from simulator.settings import parse_release
+
+    return [parse_release(part).text for part in _parts(text)]
+
+
+def _deferred(text: str | None) -> list[str]:
+    parts = _parts(text)
+    for part in parts:
+        if part not in ("prompt", "late", "recorded"):
+            raise click.UsageError(f"--deferred {part!r}: is prompt, late or recorded")
+    return parts
+
+
+@contextlib.contextmanager
+def _bar(quiet: bool) -> Iterator[Callable[[int, int], None]]:
+    """A progress bar on stderr, where that is a terminal."""
+    from simulator.commands.common import shows_progress
+
+    if quiet or not shows_progress():
+        yield lambda _done, _total: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(file=sys.stderr), transient=True, redirect_stdout=False) as progress:
+        task = progress.add_task("replaying", total=None)
+        yield lambda done, total: progress.update(task, completed=done, total=total)

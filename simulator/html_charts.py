@@ -1,0 +1,121 @@
+"""Tables and charts side by side: methods, settings, ranks or runs, one row each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final, Literal
+
+from simulator.html_pieces import card, colour, key, size, stacked, table, text
+from simulator.settings import format_bytes
+
+#: Rows that a chart or a table shows; the rest is counted.
+MAX_ROWS: Final = 400
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """A cell of a table that is a number of bytes."""
+
+    bytes: int
+
+
+Cell = str | int | float | Size | None
+
+
+@dataclass(frozen=True)
+class Bar:
+    """A row of a chart: parts (what, size) from left to right, a line at `mark` (a limit), words at the end."""
+
+    label: str
+    parts: tuple[tuple[str, float], ...]
+    mark: float | None = None
+    remark: str = ""
+
+
+@dataclass(frozen=True)
+class Chart:
+    """Horizontal bars on one scale; parts of one name have one colour."""
+
+    title: str
+    bars: tuple[Bar, ...]
+    unit: Literal["bytes", "number"] = "bytes"
+    caption: str = ""
+
+
+@dataclass(frozen=True)
+class Grid:
+    """A table: the first `texts` columns are words, the others numbers; the rows numbered in `strong` are bold."""
+
+    title: str
+    head: tuple[str, ...]
+    rows: tuple[tuple[Cell, ...], ...]
+    texts: int = 1
+    strong: tuple[int, ...] = ()
+    caption: str = ""
+
+
+def chart(given: Chart) -> str:
+    """The chart as a card over the whole width; every bar's numbers stand beside it."""
+    shown = given.bars[:MAX_ROWS]
+    whole = max((_end(bar) for bar in shown), default=0.0)
+    names = list(dict.fromkeys(what for bar in shown for what, _ in bar.parts))
+    kinds = {name: colour(name, place) for place, name in enumerate(names)}
+    rows = "".join(_bar(bar, whole, kinds, given.unit) for bar in shown)
+    meaning = [(kinds[name], name.replace("_", " ")) for name in names]
+    if any(bar.mark is not None for bar in shown):
+        meaning.append(("mark", "limit"))
+    body = (key(meaning) if len(meaning) > 1 else "") + f"<div class=bars role=list>{rows}</div>"
+    return card(text(given.title), body + _rest(len(given.bars)) + _caption(given.caption), kind="wide")
+
+
+def _end(bar: Bar) -> float:
+    return max(sum(value for _, value in bar.parts), bar.mark or 0.0)
+
+
+def _bar(bar: Bar, whole: float, kinds: dict[str, str], unit: str) -> str:
+    words = _number(sum(value for _, value in bar.parts), unit)
+    each = ", ".join(f"{what} {_number(value, unit)}" for what, value in bar.parts if value)
+    parts = [(kinds[what], value) for what, value in bar.parts]
+    remark = f" <small>{text(bar.remark)}</small>" if bar.remark else ""
+    return (
+        f'<div role=listitem title="{text(each, 600)}"><span class=what>{text(bar.label, 80)}</span>'
+        f"{stacked(parts, whole, mark=bar.mark)}<span class=n>{words}{remark}</span></div>"
+    )
+
+
+def grid(given: Grid) -> str:
+    """The table as a card over the whole width."""
+    rows = [
+        [f"<b>{_cell(cell)}</b>" if place in given.strong else _cell(cell) for cell in row]
+        for place, row in enumerate(given.rows[:MAX_ROWS])
+    ]
+    body = f"<div class=scroll tabindex=0>{table([text(name) for name in given.head], rows, texts=given.texts)}</div>"
+    return card(text(given.title), body + _rest(len(given.rows)) + _caption(given.caption), kind="wide")
+
+
+def _cell(cell: Cell) -> str:
+    if cell is None:
+        return ""
+    if isinstance(cell, Size):
+        return size(cell.bytes)
+    return text(cell, 300) if isinstance(cell, str) else _number(cell, "number")
+
+
+def _number(value: float, unit: str) -> str:
+    if unit == "bytes":
+        return format_bytes(round(value))
+    return f"{value:,}" if isinstance(value, int) or value == int(value) else f"{value:,.4g}"
+
+
+def _rest(count: int) -> str:
+    return f"<p class=caption>and {count - MAX_ROWS:,} more</p>" if count > MAX_ROWS else ""
+
+
+def _caption(words: str) -> str:
+    return f"<p class=caption>{text(words, 600)}</p>" if words else ""
+
+
+def parts(given: Sequence[Chart | Grid]) -> str:
+    """Charts and tables, one below the other."""
+    return "".join(chart(one) if isinstance(one, Chart) else grid(one) for one in given)

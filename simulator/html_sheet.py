@@ -1,0 +1,63 @@
+"""A page that sets several things side by side: methods, allocator settings, or two runs."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Final, Literal
+
+from simulator.html import MAX_NOTES, MAX_RANKS, bounded, label_of
+from simulator.html_charts import Bar, Chart, Grid, Size, parts
+from simulator.html_page import write_page
+from simulator.html_pieces import text
+from simulator.result import Result
+
+__all__ = ["Bar", "Chart", "Grid", "Sheet", "Size", "render_sheet", "write_sheet"]
+
+_WORDS: Final = {"fits": "Fits", "oom": "Out of memory"}
+
+
+@dataclass(frozen=True)
+class Sheet:
+    """What the page holds: plain text throughout. `results` are drawn one by one, with memory over time and tables.
+
+    Where a result was made with its picture (`replay(..., picture=True)`), categories and blocks are drawn as well.
+    """
+
+    title: str
+    lead: str
+    badge: Literal["fits", "oom", ""] = ""
+    facts: tuple[str, ...] = ()
+    parts: tuple[Chart | Grid, ...] = ()
+    results: tuple[tuple[str, Result], ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+def write_sheet(sheet: Sheet, path: str | os.PathLike[str], *, force: bool = False) -> None:
+    """Write the page of `sheet` to `path` (UTF-8); the file appears whole or not at all.
+
+    Raises OutputError where the file exists and `force` is not given, or cannot be written.
+    """
+    write_page(render_sheet(sheet), path, force=force)
+
+
+def render_sheet(sheet: Sheet) -> str:
+    """The page as text, of at most about 4.5 million characters."""
+    badge = f'<span class="badge {sheet.badge}">{_WORDS[sheet.badge]}</span> ' if sheet.badge else ""
+    facts = " · ".join(text(fact, 300) for fact in sheet.facts)
+    header = f"<h1>{badge}{text(sheet.title)}</h1><p class=lead>{text(sheet.lead, 600)}</p><p class=facts>{facts}</p>"
+    ranks = [(f"{label}: {label_of(rank.ranks)}", rank) for label, result in sheet.results for rank in result.ranks]
+    notes = list(sheet.notes[:MAX_NOTES])
+    if len(sheet.notes) > MAX_NOTES:
+        notes.append(f"{len(sheet.notes) - MAX_NOTES:,} further notes are left out.")
+    if len(ranks) > MAX_RANKS:
+        notes.append(f"The first {MAX_RANKS} of {len(ranks):,} event sequences are drawn.")
+    lines = "".join(f"<li>{text(note, 600)}</li>" for note in notes)
+    return bounded(
+        sheet.title,
+        header,
+        f"<div class=side>{parts(sheet.parts)}</div>",
+        ranks[:MAX_RANKS],
+        f"<h2>Notes</h2><ul>{lines}</ul>" if notes else "",
+        chooser="Shown",
+    )
