@@ -12,6 +12,9 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from simulator.checking import check as check
+    from simulator.comparing import compare as compare
+    from simulator.comparing import load as load
     from simulator.devices import device as device
     from simulator.estimation import Estimate as Estimate
     from simulator.estimation import answer as answer
@@ -26,6 +29,7 @@ if TYPE_CHECKING:
     from simulator.settings import Release as Release
     from simulator.settings import parse_conf as parse_conf
     from simulator.settings import parse_release as parse_release
+    from simulator.stressing import stress as stress
     from simulator.sweeping import sweep as sweep
     from simulator.tables import write_calls as write_calls
     from simulator.tables import write_events as write_events
@@ -37,14 +41,18 @@ _HOMES = {
     "Release": "settings",
     "Result": "result",
     "answer": "estimation",
+    "check": "checking",
+    "compare": "comparing",
     "device": "devices",
     "estimate": "estimation",
+    "load": "comparing",
     "parse_conf": "settings",
     "parse_release": "settings",
     "render_json": "report",
     "render_table": "report",
     "replay": "replay",
     "smallest_memory": "fitting",
+    "stress": "stressing",
     "sweep": "sweeping",
     "verify": "verify",
     "write_calls": "tables",

@@ -1,6 +1,7 @@
 """The command line: finds the command, and turns every error into one line and an exit code.
 
-Exit codes: 0 done and it fits; 1 bad input or the run failed; 2 usage; 3 predicted out of memory; 130 interrupted.
+Exit codes: 0 done and it fits; 1 bad input or the run failed; 2 usage; 3 predicted out of memory, or over the budget;
+4 regression over the threshold; 130 interrupted.
 With LLMEM_TRACEBACK=1 in the environment an unexpected error shows its traceback.
 """
 
@@ -121,5 +122,6 @@ def _show_version(ctx: click.Context, option: click.Parameter, asked: bool) -> N
 def main() -> None:
     """Predict the GPU memory of PyTorch programs without a GPU.
 
-    Exit codes: 0 done and it fits; 1 bad input or the run failed; 2 usage; 3 predicted out of memory.
+    Exit codes: 0 done and it fits; 1 bad input or the run failed; 2 usage; 3 predicted out of memory, or over the
+    budget; 4 regression over the threshold.
     """

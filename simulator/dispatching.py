@@ -204,7 +204,22 @@ def local_pool(
     context = multiprocessing.get_context("forkserver" if forks else "spawn")
     if forks:
         context.set_forkserver_preload(list(modules))
+        _start_server()
     return ProcessPoolExecutor(jobs, mp_context=context, initializer=_begin, initargs=(prepare, *arguments))
+
+
+def _start_server() -> None:
+    """Start the server that workers are forked from such that Ctrl-C is not for it, not even while it imports."""
+    from multiprocessing import forkserver
+
+    try:
+        before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    except ValueError:  # not the main thread
+        return
+    try:
+        forkserver.ensure_running()
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _begin(prepare: Callable[..., object] | None = None, *arguments: Any) -> None:

@@ -47,13 +47,18 @@ def render_html(result: Result) -> str:
 
 
 def bounded(
-    title: str, header: str, before: str, ranks: Sequence[tuple[str, RankResult]], notes: str, chooser: str = "Rank"
+    title: str,
+    header: str,
+    before: str,
+    ranks: Sequence[tuple[str, RankResult]],
+    notes: str,
+    chooser: str = "Rank, worst first",
 ) -> str:
     """A page of HTML parts and labelled ranks, with as much of each as keeps it below `MAX_PAGE` characters."""
     budget = 1.0
     while True:
         sections, data = _sections(ranks, budget)
-        page = assemble(title, header, before + sections, notes, {"chooser": chooser, "ranks": data})
+        page = assemble(title, header, before, sections, notes, {"chooser": chooser, "ranks": data})
         if len(page) <= MAX_PAGE or budget < 0.001:
             return page
         budget /= 2
@@ -238,7 +243,10 @@ def _modules(rank: RankResult) -> str:
     nested = tree(rank)
     if not nested:
         return ""
-    words = "Bytes of blocks by module path. Arrow keys open, close and move."
+    words = (
+        "Bytes of blocks by module path; each bar is measured against the largest beside it, in the colours of the"
+        " categories. Arrow keys open, close and move."
+    )
     peak = rank.peak
     when = f"event {peak.event:,}{f', {text(peak.phase)}' if peak.phase else ''}"
     return card(f"Alive at the peak, by module <small>{when}</small>", f"<p class=caption>{words}</p>{nested}")
@@ -312,7 +320,7 @@ def _categories(rank: RankResult) -> str:
     rows = sorted(peak.by_category.items(), key=lambda item: -item[1])
     return card(
         f"Alive at the peak <small>event {peak.event:,}{phase}</small>",
-        shares(("category", "bytes", "share"), rows, peak.allocated),
+        shares(("category", "bytes", "share"), rows, peak.allocated, coloured=True),
     )
 
 

@@ -45,7 +45,10 @@ class Chart:
 
 @dataclass(frozen=True)
 class Grid:
-    """A table: the first `texts` columns are words, the others numbers; the rows numbered in `strong` are bold."""
+    """A table: the first `texts` columns and those that hold words are set left, numbers right.
+
+    The rows numbered in `strong` are bold.
+    """
 
     title: str
     head: tuple[str, ...]
@@ -90,8 +93,15 @@ def grid(given: Grid) -> str:
         [f"<b>{_cell(cell)}</b>" if place in given.strong else _cell(cell) for cell in row]
         for place, row in enumerate(given.rows[:MAX_ROWS])
     ]
-    body = f"<div class=scroll tabindex=0>{table([text(name) for name in given.head], rows, texts=given.texts)}</div>"
+    words = [column for column in range(len(given.head)) if any(_is_word(row[column]) for row in given.rows)]
+    inner = table([text(name) for name in given.head], rows, texts=given.texts, words=words)
+    body = f'<div class=scroll tabindex=0 role=region aria-label="{text(given.title)}">{inner}</div>'
     return card(text(given.title), body + _rest(len(given.rows)) + _caption(given.caption), kind="wide")
+
+
+def _is_word(cell: Cell) -> bool:
+    """Whether a cell is text that does not begin as a number does."""
+    return isinstance(cell, str) and cell[:1].isalpha()
 
 
 def _cell(cell: Cell) -> str:
@@ -105,7 +115,7 @@ def _cell(cell: Cell) -> str:
 def _number(value: float, unit: str) -> str:
     if unit == "bytes":
         return format_bytes(round(value))
-    return f"{value:,}" if isinstance(value, int) or value == int(value) else f"{value:,.4g}"
+    return f"{value:,.0f}" if abs(value) >= 1000 or value == int(value) else f"{value:.4g}"
 
 
 def _rest(count: int) -> str:

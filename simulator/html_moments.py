@@ -23,6 +23,8 @@ from traces.model import Int64Array
 MAX_NODES: Final = 1_500
 #: Parts of a node smaller than this share of the peak are not listed one by one.
 LEAST_SHARE: Final = 0.0005
+#: Parts of a node that is open at first.
+MAX_OPEN: Final = 16
 #: Names of blocks in a page, and how much of one is kept.
 MAX_NAMES: Final = 6_000
 NAME_LENGTH: Final = 90
@@ -240,27 +242,37 @@ def tree(rank: RankResult) -> str:
 
 def _branches(node: Node, whole: int, depth: int, left: list[int]) -> str:
     ordered = sorted(node.parts.items(), key=lambda item: -item[1].bytes)
+    largest = ordered[0][1].bytes if ordered else 0
     shown = [item for item in ordered if item[1].bytes >= LEAST_SHARE * whole][: max(0, left[0])]
     left[0] -= len(shown)
-    html = "".join(_branch(name, part, whole, depth, left) for name, part in shown)
-    rest = [part for _, part in ordered[len(shown) :]]
+    if all(name.isdecimal() for name, _ in shown):  # layers, in their order
+        shown.sort(key=lambda item: int(item[0]))
+    html = "".join(_branch(name, part, (whole, largest), depth, left) for name, part in shown)
+    rest = [part for _, part in ordered[len(shown) :]]  # the smallest
     if rest:
         total, count = sum(part.bytes for part in rest), sum(part.count for part in rest)
         html += f"<li><div class=row><span>{len(rest):,} smaller</span><i></i>{size(total)}{_count(count)}</div></li>"
     return html
 
 
-def _branch(name: str, node: Node, whole: int, depth: int, left: list[int]) -> str:
+def _branch(name: str, node: Node, scale: tuple[int, int], depth: int, left: list[int]) -> str:
+    """One module; `scale` has the bytes of the whole tree and of its largest sibling."""
+    whole, largest = scale
     while len(node.parts) == 1:  # a chain is one line
         (below, only), *_ = node.parts.items()
         name, node = (f"{name}: {below}" if not only.parts and "." in below else f"{name}.{below}"), only
-    bar = stacked([(colour(what), total) for what, total in _by_size(node)], whole)
+    bar = stacked([(colour(what), total) for what, total in _by_size(node)], largest)
     words = ", ".join(f"{what.replace('_', ' ')} {total / node.bytes:.0%}" for what, total in _by_size(node))
     row = f'<span title="{text(words, 300)}">{text(name, 100)}</span>{bar}{size(node.bytes)}{_count(node.count)}'
     if not node.parts:
         return f"<li><div class=row>{row}</div></li>"
-    inner = _branches(node, whole, depth + 1, left)
-    start = " open" if depth == 0 and node.bytes >= whole / 4 else ""
+    own = node.bytes - sum(part.bytes for part in node.parts.values())
+    itself = ""
+    if own:
+        count = node.count - sum(part.count for part in node.parts.values())
+        itself = f"<li><div class=row><span>(itself)</span><i></i>{size(own)}{_count(count)}</div></li>"
+    inner = itself + _branches(node, whole, depth + 1, left)
+    start = " open" if depth == 0 and node.bytes >= whole / 4 and len(node.parts) <= MAX_OPEN else ""
     return f"<li><details{start}><summary class=row>{row}</summary><ul>{inner}</ul></details></li>"
 
 

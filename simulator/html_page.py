@@ -31,13 +31,15 @@ def write_page(page: str, path: str | os.PathLike[str], *, force: bool = False) 
         file.write(page.encode("utf-8", "backslashreplace"))
 
 
-def assemble(title: str, header: str, ranks: str, notes: str, data: Mapping[str, Any]) -> str:
-    """The page as text: `title` is plain text, the other parts ready HTML; `data` is for the scripts."""
+def assemble(title: str, header: str, before: str, ranks: str, notes: str, data: Mapping[str, Any]) -> str:
+    """The page as text: `title` is plain text, the other parts ready HTML (`before` stands above the choice
+    of ranks); `data` is for the scripts."""
     parts = {
         "title": escape(title),
         "policy": _policy(),
         "styles": "".join(f"<style>{static(name)}</style>" for name in _STYLES),
         "header": header,
+        "before": before,
         "ranks": ranks,
         "notes": notes,
         "data": _json(data),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from html import escape
 
 from simulator.html_series import shorten
@@ -25,9 +25,12 @@ def card(title: str, body: str, *, kind: str = "") -> str:
     return f'<div class="card {kind}"><h3>{title}</h3>{body}</div>'
 
 
-def table(head: Sequence[str], rows: Iterable[Sequence[str]], *, texts: int = 1) -> str:
-    """A table of ready HTML cells; the first `texts` columns hold words, the others numbers."""
-    kinds = [" class=long" if column == 0 else "" if column < texts else " class=num" for column in range(len(head))]
+def table(head: Sequence[str], rows: Iterable[Sequence[str]], *, texts: int = 1, words: Collection[int] = ()) -> str:
+    """A table of ready HTML cells; the first `texts` columns and those in `words` hold words, the others numbers."""
+    kinds = [
+        " class=long" if column == 0 else "" if column < texts or column in words else " class=num"
+        for column in range(len(head))
+    ]
     top = "".join(f"<th scope=col{kind}>{name}</th>" for kind, name in zip(kinds, head, strict=True))
     body = "".join(
         "<tr>" + "".join(f"<td{kind}>{cell}</td>" for kind, cell in zip(kinds, row, strict=True)) + "</tr>"
@@ -36,13 +39,14 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]], *, texts: int = 1)
     return f"<table><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table>"
 
 
-def shares(head: Sequence[str], rows: Sequence[tuple[str, int]], whole: int) -> str:
-    """A table of parts of `whole`, each with a bar."""
+def shares(head: Sequence[str], rows: Sequence[tuple[str, int]], whole: int, *, coloured: bool = False) -> str:
+    """A table of parts of `whole`, each with a bar (`coloured`: in the colour of its category)."""
     cells = []
     for name, count in rows:
         share = 100 * count / whole if whole else 0.0
-        bar = f'<svg class=bar aria-hidden=true><rect width="{share:.2f}%" height="100%"/></svg>'
-        cells.append((text(name), size(count), f"{share:.1f} %{bar}"))
+        kind = f" class={colour(name)}" if coloured else ""
+        bar = f'<svg class=bar aria-hidden=true><rect{kind} width="{share:.2f}%" height="100%"/></svg>'
+        cells.append((text(name.replace("_", " ") if coloured else name), size(count), f"{share:.1f} %{bar}"))
     return table(head, cells)
 
 

@@ -285,9 +285,8 @@ def _moment(
 
 def _joined(segments: _Lives, alive: npt.NDArray[np.int64]) -> Segments:
     """Segments by address; adjoining mapped pages of one stream are one."""
-    address, size, stream, expandable = (
-        column[alive] for column in (segments.address, segments.bytes, segments.stream, segments.expandable)
-    )
+    address, size, stream = (column[alive] for column in (segments.address, segments.bytes, segments.stream))
+    expandable = segments.expandable[alive]
     if not len(alive):
         return Segments(address, size, stream, expandable)
     adjoins = address[1:] == address[:-1] + size[:-1]

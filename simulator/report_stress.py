@@ -145,7 +145,7 @@ def _parts(stress: Stress) -> Iterable[RenderableType]:
     count = sum(len(row.outcomes) for row in stress.rows())
     yield (
         f"{count:,} replays of {stress.events:,} events, PyTorch {stress.release}, "
-        f"{format_bytes(stress.device_bytes)} GPU, {stress.seconds:.1f} s"
+        f"{format_bytes(stress.device_bytes)} GPU; * as traced"
     )
     yield ""
     yield _figures(stress, rows, best)

@@ -415,9 +415,9 @@ class _Probe:
             self.best = (batch, self.replayed(self.case(batch)))
         return self.best[1]
 
-    def guess(self) -> int:
+    def guess(self) -> tuple[int, bool]:
         """Where the largest batch may be: by replays of the two largest captured steps, with every size on the line
-        through its sizes in both.
+        through its sizes in both. False where they differ in more than sizes, so that a line says nothing.
         """
         first, last = sorted(self.traces)[-2:]
         case = self.case(1)
@@ -427,14 +427,14 @@ class _Probe:
             return made is not None and self._replay(made, case).verdict == "fits"
 
         if between(self.traces[first], self.traces[last], 1.0) is None:
-            return 2 * last
+            return (2 * last if self.tried[last] else (first + last) // 2), False
         low, high = (last, LEAP * last) if self.tried[last] else (first, last)
         while fits(high) and high < MOST:
             low, high = high, 2 * high
         while high - low > 1:
             middle = (low + high) // 2
             low, high = (middle, high) if fits(middle) else (low, middle)
-        return low
+        return low, True
 
     def _worst_trace(self, case: Case) -> Trace:
         """The trace of a job all whose ranks do what the worst one does."""
@@ -502,11 +502,12 @@ def search(candidate: Candidate, asked: Asked) -> Outcome:
     return replace(outcome, seconds=time.perf_counter() - started)
 
 
-def largest(fits: Callable[[int], bool], guess: Callable[[], int], most: int) -> int:
-    """The largest whole number up to `most` that fits, 0 for none; `guess()` says where it may be, after two tries.
+def largest(fits: Callable[[int], bool], guess: Callable[[], tuple[int, bool]], most: int) -> int:
+    """The largest whole number up to `most` that fits, 0 for none.
 
-    What fits is taken to be monotonous. From the guess it goes up or down by 1, 2, 4 ..., and what is left between two
-    bounds is halved: two tries are enough where the guess is right.
+    `guess()` says, after two tries, where it may be, and whether that is worth following: if not, it is asked again
+    after the next try. What fits is taken to be monotonous. From the guess it goes up or down by 1, 2, 4 ..., and what
+    is left between two bounds is halved: two tries are enough where the guess is right.
     """
     if most < FIRST or not fits(FIRST):
         return int(fits(1))
@@ -514,11 +515,13 @@ def largest(fits: Callable[[int], bool], guess: Callable[[], int], most: int) ->
     if most > FIRST:
         second = min(SECOND, most)
         low, high = (second, high) if fits(second) else (low, second)
-    middle, stride, turned = guess() if high - low > 1 else low, 1, False
+    middle, stride, turned, sure = low, 1, False, False
     before: bool | None = None
     while high - low > 1:
-        middle = min(max(middle, low + 1), high - 1)
-        good = fits(middle)
+        if not sure:
+            middle, sure = guess()
+            stride, before = 1, None
+        good = fits(middle := min(max(middle, low + 1), high - 1))
         low, high = (middle, high) if good else (low, middle)
         turned = turned or before is (not good)
         middle = (low + high) // 2 if turned else (low + stride if good else high - stride)

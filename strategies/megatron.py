@@ -124,7 +124,7 @@ def _sliced(path: str, part: Any, column: bool, shared: Shared) -> torch.nn.Modu
     return (ColumnParallel if column else RowParallel)(_parameter(weight, shape), bias, shared)
 
 
-def _parameter(like: torch.nn.Parameter, shape: tuple[int, ...]) -> torch.nn.Parameter:
+def _parameter(like: torch.Tensor, shape: tuple[int, ...]) -> torch.nn.Parameter:
     import torch
 
     return torch.nn.Parameter(torch.empty(shape, dtype=like.dtype, device="meta"), requires_grad=like.requires_grad)

@@ -71,7 +71,7 @@ class _Linear(torch.autograd.Function):
     """
 
     @staticmethod
-    @torch.amp.custom_fwd(device_type="cuda")
+    @torch.amp.custom_fwd(device_type="cuda")  # type: ignore[untyped-decorator]
     def forward(ctx: Any, x: Any, weight: Any, bias: Any, shared: Shared, column: bool, whole: Any) -> Any:
         ctx.save_for_backward(x, weight)
         ctx.biased, ctx.shared, ctx.column = bias is not None, shared, column
@@ -82,8 +82,8 @@ class _Linear(torch.autograd.Function):
         return out
 
     @staticmethod
-    @torch.amp.custom_bwd(device_type="cuda")
-    def backward(ctx: Any, grad: Any) -> Any:  # type: ignore[override]
+    @torch.amp.custom_bwd(device_type="cuda")  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, grad: Any) -> Any:
         x, weight = ctx.saved_tensors
         shared: Shared = ctx.shared
         scattered = ctx.column and shared.sequence
@@ -116,7 +116,7 @@ class _Reduce(torch.autograd.Function):
         return x
 
     @staticmethod
-    def backward(ctx: Any, grad: Any) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad: Any) -> Any:
         return grad
 
 
@@ -131,7 +131,7 @@ class _ReduceScatter(torch.autograd.Function):
         return mine
 
     @staticmethod
-    def backward(ctx: Any, grad: Any) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad: Any) -> Any:
         return _gathered(grad, ctx.shared), None
 
 
@@ -144,7 +144,7 @@ class _Scatter(torch.autograd.Function):
         return x.reshape(shared.size, -1)[shared.rank].view(shared.part(x.shape)).clone()
 
     @staticmethod
-    def backward(ctx: Any, grad: Any) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad: Any) -> Any:
         return _gathered(grad, ctx.shared), None
 
 
@@ -176,7 +176,7 @@ class ColumnParallel(torch.nn.Module):
         self.shared = shared
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[..., in] -> [..., out / ranks]; `x` is this rank's part along the sequence or, where that is split, the whole."""
+        """[..., in] -> [..., out / ranks]; where the sequence is split, `x` is this rank's part or the whole."""
         whole = None
         if self.shared.sequence:
             whole, x = self.shared.parts(x)
@@ -214,7 +214,7 @@ class VocabularyParallel(torch.nn.Module):
         out = functional.embedding(own, self.weight)
         out.masked_fill_(mask.unsqueeze(-1), 0.0)
         if self.whole and self.shared.sequence:
-            return _Reduce.apply(out)  # type: ignore[no-untyped-call,no-any-return]
+            return _Reduce.apply(out)  # type: ignore[no-untyped-call, no-any-return]
         return _reduced(out, self.shared)
 
 
@@ -251,7 +251,7 @@ class _CrossEntropy(torch.autograd.Function):
         return loss
 
     @staticmethod
-    def backward(ctx: Any, grad: Any) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad: Any) -> Any:
         softmax, mask, own = ctx.saved_tensors
         rows = softmax.view(-1, softmax.shape[-1])
         places = torch.arange(rows.shape[0], device=rows.device)
@@ -275,5 +275,5 @@ def reduce_gradients(parameters: list[torch.nn.Parameter]) -> None:
         return
     flat = torch.cat([one.reshape(-1) for one in gradients])
     dist.all_reduce(flat)
-    for gradient, part in zip(gradients, flat.split([one.numel() for one in gradients]), strict=True):
+    for gradient, part in zip(gradients, torch.split(flat, [one.numel() for one in gradients]), strict=True):
         gradient.copy_(part.view_as(gradient))

@@ -8,6 +8,7 @@ gathered parameters, buckets and the order of all events are then PyTorch's own.
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -48,7 +49,11 @@ class Native(Method):
         from graph.fake_collectives import process_group
 
         runtime.host_copies_keep = True  # what rank 0 broadcast to itself comes back as it went
-        with process_group(runtime, recorder, self.rank, self.case.world, self.kept) as collectives:
+        with (
+            warnings.catch_warnings(),
+            process_group(runtime, recorder, self.rank, self.case.world, self.kept) as collectives,
+        ):
+            warnings.simplefilter("ignore", UserWarning)  # advice of FSDP to whoever writes the model's code
             self._collectives = collectives
             try:
                 yield

@@ -123,10 +123,14 @@ class _Calls:
             raise CaptureError(f"the forward of {type(self.base).__name__} calls none of its layers")
         start = calls[0][0][0] if calls[0][0] else calls[0][1].get("hidden_states")
         rest = [
-            (args[1:], {key: value for key, value in kwargs.items() if key != "hidden_states"})
+            (args[1:], {key: value for key, value in kwargs.items() if key != "hidden_states" and not _absent(value)})
             for args, kwargs in calls
         ]
         return start, rest
+
+
+def _absent(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_meta
 
 
 class _Noting(torch.nn.Module):
@@ -193,11 +197,35 @@ def _order(base: Any, name: str) -> tuple[frozenset[str], tuple[str, ...], bool]
     finally:
         for handle in handles:
             handle.remove()
-    _, kwargs = calls[0]
-    tensors = [one for value in kwargs.values() for one in (value if isinstance(value, tuple) else (value,))]
     held = {child for child, part in parts if any(True for _ in part.parameters())}
-    positions = any(isinstance(one, torch.Tensor) for one in tensors)
-    return frozenset(before), tuple(child for child in after if child in held), positions
+    return frozenset(before), tuple(child for child in after if child in held), _positioned(base, name, *calls[0])
+
+
+class _Watched(torch.Tensor):
+    """A tensor that says whether anybody asked anything of it."""
+
+    asked = False
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+        cls.asked = True
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+def _positioned(base: Any, name: str, args: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether the layers, called so on meta, need positions: more tensors than their numbers, or those read."""
+    given = [one for value in kwargs.values() for one in (value if isinstance(value, tuple) else (value,))]
+    tensors = sum(isinstance(one, torch.Tensor) for one in given)
+    numbers = kwargs.get("position_ids")
+    if not isinstance(numbers, torch.Tensor) or tensors > 1:
+        return tensors > 0
+    watched: Any = numbers.as_subclass(type("Watched", (_Watched,), {}))
+    try:
+        with torch.no_grad(), torch.device("meta"):
+            base.get_submodule(name)[0](*args, **{**kwargs, "position_ids": watched})
+    except Exception:
+        return True
+    return bool(type(watched).asked)
 
 
 def _belongs(part: torch.nn.Module) -> bool:

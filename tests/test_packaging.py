@@ -106,7 +106,17 @@ def test_estimates_without_torch_say_what_is_missing(tmp_path: Path) -> None:
     assert len(shown.stderr.splitlines()) == 1
 
 
-@pytest.mark.parametrize("command", [("run",), ("convert", "{folder}/trace.npz")], ids=lambda words: words[0])
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("run",),
+        ("convert", "{folder}/trace.npz"),
+        ("stress", "--html", "{folder}/page.html"),
+        ("compare", "traces/samples/tiny.json"),
+        ("check", "--budget", "1GiB"),
+    ],
+    ids=lambda words: words[0],
+)
 def test_commands_need_neither_torch_nor_networkx(command: tuple[str, ...], tmp_path: Path) -> None:
     block = "import sys; sys.modules.update(dict.fromkeys(('torch', 'networkx', 'transformers', 'pyarrow')))"
     words = [command[0], "traces/samples/tiny.json", *(word.format(folder=tmp_path) for word in command[1:])]

@@ -97,6 +97,7 @@ globalThis.memoryBlocks = (shared) => {
       let free = 0, largest = 0;
       for (let i = 0; i < size.length; i++) if (kind[i] === FREE) { free += size[i]; largest = Math.max(largest, size[i]); }
       const parts = [
+        `At the ${moment.labels.join(", ")}, event ${countText(moment.event)}`,
         moment.phase && `phase ${moment.phase}`,
         `allocated ${bytesText(moment.allocated)}`,
         moment.active > moment.allocated && `waiting for a stream ${bytesText(moment.active - moment.allocated)}`,
@@ -106,7 +107,7 @@ globalThis.memoryBlocks = (shared) => {
       this.facts.textContent = parts.filter(Boolean).join(" · ");
       this.addLegend(free);
       this.canvas.setAttribute("aria-label",
-        `Blocks at ${moment.labels.join(", ")}: ${this.facts.textContent}. Left and right arrows go from block to block, ` +
+        `Blocks. ${this.facts.textContent}. Left and right arrows go from block to block, ` +
         "up and down from segment to segment, page up and down to the moment before and after, g to the largest gap.");
       this.point(this.firstOfNote());
       this.chosen(moment);

@@ -138,6 +138,7 @@
       this.byTime = false;
       this.fitHeight = false;
       this.byCategory = this.columns.held.length > 0;
+      this.waits = !this.byCategory || this.columns.active.some((value, i) => value > this.columns.allocated[i]);
       this.moment = null; // the event whose blocks are shown
       this.showLimit = rank.peakReserved.bytes >= rank.limit / 4;
       this.cursor = null; // place in the columns
@@ -197,7 +198,7 @@
       };
       if (this.byCategory) for (const { name } of [...this.columns.held].reverse()) entry(name, name.replaceAll("_", " "), "", `c-${name}`);
       else entry("allocated", "allocated", "solid");
-      entry("active", "active (allocated, or waiting for a stream)", "dotted");
+      if (this.waits) entry("active", "active (allocated, or waiting for a stream)", "dotted");
       entry("reserved", "reserved", "solid");
       entry("limit", "device limit", "dashed");
     }
@@ -334,8 +335,8 @@
           ...areas.map(({ name }) => ({
             fill: style.getPropertyValue(`--c-${name}`).trim() || colour["c-unknown"], width: 0, paths: stepped, points: { show: false },
           })),
-          { stroke: colour.active, dash: [2, 3], width: 1.5, paths: stepped, points: { show: false } },
-          { stroke: colour.allocated, fill: areas.length ? undefined : `${colour.allocated}59`, width: areas.length ? 1 : 1.5, paths: stepped, points: { show: false } },
+          { show: this.waits, stroke: colour.active, dash: [2, 3], width: 1.5, paths: stepped, points: { show: false } },
+          { stroke: areas.length ? colour.ink : colour.allocated, fill: areas.length ? undefined : `${colour.allocated}59`, width: areas.length ? 1 : 1.5, paths: stepped, points: { show: false } },
         ],
         cursor: {
           drag: { x: true, y: false, setScale: false },
@@ -655,7 +656,7 @@
     if (ranks.length < 2) return;
     nav.hidden = false;
     const label = nav.appendChild(document.createElement("label"));
-    label.append(`${chooser}, worst first:`);
+    label.append(`${chooser}:`);
     const select = label.appendChild(document.createElement("select"));
     const multiples = nav.appendChild(Object.assign(document.createElement("div"), { className: "multiples" }));
     ranks.forEach((rank, i) => {

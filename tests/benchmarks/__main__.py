@@ -131,6 +131,10 @@ PARTS: Final[dict[str, tuple[str, Callable[[Options], list[Figure]]]]] = {
         "Columnar file in a fresh process: transformer training, {many:,} events",
         lambda options: processes.large_file(10 * options.events, min(options.rounds, 2)),
     ),
+    "stress": (
+        "A thousand replays by two worker processes: transformer training, {few:,} events",
+        lambda options: processes.thousand_replays(max(options.events // 10, 1)),
+    ),
     "start-up": ("Start-up: wall time of fresh processes", lambda options: processes.start_up(options.rounds)),
     "cold": (
         "First compilation (one thread): empty cache, beyond the same with a full one",
@@ -189,7 +193,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     sections = []
     for name in names:
         title, work = PARTS[name]
-        title = title.format(events=options.events, many=10 * options.events)
+        title = title.format(events=options.events, many=10 * options.events, few=options.events // 10)
         section = Section(name, title, timing.calibrate(), work(options))
         sections.append(section)
         if not chosen.json:

@@ -29,6 +29,14 @@ COLD_GOAL_S: Final = 60.0
 CASE: Final = {"model": "opt-1.3b", "dtype": "bf16", "batch": 4, "seq": 512}
 CASE_NAME: Final = "OPT-1.3B, bf16, AdamW, batch 4 x 512"
 ESTIMATE_GOAL_S: Final = 5.0
+STRESS_GOAL_S: Final = 60.0
+#: Values of settings; together a thousand.
+STRESS_GRID: Final = (
+    "max_split_size_mb=none/32/48/64/96/128/192/256/384/512",
+    "large_segment_size_mb=20/21/22/23/24/25/26/27/28/29",
+    "roundup_power2_divisions=none/2/4/8/16",
+    "expandable_segments=False/True",
+)
 
 
 @dataclass(frozen=True)
@@ -83,6 +91,20 @@ def large_file(events: int, rounds: int) -> list[Figure]:
         Figure("memory that both add at the peak", grown / events, "bytes an event"),
         Figure("the file itself", size / events, "bytes an event"),
     ]
+
+
+def thousand_replays(events: int) -> list[Figure]:
+    """`stress` on a file of transformer training under a thousand settings, with two worker processes."""
+    grid = [word for values in STRESS_GRID for word in ("--vary", values)]
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.npz"
+        traces.write(transformer(events).trace("", "2.13"), path)
+        words = ("-m", "simulator", "stress", str(path), "--no-smallest", "--jobs", "2", "--json", "-q", *grid)
+        run = launch(*words, "-o", str(Path(folder) / "found.jsonl"))
+        with open(Path(folder) / "found.jsonl", encoding="utf-8") as file:
+            replays = sum("error" not in json.loads(line) for line in file)
+    details = {"replays": replays, "s of CPU": run.cpu, "ms of CPU a replay": 1e3 * run.cpu / max(replays, 1)}
+    return [Figure("`stress` with all settings", run.wall, "s", STRESS_GOAL_S, details)]
 
 
 def start_up(rounds: int) -> list[Figure]:

@@ -1,0 +1,105 @@
+"""`check`: budgets, baselines, exit codes and what is printed, of traces, results and cases."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+import simulator.estimation as estimation
+import traces
+from simulator.commands.check import command
+from simulator.replay import replay
+from simulator.report import render_json
+from tests.step_graphs import stub
+from tests.test_stress import training
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> str:
+    traces.write(training(), tmp_path / "run.json")
+    return str(tmp_path / "run.json")
+
+
+def invoke(*words: str) -> tuple[int, str]:
+    done = CliRunner().invoke(command, [*words, "-q"], standalone_mode=False)
+    assert done.exception is None, done.output
+    return int(done.return_value), done.output
+
+
+def test_budgets(path: str) -> None:
+    """The budget holds what the run reserves, to the byte, and --context with it."""
+    reserved = replay(training()).ranks[0].peak_reserved
+    assert invoke(path, "--budget", str(reserved))[0] == 0
+    code, shown = invoke(path, "--budget", str(reserved - 1))
+    assert code == 3
+    assert shown.startswith("check: over budget: run.json needs ")
+    assert len(shown.splitlines()) == 1
+    assert invoke(path, "--budget", str(reserved + MIB), "--context", "1MiB")[0] == 0
+    assert invoke(path, "--budget", str(reserved + MIB - 1), "--context", "1MiB")[0] == 3
+
+
+def test_out_of_memory(tmp_path: Path) -> None:
+    traces.write(training(device=64 * MIB), tmp_path / "run.json")
+    code, shown = invoke(str(tmp_path / "run.json"), "--budget", "80GiB")
+    assert code == 3
+    assert shown.startswith("check: out of memory")
+
+
+def test_baselines(path: str, tmp_path: Path) -> None:
+    traces.write(training((30, 60, 40, 20)), tmp_path / "grown.json")
+    grown = str(tmp_path / "grown.json")
+    assert invoke(path, "--against", path)[0] == 0
+    assert invoke(grown, "--against", path)[0] == 4  # without --fail-over nothing may grow
+    assert invoke(grown, "--against", path, "--fail-over", "20%")[0] == 0
+    code, shown = invoke(grown, "--budget", "80GiB", "--against", path, "--fail-over", "2%")
+    assert code == 4
+    assert "check: regression: grown.json" in shown
+    assert invoke(grown, "--budget", "1MiB", "--against", path, "--fail-over", "2%")[0] == 3
+
+
+def test_results_as_baseline_and_as_run(path: str, tmp_path: Path) -> None:
+    (tmp_path / "base.json").write_text(json.dumps(render_json(replay(training()))))
+    base = str(tmp_path / "base.json")
+    assert invoke(path, "--against", base, "--fail-over", "0%")[0] == 0
+    assert invoke(base, "--budget", "1GiB")[0] == 0
+
+
+def test_documents(path: str) -> None:
+    code, shown = invoke(path, "--budget", "1MiB", "--against", path, "--json")
+    document = json.loads(shown)
+    assert code == document["exit_code"] == 3
+    assert document["needed"] == document["peak_reserved"] == replay(training()).ranks[0].peak_reserved
+    assert document["comparison"]["regressions"] == []
+    code, shown = invoke(path, "--budget", "1GiB", "--against", path, "--markdown")
+    assert code == 0
+    assert shown.startswith("### ✅ ok: run.json needs ")
+
+
+def test_cases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(estimation, "captured", lambda case, progress=None, method=None: stub(case))
+    peak = estimation.estimate({"model": "m", "steps": 2}, capture=stub).worst.peak_reserved
+    assert invoke("m", "--steps", "2", "--budget", str(peak))[0] == 0
+    assert invoke("m", "--steps", "2", "--budget", str(peak - 1))[0] == 3
+    assert invoke("m", "--steps", "2", "--budget", str(peak), "--context", "auto")[0] == 3
+    (tmp_path / "case.json").write_text('{"model": "m", "steps": 2}')
+    code, shown = invoke(str(tmp_path / "case.json"), "--budget", str(peak))
+    assert code == 0
+    assert shown.startswith("check: ok: case.json needs ")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        [],
+        ["--budget", "1GiB", "--fail-over", "2%"],
+        ["--budget", "1GiB", "--json", "--markdown"],
+        ["--budget", "1GiB", "--batch", "2"],
+    ],
+)
+def test_wrong_usage(path: str, words: list[str]) -> None:
+    assert CliRunner().invoke(command, [path, *words]).exit_code == 2
