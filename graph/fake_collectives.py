@@ -47,6 +47,8 @@ _LISTS: Final = frozenset({"allgather_", "reduce_scatter_"})
 #: Messages between two ranks, and the number of the first of their streams.
 _PAIRS: Final = frozenset({"send", "recv_"})
 _FIRST_STREAM: Final = 1000
+#: The stream of asynchronous collectives that nobody waits for until the backward has ended.
+NCCL_STREAM: Final = 900
 
 
 class Collectives:
@@ -109,7 +111,8 @@ class Collectives:
         if name in _LISTS:
             largest = sum(tensor.nbytes for tensor in _flat(args[0 if name == "allgather_" else 1]))
         group = given.get("process_group")
-        self.recorder.collective(KINDS[name], _group_name(group), largest)
+        apart = KINDS[name] in self.kept and given.get("async_op", True)
+        self.recorder.collective(KINDS[name], _group_name(group), largest, runs=NCCL_STREAM if apart else None)
 
     def _tell_pair(self, name: str, given: Mapping[str, Any], size: int) -> None:
         """A message to or from one rank: both meet in a group of their own, on a stream for each direction.

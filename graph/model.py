@@ -40,7 +40,7 @@ class Kind(IntEnum):
     MICRO_STEP = 9  # micro-batch `value` of an iteration starts (gradient accumulation)
     RESIZE = 10  # the bytes of storage `index` change to `value` (0: given back, still referenced)
     RECORD_STREAM = 11  # storage `index` is in use on stream `value`
-    COLLECTIVE = 12  # collective `index` (a code into `names`: "KIND GROUP", or "KIND GROUP STREAM") of `value` bytes
+    COLLECTIVE = 12  # collective `index` (a code into `names`: "KIND GROUP [STREAM [STREAM IN TIME]]") of `value` bytes
     WAIT_STREAM = 13  # stream `index` waits for what stream `value` has to do
     EMPTY_CACHE = 14  # torch.cuda.empty_cache()
 

@@ -192,9 +192,16 @@ class Recorder:
         """`stream` waits for what stream `on` has been given so far."""
         self.log.event(Kind.WAIT_STREAM, stream, on)
 
-    def collective(self, kind: str, group: str, size: int, stream: int = 0) -> None:
-        """A collective of `size` bytes in a group of ranks starts, on a stream."""
+    def collective(self, kind: str, group: str, size: int, stream: int = 0, runs: int | None = None) -> None:
+        """A collective of `size` bytes in a group of ranks starts, on a stream.
+
+        `runs` is the stream of its work in simulated time (default: the one that is current).
+        """
+        current = self.runtime.stream
+        runs = (0 if current is None else current.stream_id) if runs is None else runs
         name = f"{kind} {group} {stream}" if stream else f"{kind} {group}"
+        if runs and not stream:
+            name = f"{kind} {group} 0 {runs}"
         self.log.event(Kind.COLLECTIVE, self.log.code(name), size)
 
     def operator(self, func: Any, args: Any, kwargs: Any, out: Any, born: list[int], memo: Any) -> None:

@@ -23,6 +23,7 @@ COMMANDS: Final = {
     "run": "Replay a trace or snapshot and report the memory of every rank.",
     "capture": "Run a model's training step without a GPU and keep it as a graph.",
     "estimate": "Work out what a run of a model needs of its GPU, without one.",
+    "select": "Find the method and micro-batch for a model on given GPUs.",
     "sweep": "Estimate many cases, on all cores, resumable.",
     "stress": "Replay a trace under many settings, devices and orders; say which setting helps.",
     "compare": "Compare two traces, snapshots or results: what grew, and where.",

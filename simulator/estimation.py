@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from graph.case import Case
     from graph.method import Method
     from graph.model import StepGraph
+    from simulator.steptime import StepTime
+    from strategies.timing import Clock
 
 #: Keys of a case that change nothing in the captured graph, only its replay.
 REPLAY_KEYS: Final = frozenset({"memory", "alloc_conf", "deferred"})
@@ -37,6 +39,11 @@ ANSWER_KEYS: Final = (
     "events",
     "seconds",
     "error",
+    "step_time_ns",
+    "tokens_per_second",
+    "tokens_per_second_per_gpu",
+    "step_time_note",
+    "estimators",
 )
 #: Packages of the extra `torch`, without which nothing is captured.
 NEEDED: Final = frozenset({"torch", "transformers", "networkx"})
@@ -55,7 +62,8 @@ class Estimate:
     """What a case needs: its replay, the verdict without and with what lies outside the allocator, and the trace.
 
     `outside` are the terms that `verdict_with_context` sets aside; `result` is of a device less the context that was
-    asked for (none by default). `min_fit` is the smallest device in bytes, context apart, where it was asked for.
+    asked for (none by default). `min_fit` is the smallest device in bytes, context apart, where it was asked for;
+    `step` the time of a steady iteration, likewise.
     """
 
     case: Mapping[str, Any]
@@ -66,6 +74,7 @@ class Estimate:
     assumptions: tuple[str, ...]
     seconds: float
     min_fit: int | None = None
+    step: StepTime | None = None
 
     @property
     def verdict(self) -> Verdict:
@@ -97,6 +106,8 @@ class Estimate:
         }
         if self.min_fit is not None:
             answer["min_fit"] = self.min_fit
+        if self.step is not None:
+            answer |= self.step.document()
         if self.trace.world > 1:
             groups = sorted(self.result.ranks, key=lambda rank: rank.ranks)
             answer["ranks"] = [{"ranks": list(rank.ranks), **_figures(rank)} for rank in groups]
@@ -115,6 +126,8 @@ def estimate(
     analyse: bool = True,
     capture: Capture | None = None,
     progress: Progress | None = None,
+    time_steps: bool = False,
+    interconnect: str = "",
 ) -> Estimate:
     """What a training or inference run needs of its GPU, worked out without one.
 
@@ -122,7 +135,9 @@ def estimate(
     PyTorch's ("auto": the table of `simulator.outside`; none by default, and then `verdict_with_context` takes the
     table). `min_memory` also finds the smallest device. `events`, `log`, `snapshot`, `picture` and `analyse` are those
     of `simulator.replay`. `capture` makes the graph of a case (default: `captured`); `progress(phase, step, operators)`
-    is called from time to time while the default one does.
+    is called from time to time while the default one does. `time_steps` gives kernels and collectives durations, so
+    that memory in use on several streams comes back in simulated time, and finds the time of a step; the GPUs meet over
+    `interconnect` (`strategies.timing.Clock.connected`).
 
     Raises ConfigError for a bad case, CaptureError where its model cannot be captured, and what `replay` raises.
     """
@@ -130,6 +145,7 @@ def estimate(
     from simulator.fitting import smallest_memory
     from simulator.outside import communicator_terms
     from simulator.replay import replay
+    from simulator.steptime import of_case
     from strategies.tracing import trace as trace_of
 
     started = time.perf_counter()
@@ -140,7 +156,8 @@ def estimate(
     def graph_of(part: Case, method: Method | None) -> StepGraph:
         return captured(part, progress, method) if capture is None else capture(part)
 
-    trace = trace_of(asked, graph_of)
+    clock = _clock(asked, interconnect) if time_steps else None
+    trace = trace_of(asked, graph_of, clock=clock)
     if not isinstance(context, int):
         terms += communicator_terms(_communicators(trace))
     aside = sum(term.bytes for term in terms)
@@ -162,6 +179,7 @@ def estimate(
         verdict_with_context=_with_context(trace, found, aside, given=context is not None),
         assumptions=tuple(trace.metadata.get("assumptions", ())),
         min_fit=smallest_memory(trace) if min_memory else None,
+        step=of_case(trace, asked, found) if time_steps else None,
         seconds=time.perf_counter() - started,
     )
 
@@ -300,6 +318,14 @@ def _communicators(trace: Trace) -> int:
     ranks = [rank for entry in trace.ranks for rank in entry.ranks]
     shared = [{rank for part in parts if len(part) > 1 for rank in part} for parts in trace.groups.values()]
     return max(sum(rank in members for members in shared) for rank in ranks)
+
+
+def _clock(case: Case, interconnect: str) -> Clock:
+    """The speeds of a case's GPU and of what joins it to others."""
+    from simulator.devices import device
+    from strategies.timing import Clock
+
+    return Clock.connected(device(case.gpu).name, interconnect)
 
 
 def _check_allocator(case: Case) -> None:

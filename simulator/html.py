@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from simulator.html_charts import Bar, Chart, chart
-from simulator.html_moments import categories_over_time, moments, tree
+from simulator.html_moments import Room, categories_over_time, moments, tree
 from simulator.html_page import assemble, write_page
 from simulator.html_pieces import card, shares, size, table, text
 from simulator.html_series import Series, series, shorten
@@ -20,12 +20,10 @@ from simulator.report import CAUSES, distinct_phases, format_time, no_remedy, ra
 from simulator.result import OutOfMemory, PhasePeak, RankResult, Result
 from simulator.settings import format_bytes
 
-#: Events drawn for one rank and in a whole page (at about 8 characters each, 20 with categories), blocks drawn at one
-#: moment of a rank and in a whole page, and characters of a page: with more, everything is drawn more coarsely.
+#: Events drawn for one rank and in a whole page (at about 8 characters each, 20 with categories).
 POINTS_PER_RANK: Final = 50_000
 POINTS_PER_PAGE: Final = 200_000
-BLOCKS_PER_MOMENT: Final = 5_000
-BLOCKS_PER_PAGE: Final = 10_000
+#: Characters of a page: what takes more is drawn more coarsely.
 MAX_PAGE: Final = 4_500_000
 MAX_RANKS: Final = 64
 MAX_PHASE_ROWS: Final = 40
@@ -68,11 +66,11 @@ def _sections(ranks: Sequence[tuple[str, RankResult]], budget: float) -> tuple[s
     """The sections of labelled ranks, and what the scripts draw in them."""
     many = max(1, len(ranks))
     share = max(1, round(budget * min(POINTS_PER_RANK, POINTS_PER_PAGE // many)))
-    blocks = max(100, round(budget * min(BLOCKS_PER_MOMENT, BLOCKS_PER_PAGE // many)))
+    room = Room.of(many, budget)
     drawn = [_series(rank, share) for _, rank in ranks]
-    data = [_data(label, rank, packed, blocks) for (label, rank), packed in zip(ranks, drawn, strict=True)]
+    data = [_data(label, rank, packed, room) for (label, rank), packed in zip(ranks, drawn, strict=True)]
     html = (
-        _rank(place, label, rank, packed)
+        _rank(place, label, rank, packed, room)
         for place, ((label, rank), packed) in enumerate(zip(ranks, drawn, strict=True))
     )
     return "".join(html), data
@@ -101,7 +99,7 @@ def label_of(ranks: Sequence[int]) -> str:
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {format_ranks(ranks)}"
 
 
-def _data(label: str, rank: RankResult, packed: Series, blocks: int) -> Mapping[str, Any]:
+def _data(label: str, rank: RankResult, packed: Series, room: Room) -> Mapping[str, Any]:
     """What page.js needs of one rank."""
     picture = rank.picture
     return {
@@ -116,7 +114,7 @@ def _data(label: str, rank: RankResult, packed: Series, blocks: int) -> Mapping[
         },
         "oom": rank.oom is not None,
         "categories": [] if picture is None else categories_over_time(rank, picture, packed.index),
-        "moments": None if picture is None else moments(picture, blocks),
+        "moments": None if picture is None else moments(picture, room),
     }
 
 
@@ -192,7 +190,7 @@ def _notes(result: Result) -> str:
 # One rank -------------------------------------------------------------------------------------------------------------
 
 
-def _rank(place: int, label: str, rank: RankResult, packed: Series) -> str:
+def _rank(place: int, label: str, rank: RankResult, packed: Series, room: Room) -> str:
     """The section of one rank: figures, the places of the plot and of the blocks, and the tables."""
     safe = text(label, 80)
     cards = (
@@ -207,7 +205,7 @@ def _rank(place: int, label: str, rank: RankResult, packed: Series) -> str:
         f'<section class=rank data-rank="{place}" aria-labelledby="rank-{place}">'
         f'<h2 id="rank-{place}">{safe[:1].upper()}{safe[1:]} <small>'
         f"{text(rank.device.name)}</small></h2>"
-        f"{_figures(rank)}<div class=plot></div>{_caption(rank, packed)}<div class=moments></div>{_modules(rank)}"
+        f"{_figures(rank)}<div class=plot></div>{_caption(rank, packed)}<div class=moments></div>{_modules(rank, room)}"
         f"<div class=cards>{''.join(cards)}</div></section>"
     )
 
@@ -238,9 +236,9 @@ def _figures(rank: RankResult) -> str:
     return f"<dl class=figures>{''.join(cells)}</dl>"
 
 
-def _modules(rank: RankResult) -> str:
+def _modules(rank: RankResult, room: Room) -> str:
     """What was alive at the peak by module path, collapsible."""
-    nested = tree(rank)
+    nested = tree(rank, room)
     if not nested:
         return ""
     words = (

@@ -19,20 +19,47 @@ from simulator.html_series import pack, shorten
 from simulator.result import Blocks, Moment, Picture, RankResult, Segments
 from traces.model import Int64Array
 
-#: Nodes of the tree of modules; the smaller ones are counted together.
-MAX_NODES: Final = 1_500
 #: Parts of a node smaller than this share of the peak are not listed one by one.
 LEAST_SHARE: Final = 0.0005
 #: Parts of a node that is open at first.
 MAX_OPEN: Final = 16
-#: Names of blocks in a page, and how much of one is kept.
-MAX_NAMES: Final = 6_000
+#: How much of a block's name is kept.
 NAME_LENGTH: Final = 90
 #: Codes of blocks beside the categories.
 FREE: Final = -1
 PENDING: Final = -2
-_OTHER: Final = "several"
+_LAYER: Final = re.compile(r"[0-9]{1,9}")
+#: A path is not taken apart further.
+MAX_DEPTH: Final = 24
 _OPERATOR: Final = re.compile(r"(?:aten|prims|c10d|_c10d_functional|torch\w*|cuda|nccl)(?:\.|::|$)")
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """How much of one rank a page shows at most; what is smaller is merged, counted together, or has no name.
+
+    `blocks` are those of one moment; `nodes` those of the tree of modules.
+    """
+
+    moments: int = 40
+    blocks: int = 5_000
+    names: int = 6_000
+    nodes: int = 1_500
+
+    @classmethod
+    def of(cls, ranks: int, budget: float) -> Room:
+        """The room of one of `ranks` in a page that may be `budget` (at most 1) of its usual size."""
+        whole = cls()
+
+        def part(most: int, page: int, least: int) -> int:
+            return max(least, round(budget * min(most, page // ranks)))
+
+        return cls(
+            moments=part(whole.moments, 200, 2),
+            blocks=part(whole.blocks, 10_000, 50),
+            names=part(whole.names, 12_000, 20),
+            nodes=part(whole.nodes, 3_000, 10),
+        )
 
 
 # Categories over time -------------------------------------------------------------------------------------------------
@@ -56,17 +83,28 @@ def categories_over_time(rank: RankResult, picture: Picture, index: Int64Array) 
 # The allocator --------------------------------------------------------------------------------------------------------
 
 
-def moments(picture: Picture, most: int) -> dict[str, Any]:
-    """The moments for `blocks.js`: in each at most about `most` blocks."""
-    shown = [_cells(moment, most) for moment in picture.moments]
-    names = _names(picture, shown)
+def moments(picture: Picture, room: Room) -> dict[str, Any]:
+    """The moments for `blocks.js`: those of note where there is not room for all."""
+    chosen = _chosen(picture, room.moments)
+    shown = [_cells(moment, room.blocks) for moment in chosen]
+    names = _names(picture, shown, room.names)
     return {
         "categories": list(picture.categories),
         "names": [shorten(picture.names[code], NAME_LENGTH) for code in names.tolist()],
-        "list": [
-            _document(moment, cells, names, picture) for moment, cells in zip(picture.moments, shown, strict=True)
-        ],
+        "list": [_document(moment, cells, names, picture) for moment, cells in zip(chosen, shown, strict=True)],
     }
+
+
+def _chosen(picture: Picture, most: int) -> list[Moment]:
+    """At most `most` moments: the overall peaks and failures, then the other peaks, then the ends."""
+    ranks = [
+        0
+        if {"peak allocated", "peak reserved", "out of memory"} & set(moment.labels)
+        else 1 + (not moment.labels[0].startswith("peak"))
+        for moment in picture.moments
+    ]
+    kept = sorted(sorted(range(len(ranks)), key=lambda place: (ranks[place], place))[:most])
+    return [picture.moments[place] for place in kept]
 
 
 @dataclass(frozen=True)
@@ -132,14 +170,14 @@ def _merged(cells: _Cells, segment: Int64Array, most: int) -> _Cells:
     return cells
 
 
-def _names(picture: Picture, shown: list[_Cells]) -> Int64Array:
+def _names(picture: Picture, shown: list[_Cells], most: int) -> Int64Array:
     """The names that the page has: all, or those of the largest blocks."""
     largest = np.zeros(len(picture.names), dtype=np.int64)
     for cells in shown:
         known = cells.name >= 0
         np.maximum.at(largest, cells.name[known], cells.bytes[known])
     used = np.flatnonzero(largest)
-    order = used[np.argsort(-largest[used], kind="stable")][:MAX_NAMES]
+    order = used[np.argsort(-largest[used], kind="stable")][:most]
     return np.sort(order)
 
 
@@ -224,10 +262,10 @@ def path_of(name: str) -> list[str]:
 
 
 def _split(module: str) -> list[str]:
-    return [part for part in module.split(".") if part] or [module]
+    return [part for part in module.split(".", MAX_DEPTH) if part] or [module]
 
 
-def tree(rank: RankResult) -> str:
+def tree(rank: RankResult, room: Room) -> str:
     """The tree at the peak of allocated bytes as nested, collapsible lists; nothing without a picture."""
     picture = rank.picture
     if picture is None:
@@ -236,7 +274,7 @@ def tree(rank: RankResult) -> str:
     if moment is None or not len(moment.blocks.address):
         return ""
     root = tree_of(picture, moment)
-    left = [MAX_NODES]
+    left = [room.nodes]
     return f"<ul class=tree>{_branches(root, root.bytes, 0, left)}</ul>"
 
 
@@ -245,7 +283,7 @@ def _branches(node: Node, whole: int, depth: int, left: list[int]) -> str:
     largest = ordered[0][1].bytes if ordered else 0
     shown = [item for item in ordered if item[1].bytes >= LEAST_SHARE * whole][: max(0, left[0])]
     left[0] -= len(shown)
-    if all(name.isdecimal() for name, _ in shown):  # layers, in their order
+    if all(_LAYER.fullmatch(name) for name, _ in shown):  # layers, in their order
         shown.sort(key=lambda item: int(item[0]))
     html = "".join(_branch(name, part, (whole, largest), depth, left) for name, part in shown)
     rest = [part for _, part in ordered[len(shown) :]]  # the smallest

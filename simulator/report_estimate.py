@@ -39,6 +39,13 @@ def _head(estimate: Estimate) -> Iterable[RenderableType]:
     if aside and estimate.verdict == "fits" and estimate.worst.device.context_bytes == 0:
         meaning = {"fits": "it fits", "oom": "it runs out of memory"}[estimate.verdict_with_context]
         yield f"with {format_bytes(aside)} outside the allocator: {meaning}"
+    if estimate.step is not None:
+        step = estimate.step
+        per_gpu = f", {step.tokens_per_second / step.ranks:,.0f} a GPU" if step.ranks > 1 else ""
+        yield (
+            f"step time: {report.format_time(step.step_ns)}, {step.tokens_per_second:,.0f} tokens/s{per_gpu}"
+            " (a model, not a measurement)"
+        )
     if estimate.min_fit is not None:
         yield f"smallest GPU: {format_bytes(estimate.min_fit)} ({estimate.min_fit:,} B), context apart"
 

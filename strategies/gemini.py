@@ -80,7 +80,7 @@ def _durations(graph: StepGraph, walker: Gemini, speed: Speed) -> Int64Array:
         split = np.asarray([*plan.linears, *plan.inputs, *plan.weights], dtype=np.int64)
         flops[split] //= walker.tensor
         moved[split] //= walker.tensor  # weights and one side of the activations: nearly all
-    return np.where(flops + moved > 0, speed.duration_ns(flops, moved), 0)
+    return speed.kernels_ns(graph, flops, moved)
 
 
 def distinct(chunks: ChunkLayout) -> tuple[tuple[int, ...], ...]:

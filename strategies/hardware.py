@@ -138,3 +138,36 @@ def _check(table: Mapping[str, object], name: str, what: str) -> None:
     if name not in table:
         near = difflib.get_close_matches(name, list(table), n=1, cutoff=0.0)[0]
         raise ConfigError(f"no speeds are known of {what} {name!r}; the nearest is {near}, all are: {', '.join(table)}")
+
+
+#: Generations by GPU: PCIe, and the InfiniBand that machines of its time have for each GPU.
+_GENERATIONS: Final[Mapping[str, tuple[str, str]]] = {
+    "V100": ("pcie3", "infiniband-edr"),
+    "T4": ("pcie3", "infiniband-edr"),
+    "H100": ("pcie5", "infiniband-ndr"),
+    "H200": ("pcie5", "infiniband-ndr"),
+    "B200": ("pcie5", "infiniband-ndr"),
+}
+
+
+def ways(name: str, interconnect: str = "") -> tuple[str, str]:
+    """Links of a GPU inside a machine and between machines, by a word for what joins them (upper or lower case).
+
+    The words are nvlink, pcie, infiniband, ethernet and the names of links; without one, the usual machine's. Raises
+    ConfigError for other words, and for nvlink where the GPU has none.
+    """
+    own = gpu(name).link
+    pcie, infiniband = _GENERATIONS.get(name.partition("-")[0], ("pcie4", "infiniband-hdr"))
+    word = interconnect.strip().lower()
+    if word == "nvlink" and not own.startswith("nvlink"):
+        raise ConfigError(f"interconnect nvlink: {name} has none; give pcie, infiniband or ethernet")
+    named = {"": own, "nvlink": own, "pcie": pcie, "infiniband": infiniband, "ethernet": "ethernet-10"}
+    inside = named.get(word, word)
+    if inside not in LINKS:
+        near = difflib.get_close_matches(word, [*named, *LINKS], n=1, cutoff=0.0)[0]
+        raise ConfigError(
+            f"interconnect {interconnect[:40]!r} is not known; the nearest is {near}; there are nvlink, pcie,"
+            f" infiniband, ethernet, {', '.join(LINKS)}"
+        )
+    across = inside if inside.startswith(("infiniband", "ethernet")) else infiniband
+    return inside, across

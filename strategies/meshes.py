@@ -15,7 +15,7 @@ from graph.case import Case
 from graph.method import Method
 from strategies.mesh import Mesh
 from strategies.native import Native, place_all, shard_groups, tied, without_autocast
-from strategies.pp import Pipeline, check
+from strategies.pp import Pipeline, check, check_schedule
 from traces.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -39,7 +39,9 @@ def mesh_of(case: Case) -> Mesh:
         raise ConfigError(f"mesh: {mesh}: dp and ddp are one axis; name it once")
     other = names & {"dp", "ddp", "fsdp2"}
     if "hsdp" in names and other:
-        raise ConfigError(f"mesh: {mesh}: hsdp shards and replicates by itself; write dp=N,fsdp2=M for sizes of your own")
+        raise ConfigError(
+            f"mesh: {mesh}: hsdp shards and replicates by itself; write dp=N,fsdp2=M for sizes of your own"
+        )
     if mesh.size("hsdp") % REPLICAS and "hsdp" in names:
         raise ConfigError(f"mesh: hsdp={mesh.size('hsdp')}: hsdp makes {REPLICAS} replicas; give it an even size")
     if case.task != "train":
@@ -160,7 +162,7 @@ class MeshRank(Pipeline):
         if self.tensor > 1:
             _pre_dp_module_transform(module)
         over = self.mesh["dp" if "dp" in self.mesh.mesh_dim_names else "ddp"].get_group()
-        with mock.patch.object(parallel, "_verify_param_shape_across_processes", new=lambda *args, **kwargs: None):
+        with mock.patch.object(parallel, "_verify_param_shape_across_processes", return_value=None):
             wrapped = parallel.DistributedDataParallel(module, device_ids=[0], process_group=over)
         return without_logger(wrapped)
 
@@ -197,10 +199,12 @@ def distinct(case: Case) -> tuple[tuple[int, ...], ...]:
     mesh = mesh_of(case)
     stages, tensor = mesh.size("pp"), mesh.size("tp")
     if stages > 1:
-        check(case, stages)
+        check(case)
     shards = mesh.size("fsdp2") * (mesh.size("hsdp") // REPLICAS or 1)
     found: dict[tuple[int, int], list[int]] = {}
     classes = [_class_of_shard(rows, shards) for rows in _rows(case, stages, tensor)]
+    if stages > 1:
+        check_schedule(case, stages)
     for rank in range(mesh.world):
         place = mesh.coordinates(rank)
         shard = place.get("fsdp2", place.get("hsdp", 0) % shards)

@@ -113,8 +113,8 @@ class Pipeline(Native):
         return schedule(case, built.module, boundary, recorder, self._collectives, self.group)
 
 
-def check(case: Case, stages: int) -> None:
-    """ConfigError for a case that a pipeline of `stages` cannot run."""
+def check(case: Case) -> None:
+    """ConfigError for a case that no pipeline can run."""
     refused = {
         "accum": (case.accum > 1, "a pipeline accumulates over its 'microbatches'"),
         "quant": (bool(case.quant), "a pipeline trains unquantized weights"),
@@ -130,6 +130,10 @@ def check(case: Case, stages: int) -> None:
     for key, (bad, reason) in refused.items():
         if bad:
             raise ConfigError(f"key '{key}': strategy 'pp' cannot have {getattr(case, key)!r}: {reason}")
+
+
+def check_schedule(case: Case, stages: int) -> None:
+    """ConfigError for a schedule that has too few micro-batches for `stages`."""
     if case.schedule == "1F1B" and case.microbatches < stages:
         raise ConfigError(
             f"key 'microbatches': 1F1B needs at least as many micro-batches as stages ({stages}), not "
@@ -144,7 +148,9 @@ def built_layers(case: Case) -> int:
 
     built = build(case)
     if built.head != "causal-lm":
-        raise ConfigError(f"strategy 'pp' is for decoders (head causal-lm), and this model is {built.head or 'unknown'}")
+        raise ConfigError(
+            f"strategy 'pp' is for decoders (head causal-lm), and this model is {built.head or 'unknown'}"
+        )
     return len(list(layers_of(built.module)))
 
 
@@ -157,8 +163,9 @@ def distinct(case: Case) -> tuple[tuple[int, ...], ...]:
     """Every rank has a stage of its own."""
     from strategies.stages import shares
 
-    check(case, case.world)
+    check(case)
     shares(built_layers(case), case.world)
+    check_schedule(case, case.world)
     return tuple((rank,) for rank in range(case.world))
 
 

@@ -9,7 +9,7 @@ a captured rank of several has, go over as they are, so that `events_of` serves 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 import numpy as np
@@ -41,16 +41,40 @@ _Rows = list[tuple[Op, int, int]]
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """How fast a GPU is, for durations of kernels: the longer of computing and of moving bytes, plus a fixed part."""
+    """How fast a GPU is, for durations of kernels: the longer of computing and of moving bytes, plus a fixed part.
+
+    `by_dtype` are FLOP/s by the type of an operator's operands; `flops_per_second` those of other types.
+    """
 
     flops_per_second: float
     bytes_per_second: float
     fixed_ns: int = 2_000
+    by_dtype: Mapping[str, float] = field(default_factory=dict)
 
     def duration_ns(self, flops: Int64Array, moved: Int64Array) -> Int64Array:
         """Nanoseconds of kernels that do `flops` and move `moved` bytes (arrays of equal length)."""
         busy = np.maximum(flops / self.flops_per_second, moved / self.bytes_per_second)
         return np.asarray(np.rint(busy * 1e9), dtype=np.int64) + self.fixed_ns
+
+    def kernels_ns(self, graph: StepGraph, flops: Int64Array | None = None, moved: Int64Array | None = None) -> Int64Array:
+        """Nanoseconds of every operator of a graph, by the type of what it reads; 0 where there is no work.
+
+        `flops` and `moved` stand for the graph's own where a rank does only a part of an operator.
+        """
+        flops = graph.operators.flops if flops is None else flops
+        moved = graph.operators.moved if moved is None else moved
+        rates = np.asarray([self.by_dtype.get(name, self.flops_per_second) for name in (*graph.names, "")])
+        busy = np.maximum(flops / rates[_dtypes(graph)], moved / self.bytes_per_second)
+        return np.where((flops > 0) | (moved > 0), np.rint(busy * 1e9).astype(np.int64) + self.fixed_ns, 0)
+
+
+def _dtypes(graph: StepGraph) -> Int64Array:
+    """The type of each operator's first operand in memory (of its result, where it reads nothing); -1: none."""
+    found = np.full(len(graph.operators), -1, dtype=np.int64)
+    for accesses in (graph.writes, graph.reads):
+        some = np.flatnonzero(np.diff(accesses.start) > 0)
+        found[some] = graph.storages.dtype[accesses.storage[accesses.start[some]]]
+    return found
 
 
 def ranks(graph: StepGraph, case: Case, mesh: Mapping[str, int] | None, speed: Speed | None) -> Lowered:
@@ -89,16 +113,16 @@ def events_of(graph: StepGraph, speed: Speed | None = None, *, late: bool = Fals
         flops, moved = graph.operators.flops[calls], graph.operators.moved[calls]
         stream[kernel] = graph.operators.stream[calls]
         size[kernel] = moved
-        columns |= {"flops": _placed(kernel, flops), "duration_ns": _placed(kernel, speed.duration_ns(flops, moved))}
+        columns |= {"flops": _placed(kernel, flops), "duration_ns": _placed(kernel, speed.kernels_ns(graph)[calls])}
         labels.append((kernel, *_labels(graph.operators.module, graph.operators.name, graph.names, calls)))
     columns["name"] = _joined(count, labels)
-    columns |= _meetings(graph, op, source, stream, size)
+    columns |= _meetings(graph, op, source, stream, size, timed=speed is not None)
     events = Events(op, columns)
     return _held(events) if late else events
 
 
 def _meetings(
-    graph: StepGraph, op: npt.NDArray[np.uint8], source: Int64Array, stream: Int64Array, size: Int64Array
+    graph: StepGraph, op: npt.NDArray[np.uint8], source: Int64Array, stream: Int64Array, size: Int64Array, *, timed: bool
 ) -> dict[str, Column]:
     """Columns that only streams waiting for each other and collectives have; fills in their `stream` and `size`."""
     columns: dict[str, Column] = {}
@@ -112,7 +136,7 @@ def _meetings(
         for place in places.tolist():
             kind, group, *rest = graph.names[graph.index[source[place]]].split()
             texts[0][place], texts[1][place] = kind, group
-            stream[place], size[place] = int(rest[0]) if rest else 0, graph.value[source[place]]
+            stream[place], size[place] = int(rest[-1 if timed else 0]) if rest else 0, graph.value[source[place]]
         columns |= {"kind": Strings.encode(texts[0]), "group": Strings.encode(texts[1])}
     return columns
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import inspect
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from unittest import mock
@@ -30,7 +31,7 @@ def shares(layers: int, stages: int, key: str = "key 'world'") -> tuple[range, .
         raise ConfigError(f"{key}: {stages} stages for {layers} layers; a stage needs at least one layer")
     each, more = divmod(layers, stages)
     starts = [stage * each + min(stage, more) for stage in range(stages + 1)]
-    return tuple(range(start, stop) for start, stop in zip(starts, starts[1:], strict=False))
+    return tuple(range(start, stop) for start, stop in itertools.pairwise(starts))
 
 
 def decoder(module: torch.nn.Module) -> tuple[torch.nn.Module, str]:
@@ -168,8 +169,12 @@ def _unpacked() -> Iterator[None]:
     if not hasattr(masking_utils, name):
         yield
         return
-    with mock.patch.object(masking_utils, name, new=lambda *args, **kwargs: None):
+    with mock.patch.object(masking_utils, name, new=_no_packing):  # a mock would keep what it is called with
         yield
+
+
+def _no_packing(*args: Any, **kwargs: Any) -> None:
+    """Sequences are not packed."""
 
 
 def _order(base: Any, name: str) -> tuple[frozenset[str], tuple[str, ...], bool]:
@@ -245,7 +250,7 @@ class _Nothing:
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
-            return next(one for one in args if isinstance(one, torch.Tensor))
+        return next(one for one in args if isinstance(one, torch.Tensor))
 
     def to(self, *args: Any, **kwargs: Any) -> _Nothing:
         """Itself, on any device."""

@@ -12,6 +12,7 @@ from graph.method import Method
 from graph.model import StepGraph
 from strategies.lowering import MODULES, Lowered, finish, lower
 from strategies.single import Speed, events_of
+from strategies.timing import Clock, timed
 from traces.errors import ConfigError
 from traces.model import RankEvents, Trace
 
@@ -21,13 +22,16 @@ MESHES: Final = "strategies.meshes"
 Capture = Callable[[Case, Method | None], StepGraph]
 
 
-def trace(case: Case, capture: Capture, *, speed: Speed | None = None) -> Trace:
+def trace(case: Case, capture: Capture, *, speed: Speed | None = None, clock: Clock | None = None) -> Trace:
     """The trace of every rank of a case; `capture` makes the step graphs that it needs.
 
     A strategy's module has either `ranks(graph, case, mesh, speed)`, which rewrites the graph of one GPU, or
     `method(case, rank)` and `distinct(case)`, which say how a rank runs and which ranks do the same. Raises ConfigError
-    for a strategy that is not there or that the case contradicts.
+    for a strategy that is not there or that the case contradicts. With a `clock` kernels and collectives have
+    durations, and the host its launches; with `speed` alone only kernels have.
     """
+    if clock is not None:
+        return timed(trace(case, capture, speed=speed or clock.speed()), clock)
     if case.mesh and case.strategy != "gemini":
         return _native(case, importlib.import_module(MESHES), capture, speed)
     if case.strategy not in MODULES:

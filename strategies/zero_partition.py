@@ -186,6 +186,7 @@ class Coordinator:
         self.latest: dict[Shard, int] = {}
         self.coming: dict[Shard, Gather] = {}
         self.running_backward: dict[int, torch.nn.Module] = {}
+        self.recomputed: dict[int, set[Shard]] = {}  # frozen parameters that recomputation gathers, by whose backward
         self._own: dict[int, tuple[Shard, ...]] = {}
         self._releasable: dict[tuple[int, int], frozenset[Shard]] = {}
 
@@ -237,8 +238,13 @@ class Coordinator:
             self.running_backward[id(module)] = module
         wanted = self.own(module)
         self._gather(wanted)
+        recomputing = forward and torch._C._current_graph_task_id() != -1
         for shard in wanted:
             shard.users.add(id(module))
+            if recomputing and self.running_backward and not shard.parameter.requires_grad:
+                owner = next(reversed(self.running_backward))
+                self.recomputed.setdefault(owner, set()).add(shard)
+                shard.users.add(owner)
             if shard in self.coming:
                 with torch.cuda.stream(self.stream):
                     self.throttle.before()
@@ -291,6 +297,9 @@ class Coordinator:
         own = self.own(module)
         leaving = self._leaving(module) if self.mode is Mode.KNOWN else frozenset(own)
         if not forward:
+            recomputed = self.recomputed.pop(id(module), set())
+            leaving |= {shard for shard in recomputed if not shard.persistent}
+            own = tuple(dict.fromkeys([*own, *sorted(recomputed, key=lambda shard: shard.number)]))
             self.running_backward.pop(id(module), None)
         for shard in own:
             shard.users.discard(id(module))
@@ -322,7 +331,7 @@ class Coordinator:
         """Modules whose gradients never came, as their inputs need none."""
         while self.running_backward:
             _, module = self.running_backward.popitem()
-            for shard in self.own(module):
+            for shard in dict.fromkeys([*self.own(module), *self.recomputed.pop(id(module), ())]):
                 shard.users.discard(id(module))
                 if not shard.persistent:
                     self._drop(shard)

@@ -18,7 +18,7 @@ from simulator.result import (
     RankResult,
     Result,
 )
-from traces.model import Device, Int64Array
+from traces.model import Column, Device, Events, Int64Array, Op, RankEvents, Strings, Trace
 from traces.timeline import PhaseSpan, Timeline
 
 MIB = 1 << 20
@@ -138,3 +138,35 @@ def out_of_memory(event: int) -> OutOfMemory:
 def result(*ranks: RankResult, conf: str = "", notes: Sequence[str] = (), **metadata: str) -> Result:
     """A result of these ranks."""
     return Result(ranks, conf, "2.13", metadata=metadata, notes=tuple(notes))
+
+
+def busy_trace(events: int, *, live: int = 300, names: Sequence[str] = (), seed: int = 0) -> Trace:
+    """A trace with phases, categories and names: about `live` allocations at a time, random sizes and lives."""
+    random = np.random.default_rng(seed)
+    table = tuple(names) or tuple(f"model.layers.{layer}.{part}: aten.mm" for layer in range(40) for part in "qkv")
+    categories = ("parameter", "activation", "gradient", "temporary")
+    period = 2 * live + 1
+    at = np.arange(events)
+    phase = at % max(1, events // 12) == 0
+    born = np.cumsum(~phase) - 1
+    grows = born % period < live  # `live` births, then `live` deaths in another order, and one that stays
+    ids = born // period * period + born % period
+    order = random.permutation(live)
+    dies = ~grows & (born % period < 2 * live)
+    ids[dies] = born[dies] // period * period + order[born[dies] % period - live]
+    op = np.where(dies, Op.FREE, Op.ALLOC).astype(np.uint8)
+    op[phase] = Op.PHASE
+    sizes = np.where(
+        random.random(events) < 0.2, random.integers(1, 1 << 22, events), random.integers(1, 1 << 14, events)
+    )
+    codes = np.where(op == Op.ALLOC, random.integers(0, len(categories), events), -1).astype(np.int32)
+    code = np.where(op == Op.ALLOC, random.integers(0, len(table), events), -1).astype(np.int32)
+    code[phase] = len(table)
+    columns: dict[str, Column] = {
+        "id": np.where(phase, -1, ids),
+        "bytes": np.where(op == Op.ALLOC, sizes, 0),
+        "category": Strings(codes, categories),
+        "name": Strings(code, (*table, "forward")),
+        "step": np.where(phase, at // max(1, events // 12), -1),
+    }
+    return Trace(ranks=(RankEvents((0,), Events(op, columns)),))

@@ -16,11 +16,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from simulator.html import MAX_RANKS, render_html, write_html
+from simulator.html import MAX_PAGE, MAX_RANKS, render_html, write_html
+from simulator.html_moments import FREE, Room, path_of, tree_of
 from simulator.html_series import MAX_OOMS, pack, series, shorten, thin
+from simulator.html_sheet import Bar, Chart, Grid, Sheet, Size, render_sheet, write_sheet
+from simulator.replay import replay
 from simulator.report import CAUSES
 from simulator.settings import format_bytes
-from tests.handmade import out_of_memory, rank_result, result, timeline
+from tests.handmade import busy_trace, out_of_memory, rank_result, result, timeline
 from traces.errors import OutputError
 from traces.model import Int64Array
 from traces.timeline import Timeline
@@ -192,7 +195,7 @@ def test_hostile_text_is_only_text() -> None:
     plain = Page(render_html(result(rank_result(timeline(100), oom=out_of_memory(3)), model="x")))
     kinds = {tag for tag, _ in page.tags}
     assert kinds <= {tag for tag, _ in plain.tags} | {"bdi", "ul", "li"}
-    assert len(page.scripts) == len(plain.scripts) == 3
+    assert len(page.scripts) == len(plain.scripts) == 4
     assert not any(name.startswith("on") for _, attributes in page.tags for name in attributes)
     assert HOSTILE in page.data["ranks"][0]["names"]
 
@@ -260,3 +263,123 @@ def test_shorten() -> None:
     short = shorten("a" * 500 + "b")
     assert len(short) <= 160
     assert short.endswith("b")
+
+
+# Categories, blocks and modules ---------------------------------------------------------------------------------------
+
+
+def test_categories_over_time_sum_to_allocated() -> None:
+    found = replay(busy_trace(3_000), picture=True)
+    data = Page(render_html(found)).data["ranks"][0]
+    index = unpack(data["event"])
+    held = {part["name"]: int64(unpack(part["bytes"])) * part["unit"] for part in data["categories"]}
+    assert set(held) == {"parameter", "activation", "gradient", "temporary"}
+    assert sum(held.values()).tolist() == found.ranks[0].timeline.allocated[index].tolist()
+    at = index.index(found.ranks[0].peak.event)
+    assert {name: int(column[at]) for name, column in held.items()} == dict(found.ranks[0].peak.by_category)
+
+
+def test_blocks_and_gaps_fill_the_segments() -> None:
+    found = replay(busy_trace(3_000), picture=True)
+    document = Page(render_html(found)).data["ranks"][0]["moments"]
+    for moment, shown in zip(found.ranks[0].picture.moments, document["list"], strict=True):  # type: ignore[union-attr]
+        blocks = shown["blocks"]
+        sizes = int64(unpack(blocks["bytes"])) * blocks["unit"]
+        kinds = int64(unpack(blocks["kind"]))
+        assert sizes.sum() == moment.reserved == sum(unpack(shown["segments"]["bytes"]))
+        assert sizes[kinds != FREE].sum() == moment.active
+        assert sum(shown["byCategory"]) == moment.allocated
+        names = {document["names"][name] for name in unpack(blocks["name"]) if name >= 0}
+        assert names <= set(busy_trace(10).ranks[0].events.strings("name").table)
+
+
+def test_a_million_events_with_categories_make_a_small_page() -> None:
+    found = replay(busy_trace(1_000_000, live=6_000), picture=True)
+    text = render_html(found)
+    assert len(text) <= MAX_PAGE
+    data = Page(text).data["ranks"][0]
+    assert len(data["moments"]["list"]) > 10
+    assert sum(moment["blocks"]["count"] for moment in data["moments"]["list"]) > 10_000
+    assert sum(1 for _ in re.finditer("<li><d", text)) < 2 * Room().nodes
+
+
+def test_many_ranks_with_pictures_stay_small_and_stand_side_by_side() -> None:
+    one = replay(busy_trace(40_000, live=3_000), picture=True).ranks[0]
+    text = render_html(result(*(replace(one, ranks=(place,)) for place in range(MAX_RANKS))))
+    assert len(text) <= MAX_PAGE
+    assert text.count("role=listitem") == MAX_RANKS
+    assert format_bytes(one.peak_reserved) in text[text.index("Side by side") :].split("</svg>")[1]
+
+
+@pytest.mark.parametrize(
+    ("name", "path"),
+    [
+        ("model.layers.0.fc1.weight", ["model", "layers", "0", "fc1", "weight"]),
+        ("model.layers.0.fc1: aten.mm.default", ["model", "layers", "0", "fc1", "aten.mm.default"]),
+        ("aten._foreach_sqrt.default", ["(no module)", "aten._foreach_sqrt.default"]),
+        ("", ["(no name)"]),
+        ("...", ["..."]),
+    ],
+)
+def test_path_of(name: str, path: list[str]) -> None:
+    assert path_of(name) == path
+
+
+def test_the_tree_of_modules_adds_up() -> None:
+    found = replay(busy_trace(3_000), picture=True).ranks[0]
+    picture = found.picture
+    assert picture is not None
+    moment = next(one for one in picture.moments if "peak allocated" in one.labels)
+    root = tree_of(picture, moment)
+    assert root.bytes == found.peak_allocated
+    assert root.by_category == dict(found.peak.by_category)
+    layers = root.parts["model"].parts["layers"]
+    wanted: dict[str, int] = {}
+    for code, size in zip(moment.blocks.name.tolist(), moment.blocks.bytes.tolist(), strict=True):
+        match = re.match(r"model\.layers\.(\d+)", picture.names[code])
+        if match:
+            wanted[match[1]] = wanted.get(match[1], 0) + size
+    assert {name: part.bytes for name, part in layers.parts.items()} == wanted
+    assert format_bytes(layers.bytes) in render_html(result(found))
+
+
+def test_endless_and_hostile_paths_stay_text() -> None:
+    trace = busy_trace(2_000, names=[".".join("a" * place) for place in range(1, 2_000)] + [HOSTILE, "9" * 9_000])
+    page = Page(render_html(replay(trace, picture=True)))
+    assert len(page.scripts) == 4
+    assert not any(tag == "img" for tag, _ in page.tags)
+
+
+def test_a_sheet_sets_methods_side_by_side() -> None:
+    one = replay(busy_trace(500), picture=True)
+    sheet = Sheet(
+        "opt-1.3b",
+        "fsdp2 is fastest.",
+        badge="fits",
+        facts=("4 GPUs",),
+        parts=(
+            Chart("Peaks", (Bar("fsdp2", (("parameter", 1 << 30), ("slack", 2 << 30)), mark=4 << 30, remark=HOSTILE),)),
+            Grid(
+                "Methods",
+                ("method", "peak", "fits"),
+                (("fsdp2", Size(3 << 30), "yes"), (HOSTILE, 7, None)),
+                strong=(0,),
+            ),
+        ),
+        results=(("fsdp2", one), ("ddp", one)),
+        notes=("a note",),
+    )
+    page = Page(render_sheet(sheet))
+    assert len(page.scripts) == 4
+    assert not any(tag == "img" for tag, _ in page.tags)
+    assert [rank["label"] for rank in page.data["ranks"]] == ["fsdp2: rank 0", "ddp: rank 0"]
+    for word in ("Fits", "fsdp2 is fastest.", "4 GPUs", "3.00 GiB", "a note"):
+        assert word in page.text
+    widths = [attributes["width"] for tag, attributes in page.tags if tag == "rect"][:2]
+    assert widths == ["25.00%", "50.00%"]  # the scale ends at the limit
+
+
+def test_write_sheet(tmp_path: Path) -> None:
+    write_sheet(Sheet("t", "l"), tmp_path / "a.html")
+    with pytest.raises(OutputError, match="force"):
+        write_sheet(Sheet("t", "l"), tmp_path / "a.html")

@@ -23,7 +23,14 @@ PACKAGES = ("traces", "graph", "strategies", "simulator")
 ALLOWED = {"traces": set[str](), "graph": {"traces"}, "strategies": {"traces", "graph"}, "simulator": {"traces"}}
 COMMAND_LAYER = "simulator/commands/"
 #: Modules of the simulator beside its command layer that may do so: inside functions, when they are called.
-ESTIMATING = ("simulator/estimation.py", "simulator/results_file.py", "simulator/sweeping.py")
+ESTIMATING = (
+    "simulator/estimation.py",
+    "simulator/results_file.py",
+    "simulator/selection.py",
+    "simulator/steptime.py",
+    "simulator/sweeping.py",
+    "simulator/throughput.py",
+)
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
 
 

@@ -14,6 +14,11 @@ ROOT = Path(__file__).parent.parent
 RECORDING = "tests/data/snapshots/opt-125m_fp32_sdpa_b2_s512_sgd_A100.pickle.gz"
 ESTIMATE = "estimate opt-1.3b --dtype bf16 --batch 2 --checkpointing nonreentrant --gpu RTX3090"
 CAPTURE = "capture opt-1.3b --dtype bf16 --batch 2 --checkpointing nonreentrant"
+STRESS = [
+    word
+    for conf in ("expandable_segments:True", "large_segment_size_mb:64", "max_split_size_mb:128")
+    for word in ("--allocator", conf)
+]
 
 
 def blocks() -> list[list[str]]:
@@ -30,6 +35,7 @@ def blocks() -> list[list[str]]:
         (2, CAPTURE.split()),
         (3, ["verify", RECORDING]),
         (4, ["run", RECORDING]),
+        (5, ["stress", RECORDING, *STRESS]),
     ],
 )
 def test_output_shown_is_output_printed(number: int, arguments: list[str]) -> None:

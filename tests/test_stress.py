@@ -249,7 +249,7 @@ AXES = Axes(settings=["", EXPANDABLE, "max_split_size_mb:32"], orders=3, lengths
 
 
 def plain(found: Stress) -> list[Mapping[str, Any]]:
-    return [{**one.scenario.document, **one.figures, "seconds": 0} for one in found.outcomes]
+    return [{**one.scenario.document, **one.figures, "cpu_seconds": 0} for one in found.outcomes]
 
 
 def test_workers_find_the_same() -> None:

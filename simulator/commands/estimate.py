@@ -21,6 +21,10 @@ _EPILOG = (
 @click.option("--allocator", metavar="CONF", help="The same as --alloc-conf.")
 @click.option("--context", metavar="SIZE|auto", help="Memory of the GPU that is not PyTorch's; auto: a known card's.")
 @click.option("--min-memory", is_flag=True, help="Also find the smallest GPU on which it runs.")
+@click.option("--time", "timing", is_flag=True, help="Kernels and collectives take time: also the time of a step.")
+@click.option(
+    "--interconnect", metavar="WAY", help="With --time: nvlink, pcie, infiniband, ethernet, or a link's name."
+)
 @click.option("-o", "--output", metavar="FILE", help="Keep the trace (.json, .json.gz or .npz).")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead of tables.")
 @click.option("--events", metavar="FILE", help="Write what stood after every event (CSV, or .csv.gz).")
@@ -35,6 +39,8 @@ def command(
     allocator: str | None,
     context: str | None,
     min_memory: bool,
+    timing: bool,
+    interconnect: str | None,
     output: str | None,
     as_json: bool,
     events: str | None,
@@ -55,6 +61,8 @@ def command(
         if options.get("alloc_conf") is not None:
             raise click.UsageError("--allocator and --alloc-conf are the same: give one of them")
         options["alloc_conf"] = allocator
+    if interconnect is not None and not timing:
+        raise click.UsageError("--interconnect needs --time")
     outside = context_size(context)
     case = case_from(model, options)
     outputs = Outputs(events, calls, timeline, snapshot, html, force, output)
@@ -73,6 +81,8 @@ def command(
             log=calls is not None,
             snapshot=snapshot is not None,
             picture=html is not None,
+            time_steps=timing,
+            interconnect=interconnect or "",
             progress=lambda phase, step, count: say(f"capturing {name}: {phase} {step}, {count:,} operators"),
         )
     with working("writing", quiet):

@@ -32,8 +32,8 @@ ESTIMATE_GOAL_S: Final = 5.0
 STRESS_GOAL_S: Final = 60.0
 #: Values of settings; together a thousand.
 STRESS_GRID: Final = (
-    "max_split_size_mb=none/32/48/64/96/128/192/256/384/512",
-    "large_segment_size_mb=20/21/22/23/24/25/26/27/28/29",
+    "max_split_size_mb=none/32/40/48/56/64/80/96/112/128/160/192/224/256/320/384/448/512/768/1024",
+    "large_segment_size_mb=20/22/24/26/28",
     "roundup_power2_divisions=none/2/4/8/16",
     "expandable_segments=False/True",
 )
@@ -102,9 +102,10 @@ def thousand_replays(events: int) -> list[Figure]:
         words = ("-m", "simulator", "stress", str(path), "--no-smallest", "--jobs", "2", "--json", "-q", *grid)
         run = launch(*words, "-o", str(Path(folder) / "found.jsonl"))
         with open(Path(folder) / "found.jsonl", encoding="utf-8") as file:
-            replays = sum("error" not in json.loads(line) for line in file)
-    details = {"replays": replays, "s of CPU": run.cpu, "ms of CPU a replay": 1e3 * run.cpu / max(replays, 1)}
-    return [Figure("`stress` with all settings", run.wall, "s", STRESS_GOAL_S, details)]
+            taken = [found["cpu_seconds"] for line in file if "error" not in (found := json.loads(line))]
+    cpu = run.cpu + sum(taken)
+    details = {"s of wall time": run.wall, "replays": len(taken), "ms of CPU a replay": 1e3 * sum(taken) / len(taken)}
+    return [Figure("`stress` with all settings", cpu / 2, "s of CPU on each of two cores", STRESS_GOAL_S, details)]
 
 
 def start_up(rounds: int) -> list[Figure]:

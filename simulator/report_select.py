@@ -1,0 +1,173 @@
+"""Reports of a selection: the table of methods, the winner with the reason, its margin, and what others lack."""
+
+from __future__ import annotations
+
+import html
+from typing import TYPE_CHECKING, Any
+
+from simulator.settings import format_bytes
+from traces.text import one_line
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from rich.console import Console
+
+    from simulator.selection import Outcome, Selection
+
+_COLUMNS = ("method", "micro-batch", "accum", "samples/step", "peak reserved", "left", "step", "tokens/s")
+
+
+def render_json(found: Selection) -> dict[str, Any]:
+    """The document of `select --json`; bytes and seconds; methods best first."""
+    asked = found.asked
+    winner, second = found.winner, found.runner_up
+    return {
+        "schema_version": 1,
+        "model": asked.keys.get("model"),
+        "gpus": list(asked.gpus),
+        "policy": asked.policy,
+        "global_batch": asked.global_batch,
+        "margin": asked.margin,
+        "winner": None if winner is None else winner.name,
+        "runner_up": None if second is None else second.name,
+        "reason": reason(found),
+        "advice": found.advice,
+        "methods": [_method(one) for one in found.outcomes],
+        "unfinished": list(found.unfinished),
+        "outside": [
+            {"name": one.name, "bytes": one.bytes, "low": one.low, "high": one.high, "source": one.source}
+            for one in found.outside
+        ],
+        "seconds": round(found.seconds, 3),
+    }
+
+
+def _method(one: Outcome) -> dict[str, Any]:
+    document: dict[str, Any] = {
+        "method": one.name,
+        "verdict": "error" if one.error else "fits" if one.fits else "oom",
+        "case": one.case,
+        "batch": one.batch,
+        "accum": one.accum,
+        "samples": one.samples,
+        "peak_allocated": one.peak_allocated,
+        "peak_reserved": one.peak_reserved,
+        "worst_ranks": list(one.worst),
+        "limit": one.limit,
+        "left": {"likely": one.slack, "low": one.slack_low, "high": one.slack_high},
+        "retries": one.retries,
+        "step_seconds": one.step_seconds,
+        "tokens_per_second": one.tokens_per_second,
+        "score": one.score,
+        "tried": {str(batch): fits for batch, fits in one.tried.items()},
+        "short": one.short,
+        "remedies": list(one.remedies),
+        "seconds": round(one.seconds, 3),
+    }
+    return {**document, "error": one.error} if one.error else document
+
+
+def reason(found: Selection) -> str:
+    """Why the winner is it, in a sentence."""
+    winner, second = found.winner, found.runner_up
+    if winner is None:
+        return f"no method fits a single sample; {found.advice}" if found.advice else "no method fits"
+    if found.asked.policy == "llmem":
+        text = f"{winner.name}: score {winner.score:g} (LLMem's Algorithm 1)"
+        return text if second is None else f"{text}, before {second.name} with {second.score:g}"
+    text = f"{winner.name} is predicted fastest: {winner.tokens_per_second:,.0f} tokens/s"
+    if second is None:
+        return f"{text}; no other method fits"
+    ahead = winner.tokens_per_second / second.tokens_per_second - 1
+    return f"{text}, {ahead:.0%} more than {second.name}"
+
+
+def closeness(one: Outcome) -> str:
+    """How close a method is to the limit, with the uncertainty of what lies outside the allocator."""
+    if one.slack_low >= 0:
+        sure = "it fits with all of that"
+    elif one.slack >= 0:
+        sure = f"at the most of that it would lack {format_bytes(-one.slack_low)}: a smaller micro-batch is safer"
+    else:
+        sure = "it has no room"
+    span = f"{_signed(one.slack_low)} to {_signed(one.slack_high)}"
+    retries = f" after {one.retries} allocator retries" if one.retries else ""
+    return f"{format_bytes(max(0, one.slack))} left on the fullest GPU{retries} ({span} by what lies outside): {sure}"
+
+
+def _signed(size: int) -> str:
+    return f"-{format_bytes(-size)}" if size < 0 else format_bytes(size)
+
+
+def lines(found: Selection) -> Iterator[str]:
+    """What stands under the table."""
+    winner = found.winner
+    yield reason(found)
+    if winner is not None:
+        yield f"{winner.name}: {closeness(winner)}"
+    for one in found.outcomes:
+        if one.error:
+            yield f"{one.name}: not possible: {one_line(one.error)}"
+        elif not one.fits:
+            mend = f"; it would fit with {' or '.join(one.remedies)}" if one.remedies else ""
+            yield f"{one.name}: one sample lacks {format_bytes(one.short)}{mend}"
+    if found.unfinished:
+        yield f"not finished: {', '.join(found.unfinished)}"
+
+
+def _cells(one: Outcome) -> tuple[str, ...]:
+    if not one.fits:
+        return (one.name, "-", "", "", format_bytes(one.peak_reserved) if one.peak_reserved else "", "", "", "")
+    return (
+        one.name,
+        str(one.batch),
+        str(one.accum),
+        str(one.samples),
+        format_bytes(one.peak_reserved),
+        _signed(one.slack),
+        f"{one.step_seconds:.3f} s",
+        f"{one.tokens_per_second:,.0f}",
+    )
+
+
+def _title(found: Selection) -> str:
+    asked = found.asked
+    kinds = {name: asked.gpus.count(name) for name in dict.fromkeys(asked.gpus)}
+    cards = " + ".join(f"{count} x {name}" for name, count in kinds.items())
+    return f"{one_line(str(asked.keys.get('model', '')))} on {cards}"
+
+
+def render_table(found: Selection, console: Console | None = None) -> None:
+    """Print the ranked table and what is to be said about it."""
+    from rich.console import Console as Plain
+    from rich.table import Table
+
+    console = console or Plain()
+    table = Table(title=_title(found), title_justify="left", box=None, pad_edge=False)
+    for name in _COLUMNS:
+        table.add_column(name, justify="left" if name == "method" else "right")
+    for one in found.outcomes:
+        table.add_row(*_cells(one))
+    console.print(table, markup=False)
+    for line in lines(found):
+        console.print(line, markup=False, highlight=False)
+
+
+def render_html(found: Selection) -> str:
+    """A page of its own with the table and the lines under it; light and dark, readable in print."""
+    style = (
+        ":root{color-scheme:light dark}body{font:16px/1.5 system-ui,sans-serif;max-width:70rem;margin:2rem auto;"
+        "padding:0 1rem}table{border-collapse:collapse;width:100%}th,td{padding:.3rem .6rem;text-align:right;"
+        "border-bottom:1px solid #8884}th:first-child,td:first-child{text-align:left}tbody tr:first-child{font-weight:600}"
+    )
+    head = "".join(f'<th scope="col">{html.escape(name)}</th>' for name in _COLUMNS)
+    rows = "".join(
+        "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in _cells(one)) + "</tr>" for one in found.outcomes
+    )
+    notes = "".join(f"<p>{html.escape(line)}</p>" for line in lines(found))
+    title = html.escape(_title(found))
+    return (
+        f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</title><style>{style}</style>'
+        f"<h1>{title}</h1><table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>{notes}</html>\n"
+    )
