@@ -20,6 +20,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import _create_work_from_future  # type: ignore[attr-defined]
 
 from graph.fake_cuda import Runtime
+from graph.model import Kind, Role
+from graph.recorder import KIND_BITS
 
 #: c10d's operators and the kind of collective each is.
 KINDS: Final[Mapping[str, str]] = {
@@ -42,6 +44,9 @@ KINDS: Final[Mapping[str, str]] = {
     "recv_": "recv",
     "barrier": "barrier",
 }
+#: Operators that a host issues between two looks of NCCL's watchdog.
+OPERATORS_A_LOOK: Final = 2000
+_KIND: Final = (1 << KIND_BITS) - 1
 #: Collectives over a list of tensors, which NCCL gathers into or takes from one flat tensor of the same stream.
 _LISTS: Final = frozenset({"allgather_", "reduce_scatter_"})
 #: Messages between two ranks, and the number of the first of their streams.
@@ -59,6 +64,10 @@ class Collectives:
         self.recorder = recorder
         self.kept = kept
         self._held: list[Any] = []
+        self._looked = 0  # events of the log that have been looked at
+        self._issued = 0  # works held at the last settling, and how many of them are finished
+        self._finished = 0
+        self._began = 0  # operators when this iteration began
         self._told = True
         self._streams: dict[str, int] = {}
 
@@ -74,6 +83,24 @@ class Collectives:
     def settle(self) -> None:
         """Finished work is dropped, as ProcessGroupNCCL's watchdog does within a tenth of a second."""
         self._held.clear()
+
+    def settle_late(self) -> None:
+        """The same where work is finished only once the host has waited for the device after it.
+
+        The watchdog looks every 100 ms (kWatchdogThreadSleepMillis), a host takes about 50 us for an operator: where an
+        iteration is that long, what was finished in it is dropped as it ends.
+        """
+        log = self.recorder.log
+        new = log.events[self._looked :]
+        self._looked = len(log.events)
+        if any(event & _KIND == Kind.SYNCHRONIZE for event in new):
+            self._finished = max(self._finished, self._issued)
+        self._issued = len(self._held)
+        if self.recorder.role == Role.OPTIMIZER:
+            if len(log.operators) - self._began >= OPERATORS_A_LOOK:
+                del self._held[: self._finished]
+                self._issued, self._finished = len(self._held), 0
+            self._began = len(log.operators)
 
     def install(self) -> None:
         """Put our kernels under torch.distributed's operators on CUDA tensors."""

@@ -25,6 +25,8 @@ def like_transformers_4_29(extra: dict[str, Any], kind: str, module: Any, inputs
         mask = given["attention_mask"][:, None, None, :].to(module.dtype)  # one row for all queries, in those classes
         given["attention_mask"] = (1.0 - mask) * torch.finfo(module.dtype).min
         del mask
+    if kind == "gpt_bigcode" and given.get("attention_mask") is not None:
+        given |= _causal(module, given["attention_mask"])
     logits = module(**given, **extra).logits
     dtype = logits.dtype
     if kind in _CAST_LOGITS:
@@ -33,7 +35,19 @@ def like_transformers_4_29(extra: dict[str, Any], kind: str, module: Any, inputs
     shifted = torch.ops.aten.slice(logits[..., :-1, :], -1).contiguous()
     wanted = labels[..., 1:].contiguous()
     loss = cross_entropy(shifted.view(-1, shifted.size(-1)), wanted.view(-1))
+    if kind == "gpt_neo":
+        logits = logits.to(dtype)  # for the outputs, which nobody reads
     return loss.to(dtype) if kind in _CAST_LOGITS else loss
+
+
+def _causal(module: Any, mask: torch.Tensor) -> dict[str, Any]:
+    """Mask [batch, length, 1, length] in bool and positions of GPT-BigCode (modeling_gpt_bigcode.py, 4.29)."""
+    whole = module.base_model
+    positions = mask.long().cumsum(-1) - 1
+    positions.masked_fill_(mask == 0, 1)
+    batch, length = mask.shape
+    causal = whole.bias[None, :length, :length] * mask.view(batch, 1, -1).to(dtype=torch.bool)
+    return {"attention_mask": causal.unsqueeze(2 if whole.multi_query else 1), "position_ids": positions}
 
 
 def chunked(extra: dict[str, Any], checkpointed: bool, module: Any, inputs: dict[str, Any]) -> torch.Tensor:

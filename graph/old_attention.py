@@ -2,7 +2,7 @@
 
 transformers 5 computes the same with fewer tensors. Where a layer's recomputation is the peak, or memory is nearly
 full, the old ones matter: contiguous keys and values, scores clamped from below, masks kept as buffers, a softmax in
-fp32.
+fp32. Checked against allocator events of torch 2.0.1 with transformers 4.29.2.
 """
 
 from __future__ import annotations
@@ -13,17 +13,23 @@ from typing import Any, Final
 import torch
 from torch.nn.functional import dropout, softmax
 
+from graph.scripted_softmax import ScriptedSoftmax
+
 #: Attention classes with the form below, and whether they clamp the scores and take the softmax of fp16 in fp32.
 CLAMPED: Final = {"OPTAttention": True, "BioGptAttention": False}
 #: Attention classes that had a causal mask as a buffer, [1, 1, positions, positions] in bool.
 MASKED: Final = frozenset({"CodeGenAttention"})
+#: The buffer of a causal mask's least value, in classes that still have the mask itself.
+LEAST: Final = "masked_bias"
 
 
 def like_transformers_4_29(module: Any, *, cloned: bool = False) -> None:
-    """Give the attention of `module` the form of transformers 4.29 (modeling_opt.py, _biogpt.py, _codegen.py).
+    """Give the attention of `module` the form of transformers 4.29 (modeling_opt.py, _biogpt.py, _codegen.py,
+    _bloom.py, _gpt_neo.py, _gpt_bigcode.py); other classes stay as they are.
 
     `cloned`: a dropout of probability 0 gives a copy of its input, as under Colossal-AI, and not the input itself.
     """
+    scripted = ScriptedSoftmax()
     for part in module.modules():
         kind = type(part).__name__
         if kind in CLAMPED:
@@ -33,8 +39,26 @@ def like_transformers_4_29(module: Any, *, cloned: bool = False) -> None:
             mask = torch.empty(1, 1, positions, positions, dtype=torch.bool, device=part.embed_positions.device)
             part.register_buffer("causal_mask", mask, persistent=False)
             part._attn = types.MethodType(_masked, part)
+        elif kind == "BloomAttention":
+            part.forward = types.MethodType(_bloom, part)
+        elif kind == "GPTNeoSelfAttention":
+            least = torch.empty((), dtype=part.k_proj.weight.dtype, device=part.k_proj.weight.device)
+            part.register_buffer(LEAST, least, persistent=False)
+            part.forward = types.MethodType(_without_weights(part.forward), part)
+        elif kind == "GPTBigCodeAttention" and part.multi_query:
+            part.attn_dropout = torch.nn.Dropout(part.attn_pdrop)
+            part.forward = types.MethodType(_multi_query(scripted), part)
         elif cloned and isinstance(part, torch.nn.Dropout) and part.p == 0.0:
             part.__dict__["forward"] = types.MethodType(lambda self, input: input.clone(), part)
+
+
+def _without_weights(forward: Any) -> Any:
+    """GPT-Neo's layers dropped the attention's weights at once; those of transformers 5 hold them until they end."""
+
+    def dropped(self: Any, *args: Any, **options: Any) -> tuple[Any, None]:
+        return forward(*args, **options)[0], None
+
+    return dropped
 
 
 def _masked(self: Any, query: Any, key: Any, value: Any, attention_mask: Any = None) -> tuple[Any, Any]:
@@ -52,6 +76,80 @@ def _masked(self: Any, query: Any, key: Any, value: Any, attention_mask: Any = N
     weights = weights.to(value.dtype)
     weights = self.attn_dropout(weights)
     return torch.matmul(weights, value), weights
+
+
+def _bloom(
+    self: Any, hidden_states: Any, residual: Any, alibi: Any, attention_mask: Any, *_: Any, **__: Any
+) -> tuple[Any, Any]:
+    """Scores of fp16 filled in fp32: two such tensors that transformers 5 has not; keys copied as [heads, dim, length].
+
+    The boolean mask of transformers 4.29 is a view of the additive one here.
+    """
+    batch, length, width = hidden_states.shape
+    heads, dim = self.num_heads, self.head_dim
+    fused = self.query_key_value(hidden_states)
+    split = fused.view(batch, length, heads, 3, dim)
+    query, key, value = split[..., 0, :], split[..., 1, :], split[..., 2, :]
+    query = query.transpose(1, 2).reshape(batch * heads, length, dim)
+    key = key.permute(0, 2, 3, 1).reshape(batch * heads, dim, length)
+    value = value.transpose(1, 2).reshape(batch * heads, length, dim)
+    product = alibi.baddbmm(batch1=query, batch2=key, beta=self.beta, alpha=self.inv_norm_factor)
+    scores = product.view(batch, heads, length, length)
+    dtype = scores.dtype
+    if dtype == torch.float16:
+        scores = scores.to(torch.float32)
+    weights = scores
+    if attention_mask is not None:
+        masked = attention_mask.view(torch.bool)[..., :: attention_mask.element_size()]
+        weights = torch.masked_fill(scores, masked, torch.finfo(scores.dtype).min)
+    probabilities = softmax(weights, dim=-1, dtype=torch.float32).to(dtype)
+    probabilities = self.attention_dropout(probabilities)
+    flat = probabilities.view(batch * heads, length, length)
+    context = torch.bmm(flat, value)
+    context = context.view(batch, heads, length, dim).permute(0, 2, 1, 3).reshape(batch, length, width)
+    output = self.dense(context)
+    output = residual + dropout(output, p=self.hidden_dropout, training=self.training)
+    return output, None
+
+
+def _multi_query(scripted: ScriptedSoftmax) -> Any:
+    """Multi-query attention of GPT-BigCode: one product for all heads into an empty tensor, and a scripted softmax.
+
+    The mask is boolean, [batch, length, 1, length].
+    """
+
+    def forward(
+        self: Any, hidden_states: Any, layer_past: Any = None, attention_mask: Any = None, **_: Any
+    ) -> tuple[Any, Any]:
+        batch, length = hidden_states.shape[:2]
+        query, both = self.c_attn(hidden_states).split((self.embed_dim, 2 * self.kv_dim), dim=2)
+        key, value = both.split((self.head_dim, self.head_dim), dim=-1)
+
+        def attend(query: Any, key: Any) -> tuple[Any, Any]:
+            shape, flat = query.shape, (batch, length * self.num_heads, length)
+            query = query.reshape(batch, length * self.num_heads, self.head_dim)
+            upcast = self.attention_softmax_in_fp32 and query.dtype != torch.float32
+            unscale = self.layer_idx + 1 if self.scale_attention_softmax_in_fp32 and upcast else 1
+            scores = torch.empty(flat, device=query.device, dtype=query.dtype)
+            scores = torch.baddbmm(scores, query, key, beta=0, alpha=self.scaling / unscale)
+            scores = scores.view(batch, length, self.num_heads, length)
+            kind = torch.float32 if upcast else scores.dtype
+            if attention_mask is not None and self.mask_value is None:
+                self.mask_value = torch.full([], torch.finfo(kind).min, dtype=kind, device=query.device)
+            if upcast and attention_mask is not None:
+                scores = scripted(scores, attention_mask, self.mask_value, float(unscale))
+            else:
+                if attention_mask is not None:
+                    scores = torch.where(attention_mask, scores, self.mask_value)
+                scores = softmax(scores, dim=-1, dtype=kind).to(query.dtype)
+            scores = self.attn_dropout(scores)
+            return torch.bmm(scores.view(flat), value).view(shape), scores
+
+        output, weights = attend(query, key.transpose(-1, -2))
+        output = self.c_proj(output)
+        return self.resid_dropout(output), weights
+
+    return forward
 
 
 def _forward(clamped: bool, cloned: bool) -> Any:

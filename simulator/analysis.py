@@ -20,7 +20,7 @@ from traces.model import Int64Array, Op, Strings
 from traces.timeline import PhaseSpan
 
 LARGEST = 10  # tensors listed at the peak
-_SHORT = {"load": "load", "forward": "fwd", "backward": "bwd", "optimizer": "step", "step": "step"}
+_SHORT = {"load": "load", "forward": "fwd", "backward": "bwd", "optimizer": "step", "step": "step", "pipe": "pipe"}
 
 
 # --- phases -----------------------------------------------------------------------------------------------------------

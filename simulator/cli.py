@@ -25,7 +25,7 @@ COMMANDS: Final = {
     "estimate": "Work out what a run of a model needs of its GPU, without one.",
     "select": "Find the method and micro-batch for a model on given GPUs.",
     "sweep": "Estimate many cases, on all cores, resumable.",
-    "stress": "Replay a trace under many settings, devices and orders; say which setting helps.",
+    "stress": "Replay a trace under many settings, and say which one helps.",
     "compare": "Compare two traces, snapshots or results: what grew, and where.",
     "check": "Hold a run against a memory budget and a baseline, for CI.",
     "verify": "Replay a torch snapshot's causes and compare every consequence.",

@@ -18,7 +18,7 @@ import numpy as np
 
 from simulator.result import Result
 from traces.errors import ConfigError, TraceError
-from traces.files import open_maybe_gzip
+from traces.files import open_maybe_gzip, read_stream
 from traces.model import Op, RankEvents, Trace
 from traces.text import one_line, path_text, quoted
 
@@ -37,8 +37,6 @@ WATCHED: Final = ("peak_allocated", "peak_reserved")
 COUNTS: Final = frozenset({"num_alloc_retries", "num_ooms"})
 #: Bytes at the head of a file in which a trace says that it is one.
 _HEAD: Final = 1 << 16
-#: Largest result document.
-_LARGEST: Final = 1 << 28
 
 Kind = Literal["trace", "result", "answer"]
 Bytes = Mapping[str, int]
@@ -126,9 +124,11 @@ class Limit:
         if found:
             return cls(share=float(found[1]) / 100)
         try:
-            return cls(bytes=parse_size(text))
+            if not text.strip().isdigit():  # a bare number could be meant as either
+                return cls(bytes=parse_size(text))
         except ConfigError:
-            raise ConfigError(f"--fail-over {quoted(text)}: write a share or a size, such as 2% or 100MiB") from None
+            pass
+        raise ConfigError(f"--fail-over {quoted(text)}: write a share or a size, such as 2% or 100MiB")
 
     def __str__(self) -> str:
         from simulator.settings import format_bytes
@@ -252,11 +252,11 @@ def read_document(path: str | os.PathLike[str]) -> Mapping[str, Any] | None:
     """The JSON object in a file, unless it is a trace or no JSON at all; TraceError where it cannot be read."""
     if Path(path).is_dir():
         return None
-    with open_maybe_gzip(path, limit=_LARGEST) as file:
+    with open_maybe_gzip(path) as file:
         head = file.read(_HEAD)
         if not head.lstrip().startswith(b"{") or b'"memory-trace"' in head:
             return None
-        text = head + file.read()
+        text = head + read_stream(file, path) if len(head) == _HEAD else head
     try:
         found = json.loads(text)
     except ValueError as error:

@@ -10,7 +10,7 @@ import json
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final, Literal
 
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from graph.case import Case
     from graph.method import Method
     from graph.model import StepGraph
+    from simulator.closed_form import ClosedForm
     from simulator.steptime import StepTime
     from strategies.timing import Clock
 
@@ -63,7 +64,7 @@ class Estimate:
 
     `outside` are the terms that `verdict_with_context` sets aside; `result` is of a device less the context that was
     asked for (none by default). `min_fit` is the smallest device in bytes, context apart, where it was asked for;
-    `step` the time of a steady iteration, likewise.
+    `step` the time of a steady iteration, likewise; `closed` the closed-form estimates that were asked for.
     """
 
     case: Mapping[str, Any]
@@ -75,6 +76,7 @@ class Estimate:
     seconds: float
     min_fit: int | None = None
     step: StepTime | None = None
+    closed: tuple[ClosedForm, ...] = ()
 
     @property
     def verdict(self) -> Verdict:
@@ -108,6 +110,8 @@ class Estimate:
             answer["min_fit"] = self.min_fit
         if self.step is not None:
             answer |= self.step.document()
+        if self.closed:
+            answer["estimators"] = {one.name: one.document() for one in self.closed}
         if self.trace.world > 1:
             groups = sorted(self.result.ranks, key=lambda rank: rank.ranks)
             answer["ranks"] = [{"ranks": list(rank.ranks), **_figures(rank)} for rank in groups]
@@ -128,6 +132,7 @@ def estimate(
     progress: Progress | None = None,
     time_steps: bool = False,
     interconnect: str = "",
+    estimators: Iterable[str] = (),
 ) -> Estimate:
     """What a training or inference run needs of its GPU, worked out without one.
 
@@ -137,11 +142,13 @@ def estimate(
     of `simulator.replay`. `capture` makes the graph of a case (default: `captured`); `progress(phase, step, operators)`
     is called from time to time while the default one does. `time_steps` gives kernels and collectives durations, so
     that memory in use on several streams comes back in simulated time, and finds the time of a step; the GPUs meet over
-    `interconnect` (`strategies.timing.Clock.connected`).
+    `interconnect` (`strategies.timing.Clock.connected`). `estimators` are closed forms to stand beside the simulation
+    (`simulator.closed_form`).
 
     Raises ConfigError for a bad case, CaptureError where its model cannot be captured, and what `replay` raises.
     """
     from graph.case import Case
+    from simulator.closed_form import closed_forms
     from simulator.fitting import smallest_memory
     from simulator.outside import communicator_terms
     from simulator.replay import replay
@@ -180,6 +187,7 @@ def estimate(
         assumptions=tuple(trace.metadata.get("assumptions", ())),
         min_fit=smallest_memory(trace) if min_memory else None,
         step=of_case(trace, asked, found) if time_steps else None,
+        closed=closed_forms(asked, estimators, aside),
         seconds=time.perf_counter() - started,
     )
 
@@ -281,7 +289,8 @@ def capture_key(case: Case, method: Method | None = None) -> str:
     from simulator.devices import device
     from simulator.settings import parse_release
 
-    relevant = {key: value for key, value in case.document().items() if key not in REPLAY_KEYS}
+    replayed = REPLAY_KEYS if method is None else REPLAY_KEYS - {"deferred"}  # works of collectives hold their tensors
+    relevant = {key: value for key, value in case.document().items() if key not in replayed}
     relevant |= {"gpu": device(case.gpu).name, "release": parse_release(case.release).text}
     if method is not None:
         job = getattr(method, "case", case)

@@ -85,12 +85,13 @@ def side_by_side(ranks: Sequence[tuple[str, RankResult]]) -> str:
     """Labelled ranks as bars on one scale: what was alive at the peak, what was reserved beside it, the limit."""
     if len(ranks) < 2:
         return ""
+    near = any(3 * rank.peak_reserved >= rank.timeline.limit_bytes for _, rank in ranks)  # else it dwarfs all bars
     bars = []
     for label, rank in ranks:
-        parts = [*rank.peak.by_category.items(), ("reserved, not allocated", rank.peak_reserved - rank.peak.allocated)]
+        parts = [*rank.peak.by_category.items(), ("free", max(0, rank.peak_reserved - rank.peak.allocated))]
         remark = "out of memory" if rank.oom else f"of {format_bytes(rank.timeline.limit_bytes)}"
-        bars.append(Bar(label, tuple(parts), mark=rank.timeline.limit_bytes, remark=remark))
-    caption = "Allocated bytes by category at their peak, and what the peak of reserved bytes has beyond them."
+        bars.append(Bar(label, tuple(parts), mark=rank.timeline.limit_bytes if near else None, remark=remark))
+    caption = "Allocated bytes by category at their peak, and what reserved bytes have beyond them at theirs (free)."
     return f"<div class=side>{chart(Chart('Side by side', tuple(bars), caption=caption))}</div>"
 
 
@@ -194,7 +195,6 @@ def _rank(place: int, label: str, rank: RankResult, packed: Series, room: Room) 
     """The section of one rank: figures, the places of the plot and of the blocks, and the tables."""
     safe = text(label, 80)
     cards = (
-        _out_of_memory(rank.oom),
         _phases(distinct_phases(rank.phases)),
         _categories(rank),
         _largest(rank),
@@ -205,7 +205,8 @@ def _rank(place: int, label: str, rank: RankResult, packed: Series, room: Room) 
         f'<section class=rank data-rank="{place}" aria-labelledby="rank-{place}">'
         f'<h2 id="rank-{place}">{safe[:1].upper()}{safe[1:]} <small>'
         f"{text(rank.device.name)}</small></h2>"
-        f"{_figures(rank)}<div class=plot></div>{_caption(rank, packed)}<div class=moments></div>{_modules(rank, room)}"
+        f"{_figures(rank)}{_out_of_memory(rank.oom)}<div class=plot></div>{_caption(rank, packed)}"
+        f"<div class=moments></div>{_modules(rank, room)}"
         f"<div class=cards>{''.join(cards)}</div></section>"
     )
 
@@ -354,4 +355,4 @@ def _outside(rank: RankResult) -> str:
     rows = [("reserved by the allocator, at its peak", "", size(rank.peak_reserved))]
     rows += [(text(term.name), text(range_and_source(term), 300), size(term.bytes)) for term in rank.outside]
     rows.append(("<b>device total</b>", "", f"<b>{size(rank.device_total)}</b>"))
-    return card("As nvidia-smi would show it", table(("term", "source", "bytes"), rows, texts=2))
+    return card("As nvidia-smi would show it", table(("term", "source", "bytes"), rows, texts=2), kind="sources")

@@ -68,7 +68,7 @@ class Room:
 def categories_over_time(rank: RankResult, picture: Picture, index: Int64Array) -> list[Mapping[str, Any]]:
     """Allocated bytes of every category after the events `index`, packed; those that are never there are left out."""
     delta = np.diff(rank.timeline.allocated, prepend=np.int64(sum(picture.before)))
-    found = []
+    found: list[Mapping[str, Any]] = []
     for code, name in enumerate(picture.categories):
         mine = picture.changed == code
         if name == "unknown":

@@ -19,6 +19,9 @@ from typing import Any, Final
 from traces.files import write_atomically
 
 _SCRIPTS: Final = ("uPlot.iife.min.js", "blocks.js", "page.js")
+_NO_SCRIPT: Final = (
+    '<noscript><p class="alarm">JavaScript is off: the tables are complete, the plot is missing.</p></noscript>'
+)
 _STYLES: Final = ("uPlot.min.css", "page.css")
 
 
@@ -33,7 +36,12 @@ def write_page(page: str, path: str | os.PathLike[str], *, force: bool = False) 
 
 def assemble(title: str, header: str, before: str, ranks: str, notes: str, data: Mapping[str, Any]) -> str:
     """The page as text: `title` is plain text, the other parts ready HTML (`before` stands above the choice
-    of ranks); `data` is for the scripts."""
+    of ranks); `data` is for the scripts, which a page without
+    any ranks does not have."""
+    drawn = bool(data.get("ranks"))
+    scripts = f'<script type="application/json" id="data">{_json(data)}</script>' + "".join(
+        f"<script>{static(name)}</script>" for name in _SCRIPTS
+    )
     parts = {
         "title": escape(title),
         "policy": _policy(),
@@ -42,8 +50,8 @@ def assemble(title: str, header: str, before: str, ranks: str, notes: str, data:
         "before": before,
         "ranks": ranks,
         "notes": notes,
-        "data": _json(data),
-        "scripts": "".join(f"<script>{static(name)}</script>" for name in _SCRIPTS),
+        "noscript": _NO_SCRIPT if drawn else "",
+        "scripts": scripts if drawn else "",
     }
     return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], static("page.html"))
 

@@ -51,8 +51,8 @@ def shares(head: Sequence[str], rows: Sequence[tuple[str, int]], whole: int, *, 
 
 
 def colour(name: str, place: int = 0) -> str:
-    """The CSS class that colours a category, the same everywhere; for other parts one of 8, by `place`."""
-    return f"c-{name}" if name in CATEGORIES else f"c-{place % 8}"
+    """The CSS class that colours a category or `free`, the same everywhere; for other parts one of 8, by `place`."""
+    return f"c-{name}" if name in (*CATEGORIES, "free") else f"c-{place % 8}"
 
 
 def stacked(parts: Sequence[tuple[str, float]], whole: float, *, mark: float | None = None) -> str:

@@ -11,6 +11,7 @@ from traces.text import one_line
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
+    from rich.table import Table
 
     from simulator.estimation import Estimate
 
@@ -48,6 +49,21 @@ def _head(estimate: Estimate) -> Iterable[RenderableType]:
         )
     if estimate.min_fit is not None:
         yield f"smallest GPU: {format_bytes(estimate.min_fit)} ({estimate.min_fit:,} B), context apart"
+    if estimate.closed:
+        yield _closed(estimate)
+
+
+def _closed(estimate: Estimate) -> Table:
+    """Closed-form estimates beside the simulation: the device's total, and the terms of each."""
+    table = report.table_of("Estimators", "estimator", "device total", "terms")
+    aside = sum(term.bytes for term in estimate.outside)
+    ours = max(rank.peak_reserved for rank in estimate.result.ranks) + aside
+    note = "reserved by the worst rank, and what is outside"
+    report.add_row(table, "simulation", format_bytes(ours) if estimate.verdict == "fits" else "out of memory", note)
+    for one in estimate.closed:
+        terms = ", ".join(f"{name} {format_bytes(size)}" for name, size in one.terms.items())
+        report.add_row(table, one.name, format_bytes(one.total), terms)
+    return table
 
 
 def case_line(case: Mapping[str, Any]) -> str:
@@ -60,4 +76,6 @@ def case_line(case: Mapping[str, Any]) -> str:
 def _value(value: object) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
+    if isinstance(value, Mapping):
+        return ",".join(f"{key}={size}" for key, size in value.items())
     return "+".join(map(str, value)) if isinstance(value, list | tuple) else str(value)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 from typing import TYPE_CHECKING, Any
 
 from simulator.settings import format_bytes
@@ -155,19 +154,7 @@ def render_table(found: Selection, console: Console | None = None) -> None:
 
 
 def render_html(found: Selection) -> str:
-    """A page of its own with the table and the lines under it; light and dark, readable in print."""
-    style = (
-        ":root{color-scheme:light dark}body{font:16px/1.5 system-ui,sans-serif;max-width:70rem;margin:2rem auto;"
-        "padding:0 1rem}table{border-collapse:collapse;width:100%}th,td{padding:.3rem .6rem;text-align:right;"
-        "border-bottom:1px solid #8884}th:first-child,td:first-child{text-align:left}tbody tr:first-child{font-weight:600}"
-    )
-    head = "".join(f'<th scope="col">{html.escape(name)}</th>' for name in _COLUMNS)
-    rows = "".join(
-        "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in _cells(one)) + "</tr>" for one in found.outcomes
-    )
-    notes = "".join(f"<p>{html.escape(line)}</p>" for line in lines(found))
-    title = html.escape(_title(found))
-    return (
-        f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</title><style>{style}</style>'
-        f"<h1>{title}</h1><table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>{notes}</html>\n"
-    )
+    """The page of a selection (`simulator.html_select`)."""
+    from simulator.html_select import render_select
+
+    return render_select(found)

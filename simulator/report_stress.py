@@ -140,11 +140,12 @@ def _parts(stress: Stress) -> Iterable[RenderableType]:
     yield verdict(stress)
     rows, hidden = shown(stress)
     if not rows:
+        yield from _failed(stress)
         return
     best = stress.best()
     count = sum(len(row.outcomes) for row in stress.rows())
     yield (
-        f"{count:,} replays of {stress.events:,} events, PyTorch {stress.release}, "
+        f"{count:,} {'replay' if count == 1 else 'replays'} of {stress.events:,} events, PyTorch {stress.release}, "
         f"{format_bytes(stress.device_bytes)} GPU; * as traced"
     )
     yield ""
@@ -157,12 +158,17 @@ def _parts(stress: Stress) -> Iterable[RenderableType]:
     if len(variants) > 1:
         yield ""
         yield _variants(stress)
+    yield from _failed(stress)
+
+
+def _failed(stress: Stress) -> Iterable[RenderableType]:
+    """The settings without figures, and why there are none."""
     failed = [row for row in stress.rows() if row.error is not None]
     if failed:
-        yield ""
         table = table_of("Without a result", "setting", "reason")
         for row in failed[:MOST_ROWS]:
             add_row(table, name_of(row, stress), row.error or "")
+        yield ""
         yield table
 
 

@@ -116,11 +116,14 @@ class Results:
     """A results file, open for appending by this process alone.
 
     `answers` are those that it had. On opening, a last line without its end is completed if it is whole, else taken
-    away. Raises OutputError where it cannot be written, another sweep has it open, or it is no results file.
+    away. Without `sync` a line may be lost where the machine fails, not where the process does.
+
+    Raises OutputError where it cannot be written, another sweep has it open, or it is no results file.
     """
 
-    def __init__(self, path: str | os.PathLike[str], *, force: bool = False) -> None:
+    def __init__(self, path: str | os.PathLike[str], *, force: bool = False, sync: bool = True) -> None:
         self.path = Path(path)
+        self._sync = sync
         self.name = path_text(path)
         self.answers: list[dict[str, Any]] = []
         self.notes: list[str] = []
@@ -143,12 +146,13 @@ class Results:
         self._file.close()
 
     def append(self, answer: Mapping[str, Any]) -> None:
-        """Write one answer as a line; it is on the disk when this returns. Whole, or not at all, on OutputError."""
+        """Write one answer as a line, on the disk when this returns (`sync`). Whole, or not at all, on OutputError."""
         line = json.dumps(answer, default=str).encode() + b"\n"
         start = self._file.seek(0, os.SEEK_END)
         try:
             self._put(line)
-            os.fsync(self._file.fileno())
+            if self._sync:
+                os.fsync(self._file.fileno())
         except OSError as error:
             with contextlib.suppress(OSError):
                 self._file.truncate(start)

@@ -8,6 +8,7 @@ what it has seen only says where to look next. Methods are searched in parallel,
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field, replace
@@ -329,7 +330,9 @@ def _work(jobs: Sequence[Any], _: Any) -> list[dict[str, Any]]:
 
 def _one(candidate: Candidate, asked: Asked) -> dict[str, Any]:
     try:
-        return {"outcome": search(candidate, asked)}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # what torch says about a captured model is not about this choice
+            return {"outcome": search(candidate, asked)}
     except LLMemError as error:
         return {"error": one_line(error)}
     except MemoryError:
@@ -373,7 +376,8 @@ class _Probe:
     def aside(self, case: Case) -> int:
         """Bytes of a device that the allocator may not have: the likely size of what lies outside, and the margin."""
         outside = sum(term.bytes for term in outside_of(self.asked, groups_of(case)))
-        return outside + round(self.asked.margin * self.least)
+        margin = 0.0 if self.asked.policy == "llmem" else self.asked.margin  # Algorithm 1 has none
+        return outside + round(margin * self.least)
 
     def fits(self, batch: int) -> bool:
         """Whether a micro-batch fits."""

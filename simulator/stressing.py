@@ -243,9 +243,13 @@ def grid(varied: Mapping[str, Sequence[str]]) -> list[str]:
 
 @dataclass(frozen=True)
 class Axes:
-    """What is combined: each list empty for the trace's own; `orders` and `lengths` are numbers of draws."""
+    """What is combined: each list empty for the trace's own; `orders` and `lengths` are numbers of draws.
+
+    Of `combined` settings (`grid`) those are left out that are illegal together.
+    """
 
     settings: Sequence[str] = ()
+    combined: Sequence[str] = ()
     releases: Sequence[str] = ()
     memories: Sequence[int] = ()
     deferred: Sequence[Deferred] = ()
@@ -257,20 +261,42 @@ class Axes:
 def scenarios(trace: Trace, axes: Axes) -> tuple[list[Scenario], list[str]]:
     """Every combination of `axes` for a trace, its own settings first, and notes on what was left out.
 
-    Raises ConfigError for settings that none of the releases knows.
+    Raises ConfigError for settings that none of the releases knows, and where no combined one is legal.
     """
     notes: list[str] = []
+    _check_settings(trace, axes)
     variants = _variants(trace, axes, notes)
     found: dict[str, Scenario] = {}
     for release in axes.releases or (trace.release or DEFAULT_RELEASE,):
         chosen = parse_release(release)
-        settings = _known([trace.conf, *(axes.settings or settings_for(release))], chosen, notes)
+        asked = [*axes.settings, *axes.combined] or settings_for(release)
+        settings = _known([trace.conf, *asked], chosen, notes)
         for memory, variant, conf in itertools.product((None, *axes.memories), variants, settings):
             one = Scenario(conf, chosen.text, memory, variant)
             found.setdefault(json.dumps(one.document, sort_keys=True), one)
     if not found:
         raise ConfigError("; ".join(notes))
     return list(found.values()), notes
+
+
+def _check_settings(trace: Trace, axes: Axes) -> None:
+    """Refuse a setting that is illegal in every release, and a grid without a legal combination."""
+    releases = [parse_release(release) for release in axes.releases or (trace.release or DEFAULT_RELEASE,)]
+
+    def legal(conf: str, *, last: bool) -> bool:
+        for release in releases:
+            try:
+                parse_conf(conf, release)
+                return True
+            except ConfigError:
+                if last and release is releases[-1]:
+                    raise
+        return False
+
+    for conf in axes.settings:
+        legal(conf, last=True)
+    if axes.combined and not any(legal(conf, last=False) for conf in axes.combined):
+        legal(axes.combined[0], last=True)
 
 
 def _known(settings: Iterable[str], release: Release, notes: list[str]) -> list[str]:
@@ -376,7 +402,7 @@ def _opened(results: str | os.PathLike[str] | None, force: bool) -> Any:
         return nullcontext(None)
     from simulator.results_file import Results
 
-    return Results(results, force=force)
+    return Results(results, force=force, sync=False)  # replays are many and quick
 
 
 def _kept(answers: Iterable[Mapping[str, Any]], wanted: Iterable[Scenario], task: _Task) -> dict[Scenario, Outcome]:

@@ -88,7 +88,7 @@ def split_layers(module: torch.nn.Module, blocks: list[torch.nn.Module], shared:
             role = role_of(block, path)
             if role:
                 owner, _, name = path.rpartition(".")
-                setattr(block.get_submodule(owner), name, _sliced(path, part, role == "column", shared))
+                setattr(block.get_submodule(owner), name, sliced(path, part, column=role == "column", shared=shared))
                 found = True
         for attention in fewer_heads(block, shared.size):
             if shared.sequence:  # it reads the length of the sequence off its input
@@ -105,7 +105,7 @@ def _gather(shared: Shared, part: Any, args: Any, kwargs: Any) -> Any:
     return args, {**kwargs, "hidden_states": shared.gather(kwargs["hidden_states"])}
 
 
-def _sliced(path: str, part: Any, column: bool, shared: Shared) -> torch.nn.Module:
+def sliced(path: str, part: Any, *, column: bool, shared: Shared) -> torch.nn.Module:
     """This rank's slice of a linear layer (nn.Linear, or GPT-2's Conv1D, whose weight is transposed)."""
     import torch
 
@@ -148,7 +148,13 @@ def _split_ends(module: Any, shared: Shared) -> None:
     final = weight if tied else _parameter(head.weight, (rows, head.in_features))
     module.set_output_embeddings(ColumnParallel(final, bias, shared))
     module.set_input_embeddings(VocabularyParallel(weight, shared, whole=learned))
-    if learned and shared.sequence:  # positions are added to whole activations
+    if not shared.sequence:
+        return
+    inside = {id(part) for block in layers(module) for part in block.modules()}
+    norms = [part for part in module.modules() if "norm" in type(part).__name__.lower() and id(part) not in inside]
+    if norms:  # what comes after the last one may ask for the length of the sequence
+        norms[-1].register_forward_hook(lambda part, args, out: shared.gather(out))
+    if learned:  # positions are added to whole activations
 
         def hook(part: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
             return (scatter(args[0], shared), *args[1:])

@@ -40,8 +40,9 @@ class Shared:
         return whole
 
     def parts(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(whole, part) of the input of a column layer, which is either."""
-        if self._gathered is None or self._gathered[0] is not x:
+        """(whole, part) of the input of a column layer, which is the part, or a view of the last gathered whole."""
+        last = self._gathered
+        if last is None or last[0].data_ptr() != x.data_ptr() or last[0].numel() != x.numel():
             self.gather(x)
         assert self._gathered is not None
         return self._gathered

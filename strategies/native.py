@@ -67,9 +67,12 @@ class Native(Method):
         return storages(recorder, built.module)
 
     def settle(self) -> None:
-        """The watchdog has seen what is finished."""
+        """The watchdog drops what is finished."""
         if self._collectives is not None:
-            self._collectives.settle()
+            if self.case.deferred == "late":
+                self._collectives.settle_late()
+            else:
+                self._collectives.settle()
 
 
 def storages(recorder: Any, module: torch.nn.Module) -> dict[str, int]:

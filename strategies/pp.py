@@ -26,7 +26,7 @@ VOTES: Final = (2, 12)
 class Pipeline(Native):
     """One stage of a pipeline over all ranks."""
 
-    phases = ("load", "pipe", "step", "end")
+    phases: tuple[str, ...] = ("load", "pipe", "step", "end")
     real_steps = 2
     #: The group of ranks that make a pipeline; None: all.
     group: Any = None

@@ -214,7 +214,8 @@ class _Watched(torch.Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         cls.asked = True
-        return super().__torch_function__(func, types, args, kwargs or {})
+        plain: Any = super()
+        return plain.__torch_function__(func, types, args, kwargs or {})
 
 
 def _positioned(base: Any, name: str, args: Any, kwargs: dict[str, Any]) -> bool:

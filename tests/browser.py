@@ -158,7 +158,18 @@ class Browser:
     def press(self, key: str) -> None:
         """Press and release a key, as a person would, on what has the focus."""
         names = {"+": "Equal", "-": "Minus", "0": "Digit0", "p": "KeyP"}
-        codes = {"ArrowLeft": 37, "ArrowRight": 39, "Tab": 9, "Home": 36, "End": 35, "Enter": 13}
+        codes = {
+            "ArrowLeft": 37,
+            "ArrowRight": 39,
+            "ArrowUp": 38,
+            "ArrowDown": 40,
+            "PageUp": 33,
+            "PageDown": 34,
+            "Tab": 9,
+            "Home": 36,
+            "End": 35,
+            "Enter": 13,
+        }
         common = {"key": key, "code": names.get(key, key)}
         if key in codes:
             common["windowsVirtualKeyCode"] = codes[key]  # type: ignore[assignment]

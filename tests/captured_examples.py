@@ -100,15 +100,18 @@ def expected(example: Example, part: str) -> list[Seen]:
     return [(sign, size, example.streams[name]) for sign, name, size in example.lines(part)]
 
 
-def swapped(lines: list[Seen], *pairs: tuple[tuple[str, int], tuple[str, int]]) -> list[Seen]:
-    """`lines` with two neighbours, given by sign and bytes, in the other order, wherever they follow each other."""
-    out = list(lines)
-    for first, second in pairs:
-        places = [i for i in range(len(out) - 1) if (out[i][:2], out[i + 1][:2]) == (first, second)]
-        assert places, f"{first} is nowhere followed by {second}"
-        for place in places:
-            out[place], out[place + 1] = out[place + 1], out[place]
-    return out
+def rewritten(lines: list[Seen], old: str, new: str) -> list[Seen]:
+    """`lines` with the one place where `old` stands replaced by `new`; both such as "+510:D -261120:D"."""
+    before, after = _read(old), _read(new)
+    width = len(before)
+    places = [place for place in range(len(lines) - width + 1) if lines[place : place + width] == before]
+    assert len(places) == 1, f"{old!r} stands at {len(places)} places"
+    return [*lines[: places[0]], *after, *lines[places[0] + width :]]
+
+
+def _read(text: str) -> list[Seen]:
+    words = (word.partition(":") for word in text.split())
+    return [(size[0], int(size[1:].replace("_", "")), stream or "D") for size, _, stream in words]
 
 
 def _activation(size: int, category: str | None) -> bool:

@@ -144,6 +144,14 @@ def test_figures_of_fresh_processes(capsys: pytest.CaptureFixture[str]) -> None:
     assert "3,000 events" in file["title"]
 
 
+def test_a_thousand_replays(capsys: pytest.CaptureFixture[str]) -> None:
+    (section,) = documents(capsys, "--events", "300", "--only", "stress")["sections"]
+    (figure,) = section["figures"]
+    assert "30 events" in section["title"]
+    assert figure["goal"] == 60
+    assert figure["details"]["replays"] == 1001  # a thousand, and the trace's own settings
+
+
 def test_cold_only_where_asked_for(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     for name, (title, _) in list(PARTS.items()):
         monkeypatch.setitem(PARTS, name, (title, lambda _: [Figure("nothing", 1.0, "s")]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -10,12 +11,14 @@ from typing import Any
 
 import pytest
 
-from simulator.html import write_html
+from simulator.html import MAX_PAGE, write_html
 from simulator.html_series import shorten
+from simulator.html_sheet import Bar, Chart, Grid, Sheet, write_sheet
+from simulator.replay import replay
 from simulator.result import Result
 from simulator.settings import format_bytes
 from tests.browser import Browser, find_chromium
-from tests.handmade import GIB, out_of_memory, rank_result, result, timeline
+from tests.handmade import GIB, busy_trace, out_of_memory, rank_result, result, timeline
 
 pytestmark = pytest.mark.xdist_group("browser")
 
@@ -230,3 +233,159 @@ def test_it_prints_in_ink(browser: Browser, tmp_path: Path) -> None:
     assert browser.pdf().startswith(b"%PDF")
     healthy(browser)
     assert browser.evaluate("document.documentElement.dataset.print ?? 'screen'") == "screen"
+
+
+# Categories, blocks and modules ---------------------------------------------------------------------------------------
+
+PARAMETER, PARAMETER_DARK = [0x44, 0x77, 0xAA], [0x5A, 0x8F, 0xC4]
+TAPE = "document.querySelector('.rank:not([hidden]) .tape')"
+
+
+@pytest.fixture(scope="module")
+def pictured() -> Result:
+    """A replay with its picture: twelve phases, four categories, forty layers."""
+    return replay(busy_trace(4_000, live=600), picture=True)
+
+
+def block(browser: Browser) -> str:
+    return str(browser.evaluate("document.querySelector('.rank:not([hidden]) .moments .readout').textContent"))
+
+
+def tape_pixels(browser: Browser, colour: list[int]) -> int:
+    return int(browser.evaluate(COUNT_PIXELS.replace(") canvas", ") .tape") % colour))
+
+
+@pytest.mark.parametrize(("width", "dark"), [(1280, False), (1280, True), (390, False)])
+def test_categories_are_stacked(browser: Browser, tmp_path: Path, pictured: Result, width: int, dark: bool) -> None:
+    show(browser, tmp_path, pictured, width=width, dark=dark)
+    colour = PARAMETER_DARK if dark else PARAMETER
+    assert browser.evaluate(COUNT_PIXELS % colour) > 500
+    assert tape_pixels(browser, colour) > 500
+    words = browser.evaluate("document.querySelector('.legend').textContent")
+    assert all(name in words for name in ("parameter", "activation", "gradient", "temporary", "reserved"))
+    browser.evaluate("[...document.querySelectorAll('.tools label')].find(l => l.textContent == 'by category').click()")
+    browser.settle()
+    assert browser.evaluate(COUNT_PIXELS % colour) < 50
+    healthy(browser)
+
+
+def test_the_readout_has_the_categories(browser: Browser, tmp_path: Path, pictured: Result) -> None:
+    show(browser, tmp_path, pictured)
+    for category, count in pictured.ranks[0].peak.by_category.items():
+        assert f"{category} {format_bytes(count)}" in readout(browser)
+
+
+def test_the_keyboard_walks_through_the_blocks(browser: Browser, tmp_path: Path, pictured: Result) -> None:
+    show(browser, tmp_path, pictured)
+    picture = pictured.ranks[0].picture
+    assert picture is not None
+    press_until_focus(browser, ".tape")
+    assert browser.evaluate("getComputedStyle(document.activeElement).outlineStyle") == "solid"
+    start = next(place for place, one in enumerate(picture.moments) if "peak allocated" in one.labels)
+    segments = picture.moments[start].segments
+    browser.press("Home")
+    assert f"at +0 B of segment 1 of {len(segments.bytes)}" in block(browser)
+    first = picture.moments[start].blocks
+    assert format_bytes(int(first.bytes[0])) in block(browser)
+    assert picture.names[int(first.name[0])] in block(browser)
+    browser.press("ArrowRight")
+    assert f"at +{format_bytes(int(first.bytes[0]))} of segment 1" in block(browser)
+    browser.press("ArrowLeft")
+    assert "at +0 B of segment 1 " in block(browser)
+    browser.press("ArrowDown")
+    assert "at +0 B of segment 2 " in block(browser)
+    assert format_bytes(int(segments.bytes[1])) in block(browser)
+    browser.press("ArrowUp")
+    browser.press("g")
+    assert block(browser).startswith("Free")
+    browser.press("PageDown")
+    later = picture.moments[start + 1]
+    facts = browser.evaluate("document.querySelector('.moments .facts').textContent")
+    assert f"reserved {format_bytes(later.reserved)} in {len(later.segments.bytes)} segments" in facts
+    assert f"event {later.event:,}" in facts
+    assert browser.evaluate("document.querySelector('.moments select').value") == str(start + 1)
+    assert tape_pixels(browser, PARAMETER) > 500
+    healthy(browser)
+
+
+def test_the_cursor_of_the_plot_chooses_the_moment(browser: Browser, tmp_path: Path, pictured: Result) -> None:
+    show(browser, tmp_path, pictured)
+    picture = pictured.ranks[0].picture
+    assert picture is not None
+    focus(browser)
+    browser.press("End")
+    browser.press("Enter")
+    assert browser.evaluate(f"{TAPE}.dataset.moment") == str(len(picture.moments) - 1)
+    browser.press("Home")
+    browser.press("Enter")
+    assert browser.evaluate(f"{TAPE}.dataset.moment") == "0"
+    healthy(browser)
+
+
+def test_the_tree_obeys_the_arrow_keys(browser: Browser, tmp_path: Path, pictured: Result) -> None:
+    show(browser, tmp_path, pictured)
+    press_until_focus(browser, ".tree summary")
+    opened = "document.activeElement.parentElement.open"
+    assert browser.evaluate("document.activeElement.textContent").startswith("model.layers")
+    before = browser.evaluate(opened)
+    browser.press("ArrowLeft" if before else "ArrowRight")
+    assert browser.evaluate(opened) is not before
+    if before:
+        browser.press("ArrowRight")
+    browser.press("ArrowRight")
+    assert browser.evaluate("document.activeElement.textContent").startswith("0")
+    browser.press("ArrowLeft")
+    assert browser.evaluate("document.activeElement.textContent").startswith("model.layers")
+    healthy(browser)
+
+
+def test_a_million_events_with_blocks_open_quickly(browser: Browser, tmp_path: Path) -> None:
+    found = replay(busy_trace(1_000_000, live=6_000), picture=True)
+    started = time.monotonic()
+    show(browser, tmp_path, found)
+    assert time.monotonic() - started < 10  # 1 s on an idle machine
+    loaded = browser.evaluate("performance.getEntriesByType('navigation')[0].loadEventEnd")
+    assert loaded < 3_000
+    assert (tmp_path / "page.html").stat().st_size <= MAX_PAGE
+    assert int(browser.evaluate(f"{TAPE}.dataset.blocks")) > 1_000
+    assert browser.evaluate(COUNT_PIXELS % PARAMETER) > 500
+
+
+def test_pictures_print_in_ink(browser: Browser, tmp_path: Path, pictured: Result) -> None:
+    show(browser, tmp_path, pictured, dark=True)
+    browser.evaluate("dispatchEvent(new Event('beforeprint'))")
+    assert tape_pixels(browser, PARAMETER) > 500
+    assert tape_pixels(browser, PARAMETER_DARK) < 50
+    browser.evaluate("dispatchEvent(new Event('afterprint'))")
+    assert tape_pixels(browser, PARAMETER_DARK) > 500
+    healthy(browser)
+
+
+@pytest.mark.parametrize("width", [1280, 390])
+def test_a_sheet_is_drawn(browser: Browser, tmp_path: Path, pictured: Result, width: int) -> None:
+    bars = tuple(Bar(name, (("parameter", GIB), ("activation", 2 * GIB)), mark=4.0 * GIB) for name in ("fsdp2", "ddp"))
+    parts = (Chart("Peaks", bars), Grid("Methods", ("method", "batch"), (("fsdp2", 8), ("ddp", 1)), strong=(0,)))
+    sheet = Sheet(
+        "opt-1.3b", "fsdp2 is fastest.", "fits", parts=parts, results=(("fsdp2", pictured), ("ddp", pictured))
+    )
+    write_sheet(sheet, tmp_path / "sheet.html")
+    browser.view(width, 900, dark=False)
+    browser.open(tmp_path / "sheet.html")
+    healthy(browser)
+    wide = browser.evaluate("document.querySelector('.bars rect.c-activation').getBoundingClientRect().width")
+    whole = browser.evaluate("document.querySelector('.bars svg').getBoundingClientRect().width")
+    assert wide == pytest.approx(whole / 2, rel=0.01)
+    browser.evaluate("document.querySelectorAll('.multiples button')[1].click()")
+    browser.settle()
+    assert browser.evaluate("document.querySelector('.rank:not([hidden]) h2').textContent").startswith("Ddp: rank 0")
+    assert tape_pixels(browser, PARAMETER) > 100
+    healthy(browser)
+
+
+def test_a_sheet_without_results(browser: Browser, tmp_path: Path) -> None:
+    write_sheet(Sheet("nothing", "Nothing was finished."), tmp_path / "sheet.html")
+    browser.view(1280, 900)
+    browser.open(tmp_path / "sheet.html")
+    assert browser.faults() == []
+    assert browser.evaluate("document.querySelector('h1').textContent") == "nothing"
+    assert browser.evaluate("document.scripts.length") == 0

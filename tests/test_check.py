@@ -10,7 +10,7 @@ from click.testing import CliRunner
 
 import simulator.estimation as estimation
 import traces
-from simulator.commands.check import command
+from simulator.cli import main
 from simulator.replay import replay
 from simulator.report import render_json
 from tests.step_graphs import stub
@@ -26,9 +26,8 @@ def path(tmp_path: Path) -> str:
 
 
 def invoke(*words: str) -> tuple[int, str]:
-    done = CliRunner().invoke(command, [*words, "-q"], standalone_mode=False)
-    assert done.exception is None, done.output
-    return int(done.return_value), done.output
+    done = CliRunner().invoke(main, ["check", *words, "-q"])
+    return done.exit_code, done.stdout
 
 
 def test_budgets(path: str) -> None:
@@ -102,4 +101,4 @@ def test_cases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_wrong_usage(path: str, words: list[str]) -> None:
-    assert CliRunner().invoke(command, [path, *words]).exit_code == 2
+    assert CliRunner().invoke(main, ["check", path, *words]).exit_code == 2

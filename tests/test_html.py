@@ -18,12 +18,14 @@ from hypothesis import strategies as st
 
 from simulator.html import MAX_PAGE, MAX_RANKS, render_html, write_html
 from simulator.html_moments import FREE, Room, path_of, tree_of
+from simulator.html_select import render_select
 from simulator.html_series import MAX_OOMS, pack, series, shorten, thin
 from simulator.html_sheet import Bar, Chart, Grid, Sheet, Size, render_sheet, write_sheet
 from simulator.replay import replay
 from simulator.report import CAUSES
+from simulator.selection import Asked, Outcome, Selection
 from simulator.settings import format_bytes
-from tests.handmade import busy_trace, out_of_memory, rank_result, result, timeline
+from tests.handmade import GIB, busy_trace, out_of_memory, rank_result, result, timeline
 from traces.errors import OutputError
 from traces.model import Int64Array
 from traces.timeline import Timeline
@@ -383,3 +385,20 @@ def test_write_sheet(tmp_path: Path) -> None:
     write_sheet(Sheet("t", "l"), tmp_path / "a.html")
     with pytest.raises(OutputError, match="force"):
         write_sheet(Sheet("t", "l"), tmp_path / "a.html")
+
+
+def test_a_selection_is_set_side_by_side() -> None:
+    asked = Asked({"model": "opt-1.3b"}, ("V100-16GB",) * 4)
+    outcomes = (
+        Outcome(
+            "fsdp2", {}, 4, batch=8, peak_allocated=GIB, peak_reserved=2 * GIB, limit=4 * GIB, tokens_per_second=10
+        ),
+        Outcome("ddp", {}, 4, peak_allocated=5 * GIB, peak_reserved=5 * GIB, limit=4 * GIB, remedies=("offload",)),
+        Outcome("pp", {}, 1, error="layers < stages"),
+    )
+    page = Page(render_select(Selection(asked, outcomes, seconds=1.0)))
+    assert page.scripts == []
+    for word in ("opt-1.3b on 4 x V100-16GB", "micro-batch 8", "with offload", "layers < stages", "Fits"):
+        assert word in page.text
+    widths = [attributes["width"] for tag, attributes in page.tags if tag == "rect"]
+    assert widths[:3] == ["20.00%", "20.00%", "100.00%"]

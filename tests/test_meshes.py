@@ -96,16 +96,16 @@ def test_tensor_ranks_and_shards_divide_what_a_stage_holds(tmp_path: Path) -> No
 
 def test_ranks_with_shards_of_other_sizes_are_apart(tmp_path: Path) -> None:
     """500 rows over 8 shards: seven of 63 and one of 59; the other parameters divide."""
-    case = Case.of({"model": model(tmp_path, vocab_size=500), "mesh": {"fsdp2": 8, "tp": 1}})
+    case = Case.of({"model": model(tmp_path, vocab_size=500), "seq": 64, "mesh": {"fsdp2": 8, "tp": 1}})
     assert meshes.distinct(case) == (tuple(range(7)), (7,))
-    staged = Case.of({"model": model(tmp_path, vocab_size=512), "mesh": {"pp": 2, "dp": 2, "tp": 2}})
+    staged = Case.of({"model": model(tmp_path, vocab_size=512), "seq": 64, "mesh": {"pp": 2, "dp": 2, "tp": 2}})
     assert meshes.distinct(staged) == ((0, 1, 2, 3), (4, 5, 6, 7))
 
 
 def test_a_thousand_ranks_are_a_few_kinds(tmp_path: Path) -> None:
     sizes = {"hidden_size": 1024, "intermediate_size": 2048, "vocab_size": 32000, "num_attention_heads": 16,
-             "num_key_value_heads": 8}  # fmt: skip
-    case = Case.of({"model": model(tmp_path, **sizes), "mesh": {"fsdp2": 128, "tp": 8}})
+             "num_key_value_heads": 16}  # fmt: skip
+    case = Case.of({"model": model(tmp_path, **sizes), "seq": 64, "mesh": {"fsdp2": 128, "tp": 8}})
     started = time.perf_counter()
     found = meshes.distinct(case)
     assert sum(map(len, found)) == case.world == 1024

@@ -24,6 +24,7 @@ ALLOWED = {"traces": set[str](), "graph": {"traces"}, "strategies": {"traces", "
 COMMAND_LAYER = "simulator/commands/"
 #: Modules of the simulator beside its command layer that may do so: inside functions, when they are called.
 ESTIMATING = (
+    "simulator/closed_form.py",
     "simulator/estimation.py",
     "simulator/results_file.py",
     "simulator/selection.py",

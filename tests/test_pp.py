@@ -83,14 +83,14 @@ def test_stages_one_after_another_compute_what_the_model_computes(config: dict[s
             part = cut(build(case).module, stage, 2).to_empty(device="cpu").eval()
             _copy(whole, part, config)
             out = part(out)
-    scaled = {"gemma2": lambda logits: torch.tanh(logits / 30.0) * 30.0}.get(
-        config["model_type"], lambda logits: logits
-    )
-    assert torch.allclose(scaled(out), expected, atol=1e-4)
+    if config["model_type"] == "gemma2":  # the model caps its logits after the head
+        out = torch.tanh(out / 30.0) * 30.0
+    assert torch.allclose(out, expected, atol=1e-4)
 
 
 def _fill_buffers(module: torch.nn.Module) -> None:
-    for part in module.modules():
+    parts: list[Any] = list(module.modules())
+    for part in parts:
         if hasattr(part, "inv_freq"):
             size = part.inv_freq.numel() * 2
             part.inv_freq.copy_(1.0 / (10000.0 ** (torch.arange(0, size, 2).float() / size)))
@@ -155,10 +155,10 @@ def _peak(found: Any, rank: int) -> int:
     return peak
 
 
-def test_kept_outputs_are_the_logits_of_all_micro_batches(tmp_path: Path) -> None:
+def test_kept_outputs_are_the_logits_of_all_micro_batches_one_by_one_and_merged(tmp_path: Path) -> None:
     kept = _left(events_of(tmp_path, microbatches=4), 1)
     dropped = _left(events_of(tmp_path, microbatches=4, return_outputs=False), 1)
-    assert kept - dropped == 4 * SEQ * VOCABULARY * 2
+    assert kept - dropped == 2 * 4 * SEQ * VOCABULARY * 2
 
 
 def _left(found: Any, rank: int) -> int:

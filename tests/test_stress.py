@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from simulator.commands.stress import command
+from simulator.cli import main
 from simulator.fitting import smallest_memory
 from simulator.html_stress import render_html
 from simulator.replay import prepare, replay
@@ -237,10 +237,22 @@ def test_releases_devices_and_the_smallest() -> None:
             assert fits.verdict == "fits"
 
 
-def test_settings_undefined_in_pytorch_are_reported() -> None:
-    found = stress(training(), Axes(settings=["no_such_option:1", EXPANDABLE]))
-    assert any("no_such_option" in note for note in found.notes)
-    assert len(found.rows()) == 2
+def test_settings_that_no_release_knows() -> None:
+    with pytest.raises(ConfigError, match="unknown allocator option 'no_such_option'"):
+        stress(training(), Axes(settings=["no_such_option:1", EXPANDABLE]))
+    with pytest.raises(ConfigError, match="no_such_option"):
+        stress(training(), Axes(combined=grid({"no_such_option": ["1", "2"]})))
+    found = stress(training(), Axes(settings=["large_segment_size_mb:64"], releases=["2.10", "2.13"]))
+    assert [row.release for row in found.rows() if row.conf] == ["2.13"]
+    assert any("left out for PyTorch 2.10" in note for note in found.notes)
+    mixed = grid({"max_split_size_mb": ["10", "64"]})  # the first one is too small
+    assert [row.conf for row in stress(training(), Axes(combined=mixed)).rows()] == ["", "max_split_size_mb:64"]
+
+
+def test_what_no_replay_can_do_is_told(path: Path) -> None:
+    code, shown = invoke(str(path), "-q", "--context", "2GiB")
+    assert code == 1
+    assert "does not fit a device" in " ".join(shown.split())
 
 
 # Workers and files ----------------------------------------------------------------------------------------------------
@@ -327,9 +339,8 @@ def test_ctrl_c_prints_what_was_finished(tmp_path: Path) -> None:
 
 
 def invoke(*words: str) -> tuple[int, str]:
-    done = CliRunner().invoke(command, words, standalone_mode=False)
-    assert done.exception is None, done.output
-    return int(done.return_value), done.output
+    done = CliRunner().invoke(main, ["stress", *words])
+    return done.exit_code, done.stdout
 
 
 @pytest.fixture
@@ -362,7 +373,7 @@ def test_nothing_runs_through(path: Path) -> None:
 
 def test_bad_words(path: Path) -> None:
     for words in (["--vary", "x"], ["--vary", "x=1//2"], ["--deferred", "soon"]):
-        done = CliRunner().invoke(command, [str(path), *words])
+        done = CliRunner().invoke(main, ["stress", str(path), *words])
         assert done.exit_code == 2, words
 
 

@@ -61,6 +61,14 @@ def total(out: torch.Tensor) -> torch.Tensor:
     return out.sum()
 
 
+class Entered(MLP):
+    """The MLP on an input that needs a gradient, as that of a layer among others does."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[tokens, 256] -> [tokens, 255]."""
+        return super().forward(x.requires_grad_())
+
+
 def mlp() -> tuple[nn.Module, torch.Tensor, object]:
     """The MLP of the examples on 64 tokens."""
     return MLP(), torch.empty(TOKENS, 256), total
@@ -79,3 +87,16 @@ def blocks_reentrant() -> tuple[nn.Module, torch.Tensor, object]:
 def blocks_nonreentrant() -> tuple[nn.Module, torch.Tensor, object]:
     """Four blocks with non-reentrant checkpointing of each."""
     return Blocks("nonreentrant"), torch.empty(TOKENS, 256), total
+
+
+def mlp_entered() -> tuple[nn.Module, torch.Tensor, object]:
+    """The MLP of the examples on 64 tokens that need a gradient."""
+    return Entered(), torch.empty(TOKENS, 256), total
+
+
+def mlp_lora() -> tuple[nn.Module, torch.Tensor, object]:
+    """The MLP in bf16 with LoRA of rank 8 on its first layer, as peft makes it."""
+    from peft import LoraConfig, get_peft_model
+
+    adapted = get_peft_model(MLP().to(torch.bfloat16), LoraConfig(r=8, lora_alpha=16, target_modules=["fc.0"]))
+    return adapted, torch.empty(TOKENS, 256, dtype=torch.bfloat16), total

@@ -25,6 +25,13 @@ _EPILOG = (
 @click.option(
     "--interconnect", metavar="WAY", help="With --time: nvlink, pcie, infiniband, ethernet, or a link's name."
 )
+@click.option(
+    "--estimator",
+    "estimators",
+    multiple=True,
+    type=click.Choice(["simulation", "llmem", "dnnmem"], case_sensitive=False),
+    help="Also the closed form of LLMem or DNNMem (may be repeated); the simulation always stands.",
+)
 @click.option("-o", "--output", metavar="FILE", help="Keep the trace (.json, .json.gz or .npz).")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead of tables.")
 @click.option("--events", metavar="FILE", help="Write what stood after every event (CSV, or .csv.gz).")
@@ -41,6 +48,7 @@ def command(
     min_memory: bool,
     timing: bool,
     interconnect: str | None,
+    estimators: tuple[str, ...],
     output: str | None,
     as_json: bool,
     events: str | None,
@@ -83,6 +91,7 @@ def command(
             picture=html is not None,
             time_steps=timing,
             interconnect=interconnect or "",
+            estimators=[name for name in estimators if name != "simulation"],
             progress=lambda phase, step, count: say(f"capturing {name}: {phase} {step}, {count:,} operators"),
         )
     with working("writing", quiet):

@@ -70,7 +70,8 @@ def command(
         raise click.UsageError("--executor and --dask exclude each other")
     _, outside = sizes(None, context)
     axes = Axes(
-        settings=[*confs, *(grid(_varied(vary)) if vary else ())],
+        settings=confs,
+        combined=grid(_varied(vary)) if vary else (),
         releases=_releases(release),
         memories=[size for text in _parts(memory) if (size := sizes(text, None)[0]) is not None],
         deferred=_deferred(deferred),  # type: ignore[arg-type]

@@ -3,7 +3,8 @@
     python -m tests.accuracy [TABLE]... [--where KEY=VALUE]... [--sample N] [--jobs N] [--results FILE] [--worst N]
 
 TABLE is single, seq2seq, inference or min_fit (default: the first three), or the path of such a table with
-`--kind TABLE`. Finished cases are kept in --results and not run again.
+`--kind TABLE`. Finished cases are kept in --results and not run again. `gemini [MODEL]...` prints errors on recorded
+runs of Gemini beside those of LLMem's own estimator, by setting; `table2 [MODEL]...` the paper's Table 2.
 """
 
 from __future__ import annotations
@@ -179,6 +180,14 @@ def _matches(recording: Recording, where: list[str]) -> bool:
 
 def main() -> None:
     """Run the chosen recordings through `estimate` and print the errors."""
+    if sys.argv[1:2] == ["table2"]:
+        from tests.accuracy import table2
+
+        return table2.main(sys.argv[2:])
+    if sys.argv[1:2] == ["gemini"]:
+        from tests import gemini_accuracy
+
+        return gemini_accuracy.main(sys.argv[2:])
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("tables", nargs="*", metavar="TABLE")
     parser.add_argument("--kind", default="single", help="what kind of table a path is")
