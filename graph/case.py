@@ -41,6 +41,19 @@ STRATEGIES: Final = (
 )
 HEADS: Final = ("causal-lm", "seq2seq-lm", "masked-lm", "sequence-classification", "image-classification")
 
+#: Keys that a strategy has other defaults for: "gemini" is LLMem's own setting, Colossal-AI with transformers 4.29 and
+#: PyTorch 2.0. The GPU stays the user's.
+USUAL: Final[Mapping[str, Mapping[str, Any]]] = {
+    "gemini": {
+        "dtype": "fp16",
+        "attn": "eager",
+        "checkpointing": "reentrant",
+        "loss": "transformers-4.29",
+        "attention_mask": True,
+        "release": "2.0",
+    }
+}
+
 #: Other usual spellings of a key, for the hint in the error of an unknown one.
 _SPELLINGS: Final[Mapping[str, str]] = {
     "ckpt": "checkpointing",
@@ -358,6 +371,7 @@ class Case:
 
         `where` names the place in the error (`cases.jsonl line 3`). Raises ConfigError, naming the key and the nearest
         valid one, for an unknown key, a value of a wrong kind or out of its range, and keys that contradict each other.
+        Keys that are not given have their defaults, under strategy "gemini" those of `USUAL`.
         """
         if not isinstance(mapping, Mapping):
             raise ConfigError(f"{where}: a case is an object of keys and values, not {_shown(mapping)}")
@@ -369,7 +383,8 @@ class Case:
                 raise ConfigError(f"{where}: unknown key {_shown(key)}; the nearest is '{near}'")
         if "model" not in mapping:
             raise ConfigError(f"{where}: key 'model' is missing: a catalogue name, a config.json or module:function")
-        values = dict(mapping)
+        strategy = mapping.get("strategy")
+        values = {**(USUAL.get(strategy, {}) if isinstance(strategy, str) else {}), **mapping}
         if "dtype" not in values and values.get("task") == "inference":
             values["dtype"] = {"nf4": "bf16", "int8": "fp16"}.get(str(values.get("quant", "")), "fp32")
         try:
@@ -383,7 +398,8 @@ class Case:
         for one in dataclasses.fields(self):
             value = getattr(self, one.name)
             default = one.default_factory() if one.default_factory is not MISSING else one.default
-            if value != default or (one.name == "dtype" and self.quant):
+            named = one.name in USUAL.get(self.strategy, {})  # where a missing key would mean another value
+            if value != default or named or (one.name == "dtype" and self.quant):
                 found[one.name] = list(value) if isinstance(value, tuple) else _plain(value)
         return found
 

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import _create_work_from_future  # type: ignore[attr-defined]
 
 from graph.fake_cuda import Runtime
-from graph.model import Kind, Role
+from graph.model import Kind
 from graph.recorder import KIND_BITS
 
 #: c10d's operators and the kind of collective each is.
@@ -67,7 +67,7 @@ class Collectives:
         self._looked = 0  # events of the log that have been looked at
         self._issued = 0  # works held at the last settling, and how many of them are finished
         self._finished = 0
-        self._began = 0  # operators when this iteration began
+        self._waited = 0  # operators when the host had waited for these
         self._told = True
         self._streams: dict[str, int] = {}
 
@@ -85,22 +85,20 @@ class Collectives:
         self._held.clear()
 
     def settle_late(self) -> None:
-        """The same where work is finished only once the host has waited for the device after it.
+        """The same where work is finished only once the host has waited for the device after it was issued.
 
-        The watchdog looks every 100 ms (kWatchdogThreadSleepMillis), a host takes about 50 us for an operator: where an
-        iteration is that long, what was finished in it is dropped as it ends.
+        The watchdog looks every 100 ms (kWatchdogThreadSleepMillis); a host takes about 50 us for an operator.
         """
         log = self.recorder.log
         new = log.events[self._looked :]
         self._looked = len(log.events)
-        if any(event & _KIND == Kind.SYNCHRONIZE for event in new):
-            self._finished = max(self._finished, self._issued)
+        operators = len(log.operators)
+        if self._issued > self._finished and any(event & _KIND == Kind.SYNCHRONIZE for event in new):
+            self._finished, self._waited = self._issued, operators
+        elif self._finished and operators - self._waited >= OPERATORS_A_LOOK:
+            del self._held[: self._finished]
+            self._finished = 0
         self._issued = len(self._held)
-        if self.recorder.role == Role.OPTIMIZER:
-            if len(log.operators) - self._began >= OPERATORS_A_LOOK:
-                del self._held[: self._finished]
-                self._issued, self._finished = len(self._held), 0
-            self._began = len(log.operators)
 
     def install(self) -> None:
         """Put our kernels under torch.distributed's operators on CUDA tensors."""

@@ -7,7 +7,8 @@ The equations and every choice that the papers leave open are in `strategies.equ
 - m_base is what the report sets aside outside the allocator;
 - LLMem: `ddp` is CDP, methods that shard are ADP over their ranks, `tp` is TP, meshes are DP+TP by their axes. Its
   setting (fp16, Adam, full checkpointing, chunks) is part of the equations, whatever the case says;
-- DNNMem: weights and gradients in the weights' type, Adam's states too (Gemini's: fp32); on several GPUs each holds all of it.
+- DNNMem: weights and gradients in the weights' type, Adam's states too (Gemini's: fp32);
+  on several GPUs each holds all of it.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 ESTIMATORS: Final = ("llmem", "dnnmem")
 #: Strategies whose ranks all hold everything, and those that only split tensors.
 _WHOLE: Final = frozenset({"single", "ddp", "ddp-view"})
-_TENSOR: Final = frozenset({"tp", "tp-sp"})
+_TENSOR: Final = frozenset({"tp", "tp-sp", "tp-megatron", "tp-megatron-sp"})
 
 
 @dataclass(frozen=True)

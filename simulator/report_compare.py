@@ -87,7 +87,7 @@ def shown(comparison: Comparison) -> tuple[list[Pair], int]:
     return pairs[:MOST_PAIRS], max(len(pairs) - MOST_PAIRS, 0)
 
 
-def _tables(pair: Pair) -> Iterable[tuple[str, str, list[tuple[str, ...]]]]:
+def tables(pair: Pair) -> Iterable[tuple[str, str, list[tuple[str, ...]]]]:
     """Title, heading of the first column and rows of every table of a pair."""
     yield "", "figure", [_cells(change) for change in pair.figures()]
     phases = pair.phases()
@@ -150,7 +150,7 @@ def _parts(comparison: Comparison) -> Iterable[RenderableType]:
     for pair in pairs:
         if len(comparison.pairs) > 1:
             yield f"\nrank {format_ranks(pair.after.ranks, 40)}"
-        for title, first, rows in _tables(pair):
+        for title, first, rows in tables(pair):
             yield ""
             yield _table(title, first, rows)
     if hidden:
@@ -176,7 +176,7 @@ def render_markdown(comparison: Comparison) -> str:
     for pair in pairs:
         rank = f", rank {format_ranks(pair.after.ranks, 40)}" if len(comparison.pairs) > 1 else ""
         lines += [names + rank, ""]
-        for place, (title, first, rows) in enumerate(_tables(pair)):
+        for place, (title, first, rows) in enumerate(tables(pair)):
             if place == 0:
                 lines += _markdown(first, rows)
             else:

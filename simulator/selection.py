@@ -391,7 +391,7 @@ class _Probe:
         made = self.trace(case, whole=whole)
         found = self._replay(made, case)
         self.tried[batch] = found.verdict == "fits"
-        if batch <= FIRST and not self.tried[batch]:
+        if not self.tried[batch] and not self.worst and batch <= FIRST:
             return
         if self.tried[batch] and whole and batch >= max(self.traces, default=0):
             self.best = (batch, found)
@@ -423,6 +423,8 @@ class _Probe:
         """Where the largest batch may be: by replays of the two largest captured steps, with every size on the line
         through its sizes in both. False where they differ in more than sizes, so that a line says nothing.
         """
+        if len(self.traces) < 2:
+            return 2 * max(self.traces, default=1), False
         first, last = sorted(self.traces)[-2:]
         case = self.case(1)
 
@@ -509,16 +511,16 @@ def search(candidate: Candidate, asked: Asked) -> Outcome:
 def largest(fits: Callable[[int], bool], guess: Callable[[], tuple[int, bool]], most: int) -> int:
     """The largest whole number up to `most` that fits, 0 for none.
 
-    `guess()` says, after two tries, where it may be, and whether that is worth following: if not, it is asked again
+    `guess()` says, after a try or two, where it may be, and whether that is worth following: if not, it is asked again
     after the next try. What fits is taken to be monotonous. From the guess it goes up or down by 1, 2, 4 ..., and what
     is left between two bounds is halved: two tries are enough where the guess is right.
     """
-    if most < FIRST or not fits(FIRST):
+    if most >= SECOND and fits(SECOND):  # no need of less
+        low, high = SECOND, most + 1
+    elif most < FIRST or not fits(FIRST):
         return int(fits(1))
-    low, high = FIRST, most + 1
-    if most > FIRST:
-        second = min(SECOND, most)
-        low, high = (second, high) if fits(second) else (low, second)
+    else:
+        low, high = FIRST, min(most + 1, SECOND)
     middle, stride, turned, sure = low, 1, False, False
     before: bool | None = None
     while high - low > 1:

@@ -74,7 +74,7 @@ def _samples(case: Case) -> int:
             shared *= size if name in ("tp", "pp", "sp", "tp-sp") else 1
         replicas = max(1, case.world // shared)
     else:
-        replicas = 1 if case.strategy in ("tp", "tp-sp", "pp") else case.world
+        replicas = 1 if case.strategy.startswith("tp") or case.strategy == "pp" else case.world
         replicas = max(1, case.world // 2) if case.strategy == "fsdp2-tp" else replicas
     pieces = case.microbatches if case.strategy == "pp" or "pp" in axes else 1
     return case.batch * case.accum * replicas * pieces

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 
-from graph.case import Case
+from graph.case import USUAL, Case
 from graph.model import Int64Array, StepGraph
 from strategies.chunks import ChunkConfig, ChunkLayout, layout, local_parameters, pack, search
 from strategies.events import EventBuilder
@@ -116,13 +116,5 @@ def _check(case: Case) -> None:
 
 def llmem_case(case: Case) -> Case:
     """The case as LLMem's scripts run it: its dtype, checkpointing, attention, loss, mask and release of PyTorch."""
-    return replace(
-        case,
-        dtype="fp16",
-        attn="eager",
-        checkpointing="reentrant",
-        loss="transformers-4.29",
-        attention_mask=True,
-        strategy="gemini",
-        release="2.0",
-    )
+    settings: dict[str, Any] = dict(USUAL["gemini"])
+    return replace(case, strategy="gemini", **settings)

@@ -56,7 +56,9 @@ class Speed:
         busy = np.maximum(flops / self.flops_per_second, moved / self.bytes_per_second)
         return np.asarray(np.rint(busy * 1e9), dtype=np.int64) + self.fixed_ns
 
-    def kernels_ns(self, graph: StepGraph, flops: Int64Array | None = None, moved: Int64Array | None = None) -> Int64Array:
+    def kernels_ns(
+        self, graph: StepGraph, flops: Int64Array | None = None, moved: Int64Array | None = None
+    ) -> Int64Array:
         """Nanoseconds of every operator of a graph, by the type of what it reads; 0 where there is no work.
 
         `flops` and `moved` stand for the graph's own where a rank does only a part of an operator.
@@ -122,7 +124,13 @@ def events_of(graph: StepGraph, speed: Speed | None = None, *, late: bool = Fals
 
 
 def _meetings(
-    graph: StepGraph, op: npt.NDArray[np.uint8], source: Int64Array, stream: Int64Array, size: Int64Array, *, timed: bool
+    graph: StepGraph,
+    op: npt.NDArray[np.uint8],
+    source: Int64Array,
+    stream: Int64Array,
+    size: Int64Array,
+    *,
+    timed: bool,
 ) -> dict[str, Column]:
     """Columns that only streams waiting for each other and collectives have; fills in their `stream` and `size`."""
     columns: dict[str, Column] = {}

@@ -33,7 +33,7 @@ START: Final = 3e-6
 RING_START: Final = 8.4e-6
 TREE_START: Final = 14.0e-6
 
-#: Nanoseconds of the host for one launch: eager PyTorch's dispatch, autograd's node and the launch itself take 5 to 15 us.
+#: Nanoseconds of the host for one launch: eager PyTorch's dispatch, autograd's node and the launch take 5 to 15 us.
 LAUNCH_NS: Final = 8_000
 
 KINDS: Final = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce", "all_to_all", "send", "receive")
@@ -108,9 +108,9 @@ class Clock:
 
     @classmethod
     def connected(cls, name: str, interconnect: str = "") -> Clock:
-        """The clock of a GPU whose ranks meet over `interconnect`: nvlink, pcie, infiniband, ethernet, or a link's name.
+        """The clock of a GPU whose ranks meet over `interconnect`.
 
-        Upper and lower case are one. nvlink and pcie are of the GPU's generation, inside machines of 8, which
+        That is nvlink, pcie, infiniband, ethernet, or a link's name, in upper or lower case. nvlink and pcie are of the GPU's generation, inside machines of 8, which
         InfiniBand joins; infiniband and ethernet join all GPUs. Without it GPUs have the link of their usual machine.
         Raises ConfigError for an unknown way, and for nvlink where the GPU has none.
         """
@@ -214,5 +214,5 @@ def _inserted(events: Events, waits: list[tuple[int, int, int]]) -> Events:
             continue
         absent = -1 if name in ("id", "step", "on") else 0
         values = {"stream": [stream for _, stream, _ in waits], "on": [on for _, _, on in waits]}.get(name, absent)
-        columns[name] = np.insert(column, where, values)
+        columns[name] = np.insert(column, where, values).astype(column.dtype)
     return Events(np.insert(events.op, where, np.uint8(Op.WAIT_STREAM)), columns)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -186,6 +187,54 @@ def test_mistakes_are_one_line(keys: dict[str, Any], mesh: dict[str, int] | None
         ranks(graph, case("opt-2l", **keys), mesh, None)
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_a_case_without_further_keys_is_the_setting_of_llmem() -> None:
+    from graph.case import Case
+
+    short = Case.of({"model": "opt-125m", "strategy": "gemini"})
+    keys = ("dtype", "attn", "checkpointing", "attention_mask", "loss", "release")
+    assert {key: getattr(short, key) for key in keys} == {key: SETTING[key] for key in keys}
+    given = Case.of({"model": "opt-125m", "strategy": "gemini", "attn": "sdpa", "checkpointing": "", "release": "2.13"})
+    assert (given.attn, given.checkpointing, given.release) == ("sdpa", "", "2.13")
+    for one in (short, given):
+        assert Case.of(one.document()) == one
+    assert Case.of({"model": "opt-125m"}).dtype == "fp32"
+
+
+# (model, vocabulary, batch): peaks of the first three forwards and backwards, recorded with transformers 4.29.2 and
+# torch 2.0.1 (CUDA 11.7), two layers, fp16, reentrant checkpointing, SGD, 512 tokens, a boolean mask of ones.
+OLD_MODELS = {
+    ("gpt-neo-1.3b", 50257, 4): ((1905840128, 1699167232), (1905840128, 1699167232), (1905840128, 1699167232)),
+    ("santacoder", 49280, 4): ((1036569600, 1176868864), (1037618176, 1176868864), (1037618176, 1176868864)),
+    ("bloom-1b1", 250880, 4): ((4005590016, 4003566592), (4005590016, 4003566592), (4005590016, 4003566592)),
+}
+
+
+@pytest.mark.parametrize("key", list(OLD_MODELS), ids=lambda key: key[0])
+def test_model_code_of_transformers_4_29(key: tuple[str, int, int], tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    pytest.importorskip("transformers")
+    import json
+
+    from graph import catalogue
+    from graph.capture import capture
+    from simulator.replay import replay
+    from strategies.lowering import lower
+
+    name, vocabulary, batch = key
+    document = {**catalogue.configuration(name), "vocab_size": vocabulary}
+    document |= {layers: 2 for layers in ("n_layer", "num_layers") if layers in document}
+    if "attention_types" in document:
+        document["attention_types"] = [[["global", "local"], 1]]
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(document))
+    keys = {"strategy": "single", "optimizer": "sgd", "gpu": "V100-32GB"}
+    trace = lower(capture(case(str(path), batch, **keys)))
+    found = replay(replace(trace, devices=(Device("large", 2**42),)), analyse=False).ranks[0].phases
+    peaks = [phase.peak for phase in found if phase.key.startswith(("fwd", "bwd"))]
+    # The largest difference is a mask of batch x 512 x 512, once in each: 1 MiB.
+    assert peaks == pytest.approx([peak for step in OLD_MODELS[key] for peak in step], abs=1_200_000)
 
 
 # Tensor parallelism of LLMem, by hand ---------------------------------------------------------------------------------

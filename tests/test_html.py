@@ -16,7 +16,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from simulator.comparing import compare, side_of_replay
 from simulator.html import MAX_PAGE, MAX_RANKS, render_html, write_html
+from simulator.html_compare import render_compare
 from simulator.html_moments import FREE, Room, path_of, tree_of
 from simulator.html_select import render_select
 from simulator.html_series import MAX_OOMS, pack, series, shorten, thin
@@ -402,3 +404,14 @@ def test_a_selection_is_set_side_by_side() -> None:
         assert word in page.text
     widths = [attributes["width"] for tag, attributes in page.tags if tag == "rect"]
     assert widths[:3] == ["20.00%", "20.00%", "100.00%"]
+
+
+def test_a_comparison_is_set_side_by_side() -> None:
+    runs = [busy_trace(500, live=live) for live in (50, 100)]
+    sides = [side_of_replay(replay(trace), trace, name) for trace, name in zip(runs, ("a", "b"), strict=True)]
+    page = Page(render_compare(compare(*sides)))
+    assert page.scripts == []
+    for side, trace in zip(sides, runs, strict=True):
+        assert format_bytes(side.most("peak_allocated") or 0) in page.text
+        assert replay(trace).ranks[0].peak_allocated == side.most("peak_allocated")
+    assert "Alive at the peak, by category" in page.text

@@ -17,6 +17,8 @@ _EPILOG = (
 @click.option("--release", metavar="R", help="PyTorch release to imitate, over the traces'.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead of tables.")
 @click.option("--markdown", "as_markdown", is_flag=True, help="Print Markdown, for a pull request.")
+@click.option("--html", metavar="FILE", help="Write a page with both side by side.")
+@click.option("--force", is_flag=True, help="Replace files that exist.")
 @click.option("-q", "--quiet", is_flag=True, help="No notes and no progress on stderr.")
 def command(
     before: str,
@@ -25,11 +27,14 @@ def command(
     release: str | None,
     as_json: bool,
     as_markdown: bool,
+    html: str | None,
+    force: bool,
     quiet: bool,
 ) -> int:
     """Compare A with B: figures, phases, and which categories, modules and tensors grew."""
     from simulator.commands.common import announce, print_json, working
     from simulator.comparing import Limit, compare, load
+    from simulator.outputs import check_output
     from simulator.report_compare import render_json, render_markdown, render_table
     from simulator.settings import parse_release
 
@@ -38,8 +43,15 @@ def command(
     limit = None if fail_over is None else Limit.parse(fail_over)
     if release is not None:
         parse_release(release)
+    if html is not None:
+        check_output(html, force=force)
     with working("replaying", quiet, compiles=True):
         found = compare(load(before, release=release), load(after, release=release), limit)
+    if html is not None:
+        from simulator.html_compare import render_compare
+        from simulator.html_page import write_page
+
+        write_page(render_compare(found), html, force=force)
     announce((*found.before.notes, *found.after.notes), quiet)
     if as_json:
         print_json(render_json(found))

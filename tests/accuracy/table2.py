@@ -78,7 +78,9 @@ def main(models: list[str]) -> None:
         return 0 if fits[batch][0] else 1
 
     _, _, context, reserve = simulated("opt-125m", 1)
-    print("assumed: torch 2.0, transformers 4.29's loss and attention, fp16, Gemini on one GPU, reentrant checkpointing")
+    print(
+        "assumed: torch 2.0, transformers 4.29's loss and attention, fp16, Gemini on one GPU, reentrant checkpointing"
+    )
     print(f"assumed: context, kernels and the like {context / MIB:,.0f} MB; driver {reserve / MIB:,.0f} MB of 16,384")
     print(f"assumed: {SEQ} tokens; the batch is the largest that fits (the paper prints none); worst moment of 3 steps")
     print(f"{'model':14}{'batch':>6}{'simulated':>11}{'measured':>10}{'error':>8}"
