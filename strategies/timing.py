@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from math import ceil, log2
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
@@ -110,9 +110,10 @@ class Clock:
     def connected(cls, name: str, interconnect: str = "") -> Clock:
         """The clock of a GPU whose ranks meet over `interconnect`.
 
-        That is nvlink, pcie, infiniband, ethernet, or a link's name, in upper or lower case. nvlink and pcie are of the GPU's generation, inside machines of 8, which
-        InfiniBand joins; infiniband and ethernet join all GPUs. Without it GPUs have the link of their usual machine.
-        Raises ConfigError for an unknown way, and for nvlink where the GPU has none.
+        That is nvlink, pcie, infiniband, ethernet, or a link's name, in upper or lower case. nvlink and pcie are of the
+        GPU's generation, inside machines of 8, which InfiniBand joins; infiniband and ethernet join all GPUs. Without
+        it GPUs have the link of their usual machine. Raises ConfigError for an unknown way, and for nvlink where the
+        GPU has none.
         """
         inside, between = ways(name, interconnect)
         alone = interconnect.lower().partition("-")[0] in ("infiniband", "ethernet")
@@ -214,5 +215,6 @@ def _inserted(events: Events, waits: list[tuple[int, int, int]]) -> Events:
             continue
         absent = -1 if name in ("id", "step", "on") else 0
         values = {"stream": [stream for _, stream, _ in waits], "on": [on for _, _, on in waits]}.get(name, absent)
-        columns[name] = np.insert(column, where, values).astype(column.dtype)
+        inserted: Any = np.insert(column, where, values)
+        columns[name] = inserted
     return Events(np.insert(events.op, where, np.uint8(Op.WAIT_STREAM)), columns)

@@ -409,7 +409,7 @@ def test_a_selection_is_set_side_by_side() -> None:
 def test_a_comparison_is_set_side_by_side() -> None:
     runs = [busy_trace(500, live=live) for live in (50, 100)]
     sides = [side_of_replay(replay(trace), trace, name) for trace, name in zip(runs, ("a", "b"), strict=True)]
-    page = Page(render_compare(compare(*sides)))
+    page = Page(render_compare(compare(sides[0], sides[1])))
     assert page.scripts == []
     for side, trace in zip(sides, runs, strict=True):
         assert format_bytes(side.most("peak_allocated") or 0) in page.text

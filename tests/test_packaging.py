@@ -25,6 +25,7 @@ COMMAND_LAYER = "simulator/commands/"
 #: Modules of the simulator beside its command layer that may do so: inside functions, when they are called.
 ESTIMATING = (
     "simulator/closed_form.py",
+    "simulator/configuration.py",
     "simulator/estimation.py",
     "simulator/results_file.py",
     "simulator/selection.py",

@@ -128,7 +128,7 @@ def test_fsdp1() -> None:
     waiting = {(263_168, "U"), (261_632, "U"), (131_584, "PU"), (130_816, "PU")}
     gradients = {(261_120, "D"), (510, "D"), (262_144, "D"), (1_024, "D")}
     assert found.waiting == waiting | gradients
-    # The host waits at every gather (limit_all_gathers), which the example leaves out. After the last one there wait the
+    # The host waits at every gather (limit_all_gathers), which the example leaves out; after the last one wait the
     # first layer's cast, the second's gradients and flat gradient, and the first's gradients; not the gathered
     # parameters, which backward frees on their own stream.
     assert found.late == found.peak[1] + 131_584 + 261_632 + 261_632 + 263_168
