@@ -7,6 +7,7 @@ finished is kept.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import math
 import multiprocessing
 import os
@@ -291,11 +292,11 @@ def dask_executor(address: str, *, timeout: float = 20) -> Iterator[tuple[Execut
     where no scheduler answers at `address` within `timeout` seconds, or where its workers cannot do the work.
     """
     try:
-        from dask.distributed import Client
+        cluster: Any = importlib.import_module("dask.distributed")
     except ImportError:
         raise ConfigError("--dask needs dask; install it with: pip install 'llmem[dask]'") from None
     try:
-        client = Client(address, timeout=timeout, set_as_default=False)
+        client = cluster.Client(address, timeout=timeout, set_as_default=False)
     except (OSError, ValueError, TimeoutError) as error:
         raise ConfigError(f"--dask {address}: no scheduler answers there ({one_line(error)})") from None
     with client:
