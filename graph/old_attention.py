@@ -39,6 +39,7 @@ def like_transformers_4_29(module: Any, *, cloned: bool = False) -> None:
             mask = torch.empty(1, 1, positions, positions, dtype=torch.bool, device=part.embed_positions.device)
             part.register_buffer("causal_mask", mask, persistent=False)
             part._attn = types.MethodType(_masked, part)
+            part.forward = types.MethodType(_without_weights(part.forward), part)
         elif kind == "BloomAttention":
             part.forward = types.MethodType(_bloom, part)
         elif kind == "GPTNeoSelfAttention":
@@ -53,7 +54,7 @@ def like_transformers_4_29(module: Any, *, cloned: bool = False) -> None:
 
 
 def _without_weights(forward: Any) -> Any:
-    """GPT-Neo's layers dropped the attention's weights at once; those of transformers 5 hold them until they end."""
+    """Layers of GPT-Neo and CodeGen dropped the attention's weights at once; today's hold them until they end."""
 
     def dropped(self: Any, *args: Any, **options: Any) -> tuple[Any, None]:
         return forward(*args, **options)[0], None
