@@ -257,6 +257,7 @@ def test_fits(trace: str, replayed: Callable[[Result], list[dict[str, Any]]]) ->
             "events": False,
             "log": False,
             "snapshot": False,
+            "picture": False,
         }
     ]
 

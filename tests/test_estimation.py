@@ -236,7 +236,7 @@ def test_a_model_of_one_s_own(tmp_path: Path) -> None:
 def test_every_kind_of_rank_has_its_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two ranks that do the same on cards of different sizes: one of them runs out of memory."""
 
-    def two(case: Case, graph_of: Any) -> Trace:
+    def two(case: Case, graph_of: Any, **durations: Any) -> Trace:
         single = lower(training())
         (entry,) = single.ranks
         parted = (replace(entry, ranks=(0, 2)), replace(entry, ranks=(1,), device=1))

@@ -50,6 +50,7 @@ _OPTIONS: Final = (
     ("steps", "N", "Training steps."),
     ("strategy", "NAME", "How GPUs share the work: single, ddp, fsdp2, deepspeed-3, tp, pp, gemini ..."),
     ("world", "N", "Number of GPUs."),
+    ("tp_loss", "vocab", "Tensor parallel loss on split logits."),
     ("mesh", "NAME=N,...", "Sizes of the mesh's dimensions, as in fsdp2=4,tp=2."),
     ("buckets", "N", "DeepSpeed's bucket sizes, in elements."),
     ("overlap_comm", "true|false|default", "DeepSpeed overlaps communication."),
