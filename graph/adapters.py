@@ -19,11 +19,14 @@ _TASKS: Final = {
 }
 
 
-def with_lora(module: Any, rank: int, head: str, device: str, place: str) -> tuple[Any, tuple[str, ...]]:
-    """`module` with LoRA of this rank on the modules that peft takes for its architecture, alpha 16; what was assumed.
+def with_lora(
+    module: Any, rank: int, targets: tuple[str, ...], head: str, device: str, place: str
+) -> tuple[Any, tuple[str, ...]]:
+    """`module` with LoRA of this rank on the modules of these names, alpha 16; what was assumed.
 
-    Where peft has no list for the architecture, all linear layers but the head are taken. `device`: where the adapters
-    are made ("meta", or "cuda" on a model that is there already). Raises ConfigError if peft is missing or refuses.
+    No names: those that peft takes for the architecture, or all linear layers but the head where it has no list.
+    `device`: where the adapters are made ("meta", or "cuda" on a model that is there already). Raises ConfigError if
+    peft is missing or refuses.
     """
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # peft imports it, and it speaks of kernels for the CPU
     try:
@@ -31,11 +34,13 @@ def with_lora(module: Any, rank: int, head: str, device: str, place: str) -> tup
     except ImportError as error:
         raise ConfigError(f"key 'lora': needs peft ({error}); pip install 'llmem[torch]'") from None
     options: dict[str, Any] = {"r": rank, "lora_alpha": 16, "task_type": _TASKS[head]}
+    if targets:
+        options["target_modules"] = targets[0] if targets == ("all-linear",) else list(targets)
     with torch.device(device):
         try:
             return get_peft_model(module, LoraConfig(**options)), ()
         except ValueError as error:
-            if "target_modules" not in str(error):
+            if targets or "target_modules" not in str(error):
                 raise _refused(place, error) from None
         try:
             adapted = get_peft_model(module, LoraConfig(**options, target_modules="all-linear"))

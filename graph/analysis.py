@@ -46,24 +46,11 @@ def lives(graph: StepGraph) -> Lives:
 
 def live_bytes(graph: StepGraph) -> Int64Array:
     """Bytes alive after each event."""
-    return np.cumsum(_changes(graph)[0], dtype=np.int64)
-
-
-def _changes(graph: StepGraph) -> tuple[Int64Array, Int64Array, Int64Array, Int64Array]:
-    """By how many bytes each event changes memory; and event, storage and new size of those that do, by storage."""
-    at = np.flatnonzero(np.isin(graph.kind, (Kind.ALLOC, Kind.FREE, Kind.RESIZE)))
-    storage = graph.index[at].astype(np.int64)
-    order = np.lexsort((at, storage))
-    at, storage = at[order], storage[order]
-    kind = graph.kind[at]
-    size = np.where(
-        kind == Kind.ALLOC, graph.storages.bytes[storage], np.where(kind == Kind.RESIZE, graph.value[at], 0)
-    )
-    before = np.zeros(len(at), dtype=np.int64)
-    before[1:] = np.where(storage[1:] == storage[:-1], size[:-1], 0)
     change = np.zeros(len(graph.kind), dtype=np.int64)
-    change[at] = size - before
-    return change, at, storage, size
+    for kind, sign in ((Kind.ALLOC, 1), (Kind.FREE, -1)):
+        at = np.flatnonzero(graph.kind == kind)
+        change[at] = sign * graph.storages.bytes[graph.index[at]]
+    return np.cumsum(change, dtype=np.int64)
 
 
 #: Columns of storages that are texts, in the order of `Tensor`.
@@ -72,7 +59,7 @@ _TEXTS: Final = ("category", "name", "module", "dtype")
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """A storage for people: `bytes` as it is at the time in question, texts None where nothing is known."""
+    """A storage for people; texts are None where nothing is known."""
 
     storage: int
     bytes: int
@@ -115,25 +102,19 @@ def peak(graph: StepGraph, *, phase: PhasePeak | None = None) -> Peak:
 
 def alive(graph: StepGraph, event: int) -> tuple[Tensor, ...]:
     """The storages that hold bytes after event `event`, the largest first (then by number)."""
-    _, at, storage, size = _changes(graph)
-    known = at <= event
-    storage, size = storage[known], size[known]
-    last = np.ones(len(storage), dtype=np.bool_)
-    last[:-1] = storage[1:] != storage[:-1]
-    kept = last & (size > 0)
-    return _tensors(graph, storage[kept], size[kept])
+    span = lives(graph)
+    return _tensors(graph, np.flatnonzero((span.born <= event) & (span.died > event) & (graph.storages.bytes > 0)))
 
 
 def largest(graph: StepGraph, count: int) -> tuple[Tensor, ...]:
     """The `count` largest storages of the whole run, the largest first."""
-    sizes = graph.storages.bytes
-    chosen = np.argsort(-sizes, kind="stable")[:count]
-    return _tensors(graph, chosen, sizes[chosen])
+    return _tensors(graph, np.argsort(-graph.storages.bytes, kind="stable")[:count])
 
 
-def _tensors(graph: StepGraph, storages: Int64Array, sizes: Int64Array) -> tuple[Tensor, ...]:
-    order = np.lexsort((storages, -sizes))
-    storages, sizes = storages[order], sizes[order]
+def _tensors(graph: StepGraph, storages: Int64Array) -> tuple[Tensor, ...]:
+    """Storages given by number, the largest first."""
+    storages = storages[np.lexsort((storages, -graph.storages.bytes[storages]))]
+    sizes = graph.storages.bytes[storages]
     columns = (text_of(graph, getattr(graph.storages, name)[storages]) for name in _TEXTS)
     born = lives(graph).born[storages]
     return tuple(map(Tensor, storages.tolist(), sizes.tolist(), *columns, born.tolist()))

@@ -26,7 +26,6 @@ _OF_STORAGES: Final = (
     int(Kind.ALLOC),
     int(Kind.FREE),
     int(Kind.GRADIENT),
-    int(Kind.RESIZE),
     int(Kind.RECORD_STREAM),
 )
 

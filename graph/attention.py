@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import partial
 from typing import Any, Final, Protocol
 
 from graph.device import Profile
@@ -295,36 +296,8 @@ def install(runtime: Runtime) -> None:
 
     Autocast has cast the arguments by then; what is called below records its own derivative.
     """
-    card = runtime.profile
-
-    def attention(
-        query: Any,
-        key: Any,
-        value: Any,
-        attn_mask: Any = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        *,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-    ) -> Any:
-        return attend(card, query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
-
-    def choice(
-        query: Any,
-        key: Any,
-        value: Any,
-        attn_mask: Any = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        *,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-    ) -> int:
-        return int(_chosen(card, query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)[0])
-
-    runtime.override("aten::scaled_dot_product_attention", attention, ("AutogradCUDA", "CUDA"))
-    runtime.override("aten::_fused_sdp_choice", choice, ("AutogradCUDA", "CUDA"))
+    for name, kernel in (("scaled_dot_product_attention", attend), ("_fused_sdp_choice", _choice)):
+        runtime.override(f"aten::{name}", partial(kernel, runtime.profile), ("AutogradCUDA", "CUDA"))
 
 
 def attend(
@@ -332,8 +305,8 @@ def attend(
     query: Any,
     key: Any,
     value: Any,
-    mask: Any = None,
-    dropout: float = 0.0,
+    attn_mask: Any = None,
+    dropout_p: float = 0.0,
     is_causal: bool = False,
     *,
     scale: float | None = None,
@@ -347,33 +320,33 @@ def attend(
     import torch
 
     aten = torch.ops.aten
-    backend, needs_grad = _chosen(card, query, key, value, mask, dropout, is_causal, enable_gqa)
+    backend, needs_grad = _chosen(card, query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
     if backend is Backend.FLASH:
         head = query.shape[-1]
         padded = [_padded_head(x) for x in (query, key, value)]
         factor = 1.0 / math.sqrt(head) if scale is None else scale
-        out = _first(aten._scaled_dot_product_flash_attention(*padded, dropout, is_causal, False, scale=factor))
+        out = _first(aten._scaled_dot_product_flash_attention(*padded, dropout_p, is_causal, False, scale=factor))
         while padded:
             del padded[-1]
         return out if out.shape[-1] == head else aten.slice.Tensor(out, -1, 0, head)
     if backend is Backend.EFFICIENT:
-        bias = None if mask is None else _aligned_bias(_additive(mask, query.dtype), query, key)
+        bias = None if attn_mask is None else _aligned_bias(_additive(attn_mask, query.dtype), query, key)
         return _first(
             aten._scaled_dot_product_efficient_attention(
-                query, key, value, bias, needs_grad, dropout, is_causal, scale=scale
+                query, key, value, bias, needs_grad, dropout_p, is_causal, scale=scale
             )
         )
-    bias = _additive(mask, query.dtype)
+    bias = _additive(attn_mask, query.dtype)
     if backend is Backend.CUDNN:
         return _first(
             aten._scaled_dot_product_cudnn_attention(
-                query, key, value, bias, needs_grad, dropout, is_causal, False, scale=scale
+                query, key, value, bias, needs_grad, dropout_p, is_causal, False, scale=scale
             )
         )
     if backend is Backend.MATH:
         return _first(
             aten._scaled_dot_product_attention_math(
-                query, key, value, bias, dropout, is_causal, None, scale=scale, enable_gqa=enable_gqa
+                query, key, value, bias, dropout_p, is_causal, None, scale=scale, enable_gqa=enable_gqa
             )
         )
     dtype = str(query.dtype).removeprefix("torch.")
@@ -381,6 +354,22 @@ def attend(
         f"scaled_dot_product_attention: no kernel is left on {card.name} for query {tuple(query.shape)}, key "
         f"{tuple(key.shape)} and value {tuple(value.shape)} in {dtype}; allow more of them in torch.backends.cuda"
     )
+
+
+def _choice(
+    card: Profile,
+    query: Any,
+    key: Any,
+    value: Any,
+    attn_mask: Any = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> int:
+    """`aten::_fused_sdp_choice` on the GPU of `card`."""
+    return int(_chosen(card, query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)[0])
 
 
 def _chosen(

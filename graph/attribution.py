@@ -11,7 +11,7 @@ import torch
 from torch.nn.modules import module as hooks
 
 from graph.model import Kind
-from graph.recorder import Recorder
+from graph.recorder import Recorder, tensors
 
 
 class Roles:
@@ -81,18 +81,7 @@ def note_states(recorder: Recorder, optimizer: torch.optim.Optimizer, roles: Rol
     for parameter, state in optimizer.state.items():
         owner = recorder.number(parameter)
         for name, value in state.items() if isinstance(state, Mapping) else ():
-            for tensor in _tensors(value):
+            for tensor in tensors(value):
                 number = recorder.number(tensor)
                 if number >= 0:
                     roles.state[number] = (owner, str(name))
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for part in value.values():
-            yield from _tensors(part)
-    elif isinstance(value, (list, tuple)):
-        for part in value:
-            yield from _tensors(part)

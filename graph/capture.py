@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -17,6 +16,7 @@ from graph.model import Role, StepGraph
 from graph.placement import described
 from graph.recorder import Progress, Recorder
 from graph.training import LOAD, Clock
+from traces.collecting import uncollected
 from traces.errors import LLMemError
 
 
@@ -50,7 +50,7 @@ def _attempt(case: Any, real: int, progress: Progress | None, method: Method) ->
     built = build(case)  # before there is a GPU: libraries look for one when they are imported
     if inference:
         generation.check(case, built)
-    with _no_collection(), fake_cuda(card) as runtime:
+    with uncollected(), fake_cuda(card) as runtime:
         attention.install(runtime)
         recorder = Recorder(runtime, torch.device("cuda", 0), plan=_planner(card), cost=_cost(), progress=progress)
         roles = Roles()
@@ -119,18 +119,6 @@ def _told(case: Any, recorder: Recorder) -> Iterator[None]:
             f"model {case.model}: {type(error).__name__} in {place}{f', in or after {module}' if module else ''}: "
             f"{lines[0][:300] if lines else 'no message'}"
         ) from error
-
-
-@contextmanager
-def _no_collection() -> Iterator[None]:
-    """No cyclic garbage collection meanwhile: it would free tensors at places of its own."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def _planner(card: Any) -> Any:

@@ -15,6 +15,7 @@ from dataclasses import MISSING, dataclass, field
 from typing import Any, Final, cast
 
 from traces.errors import ConfigError
+from traces.text import number
 
 Check = Callable[[Any], Any]
 
@@ -197,20 +198,27 @@ def _mesh() -> Any:
     return field(default_factory=dict, metadata={"check": check})
 
 
+def _names() -> Any:
+    """Names of modules, given as a list or as one text with `+` or `,` between them."""
+
+    def check(value: Any) -> tuple[str, ...]:
+        words = [word for word in re.split(r"[+,]", value) if word] if isinstance(value, str) else value
+        if isinstance(words, list | tuple) and all(
+            isinstance(word, str) and re.fullmatch(r"[A-Za-z_][\w.-]*", word) for word in words
+        ):
+            return tuple(words)
+        raise _BadValueError("names of modules, such as ['q_proj', 'v_proj'] or 'q_proj+v_proj'")
+
+    return field(default=(), metadata={"check": check})
+
+
 def _extra() -> Any:
-    def number(text: str) -> int | float | bool | str:
-        if text in ("true", "True", "false", "False"):
-            return text in ("true", "True")
-        for kind in (int, float):
-            try:
-                return kind(text)
-            except ValueError:
-                continue
-        return text
+    def read(text: str) -> int | float | bool | str:
+        return text.lower() == "true" if text in ("true", "True", "false", "False") else number(text)
 
     def check(value: Any) -> Mapping[str, int | float | bool | str]:
         if isinstance(value, str) and re.fullmatch(r"([A-Za-z_]\w*=[^=,\s]+(,[A-Za-z_]\w*=[^=,\s]+)*)?", value):
-            return {key: number(one) for key, _, one in (part.partition("=") for part in value.split(",") if part)}
+            return {key: read(one) for key, _, one in (part.partition("=") for part in value.split(",") if part)}
         if isinstance(value, Mapping) and all(
             isinstance(key, str) and key and isinstance(one, int | float | str) for key, one in value.items()
         ):
@@ -260,6 +268,9 @@ class Case:
     """nf4: the absolute maxima are quantized once more."""
     attn: str = _choice("sdpa", "sdpa", "eager", "default")
     """What transformers is asked for; `default` asks for nothing."""
+    repeat_kv: bool = _flag(False)
+    """sdpa: keys and values of grouped heads are repeated before it, as transformers before 4.48, torchtune and LitGPT
+    do; false: left to PyTorch (`enable_gqa`)."""
     batch: int = _count(1, 1)
     """Of one micro-batch on one rank."""
     seq: int = _count(512, 1)
@@ -274,8 +285,12 @@ class Case:
         "adamw", "adamw", "adamw-fused", "adamw-forloop", "sgd", "adafactor", "adamw-8bit", "adamw-foreach"
     )
     sgd_momentum: float = _number(0.0)
+    step_in_backward: bool = _flag(False)
+    """Each parameter has an optimizer of its own, which steps as soon as the gradient is there and drops it."""
     lora: int = _count(0, 0)
     """Rank of the adapters; 0: none."""
+    lora_targets: tuple[str, ...] = _names()
+    """The modules that get adapters, as peft's `target_modules`; empty: those that peft takes for the architecture."""
     accum: int = _count(1, 1)
     """Micro-batches a step."""
     grad_sync: str = _choice("each", "each", "last")
@@ -284,6 +299,9 @@ class Case:
     """Largest gradient norm; 0: no clipping."""
     steps: int = _count(3, 1)
     use_cache: bool = _flag(False)
+    outputs: str = _choice("dropped", "dropped", "step", "next")
+    """How long the model's outputs (logits) stay beside the loss: not at all, as in transformers' Trainer; until the
+    step ends, as in a function of one step; until the next ones take their place, as in a plain loop."""
     attention_mask: bool | str = _one_of_kinds(False, "padded")
     """False: none given; true: all ones; `padded`: one that does pad, so that a mask is built from it."""
     cudnn_sdp: bool = _flag(False)
@@ -354,6 +372,18 @@ class Case:
             raise ConfigError("key 'save': only for 'checkpointing': 'selective'")
         if self.every > 1 and not self.checkpointing:
             raise ConfigError("key 'every': only with 'checkpointing'")
+        if self.lora_targets and not self.lora:
+            raise ConfigError("key 'lora_targets': only with 'lora'")
+        if self.repeat_kv and self.attn != "sdpa":
+            raise ConfigError("key 'repeat_kv': only with 'attn': 'sdpa'")
+        if self.outputs != "dropped" and self.loss:
+            raise ConfigError(f"key 'outputs': the loss {self.loss!r} makes its logits itself and drops them")
+        if self.outputs != "dropped" and self.strategy == "pp":
+            raise ConfigError("key 'outputs': a pipeline has 'return_outputs' instead")
+        if self.step_in_backward and (self.accum > 1 or self.clip or self.autocast == "fp16"):
+            raise ConfigError("key 'step_in_backward': not with 'accum', 'clip' or 'autocast': 'fp16'")
+        if self.step_in_backward and self.strategy != "single":
+            raise ConfigError("key 'step_in_backward': only with 'strategy': 'single'")
         if self.mesh and self.world == 1:
             object.__setattr__(self, "world", math.prod(self.mesh.values()))
         if self.strategy == "single" and self.world != 1 and not self.mesh:

@@ -14,7 +14,7 @@ from traces.errors import TraceError
 from traces.model import CATEGORIES
 
 #: Kinds of events whose index is a storage.
-OF_STORAGES: Final = (Kind.ALLOC, Kind.FREE, Kind.GRADIENT, Kind.RESIZE, Kind.RECORD_STREAM)
+OF_STORAGES: Final = (Kind.ALLOC, Kind.FREE, Kind.GRADIENT, Kind.RECORD_STREAM)
 
 
 def check(graph: StepGraph) -> None:
@@ -100,8 +100,8 @@ def _check_events(graph: StepGraph) -> None:
 
 
 def _check_lives(graph: StepGraph) -> None:
-    """Each storage is born once, dies once at most, and changes its size only in between."""
-    at = np.flatnonzero(np.isin(graph.kind, (Kind.ALLOC, Kind.FREE, Kind.RESIZE)))
+    """Each storage is born once, and dies once at most, later."""
+    at = np.flatnonzero(np.isin(graph.kind, (Kind.ALLOC, Kind.FREE)))
     storage = graph.index[at]
     order = np.lexsort((at, storage))
     at, storage = at[order], storage[order]
@@ -117,11 +117,9 @@ def _check_lives(graph: StepGraph) -> None:
         name = f"storage {storage[place]}"
         if birth[place]:
             raise TraceError(f"events[{at[place]}]: {name} is born a second time")
-        what = "dies" if kind[place] == Kind.FREE else "changes its size"
-        why = "before it is born" if first[place] else "after its death"
-        raise TraceError(f"events[{at[place]}]: {name} {what} {why}")
-    resized = kind == Kind.RESIZE
-    _all("events.value", graph.value[at[resized]] >= 0, "bytes must not be negative", at[resized])
+        raise TraceError(
+            f"events[{at[place]}]: {name} dies {'before it is born' if first[place] else 'after its death'}"
+        )
 
 
 def _same_length(name: str, table: Any) -> None:

@@ -7,9 +7,6 @@ kind. Every edge runs from an earlier operator to a later one, so the graph has 
 
 from __future__ import annotations
 
-import contextlib
-import gc
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -17,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from graph.model import Accesses, Int32Array, Int64Array, Role, StepGraph
+from traces.collecting import uncollected
 
 if TYPE_CHECKING:
     import networkx as nx
@@ -137,18 +135,6 @@ def to_networkx(graph: StepGraph) -> nx.MultiDiGraph:
         ends = (column.tolist() for column in (found.source, found.target, found.storage))
         view.add_edges_from(zip(*ends, edge_rows(graph, found), strict=True))
     return view
-
-
-@contextlib.contextmanager
-def uncollected() -> Iterator[None]:
-    """Without the garbage collector: where very many small objects are made, its passes take most of the time."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def attributes(graph: StepGraph) -> dict[str, Any]:

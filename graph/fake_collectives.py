@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
 from unittest import mock
@@ -20,6 +21,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import _create_work_from_future  # type: ignore[attr-defined]
 
 from graph.fake_cuda import Runtime
+from graph.list_sharding import equal_entries_once
 from graph.model import Kind
 from graph.recorder import KIND_BITS
 
@@ -199,11 +201,12 @@ def process_group(
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     collectives = Collectives(runtime, recorder, kept)
-    with _named_by_rank(rank):
+    with _named_by_rank(rank), mock.patch.object(sys, "excepthook"):  # torch puts one with the rank there
         dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
         try:
             collectives.install()
-            yield collectives
+            with equal_entries_once():
+                yield collectives
         finally:
             collectives.settle()
             dist.destroy_process_group()

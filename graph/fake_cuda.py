@@ -63,9 +63,7 @@ class Runtime:
         self._observer: Observer | None = None
         self.assumptions: dict[str, int] = {}
         self.truth = True  # what every boolean read from the device is
-        self.host_copies_keep = (
-            False  # tensors on the host keep their values when one is copied to them from the device
-        )
+        self.host_copies_keep = False  # whether a copy from the device leaves a tensor on the host as it is
         self.default_stream: Any = None
         self._streams: dict[int, Any] = {}
         self.main_thread = threading.get_ident()

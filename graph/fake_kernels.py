@@ -82,9 +82,7 @@ def cuda_operators() -> tuple[str, ...]:
                     keys[name].update(key.strip() for key in line.partition(":")[0].split(","))
             elif line.startswith("  ") and not line.lstrip().startswith("#"):
                 inside = False
-                if line.startswith(
-                    "  ufunc_inner_loop:"
-                ):  # code generation makes the CUDA kernel (torchgen/dest/ufunc.py)
+                if line.startswith("  ufunc_inner_loop:"):  # torchgen/dest/ufunc.py makes its CUDA kernel
                     keys[name].add("CUDA")
                 if line.startswith("  structured_delegate:"):
                     delegate[name] = line.partition(":")[2].strip()
@@ -540,9 +538,8 @@ class Kernels:
                 return target
             sent = source if plain else source.to(target.dtype).expand_as(target).contiguous()
             boolean = target.dtype is torch.bool
-            if (
-                target.nbytes <= _FILLED and not runtime.host_copies_keep
-            ):  # a larger one is offloaded, not read: its pages stay untouched
+            # a larger one is offloaded, not read: its pages stay untouched
+            if target.nbytes <= _FILLED and not runtime.host_copies_keep:
                 runtime.assume(f"values copied from the device: {runtime.truth if boolean else 0}")
                 target.fill_(runtime.truth if boolean else 0)
             on_device(target, sent, non_blocking)

@@ -20,8 +20,9 @@ import numpy as np
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 from graph.check import check
-from graph.dag import NUMBERS, ROLES, attributes, edge_rows, edges, loaded_rows, operator_rows, uncollected
+from graph.dag import NUMBERS, ROLES, attributes, edge_rows, edges, loaded_rows, operator_rows
 from graph.model import FORMAT, VERSION, Accesses, Operators, StepGraph, Storages, TensorInfo
+from traces.collecting import uncollected
 from traces.document import DECODE_ERRORS, encode, fault
 from traces.errors import ConfigError, TraceError
 from traces.files import read_bytes, write_atomically

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import torch
 
@@ -12,6 +12,9 @@ from graph.case import Case
 from traces.errors import ConfigError
 
 Kind = Literal["ids", "mask", "labels", "values"]
+
+#: `Case.dtype`, `autocast` and the like as torch names them.
+DTYPES: Final[Mapping[str, torch.dtype]] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +62,7 @@ def training_batch(case: Case, head: str, config: Any, place: str) -> tuple[Inpu
     if head == "image-classification":
         height, width = _pair(getattr(config, "image_size", 224))
         shape = (case.batch, int(getattr(config, "num_channels", 3)), height, width)
-        values = Input(("pixel_values",), shape, _values_dtype(case), "values")
+        values = Input(("pixel_values",), shape, DTYPES[case.dtype], "values")
         return values, Input(("labels",), (case.batch,), long, "labels")
     check_positions(config, case.seq, "seq", place)
     tokens = (case.batch, case.seq)
@@ -113,10 +116,6 @@ def _offset(config: Any) -> int:
     """Rows of the table of positions that stand before the first token's."""
     from_padding = "roberta" in str(getattr(config, "model_type", "")) or config.model_type in ("camembert", "mpnet")
     return int(config.pad_token_id) + 1 if from_padding and config.pad_token_id is not None else 0
-
-
-def _values_dtype(case: Case) -> torch.dtype:
-    return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[case.dtype]
 
 
 def _pair(size: Any) -> tuple[int, int]:

@@ -38,11 +38,10 @@ class Kind(IntEnum):
     SYNCHRONIZE = 7  # the host waits for the device
     STEP = 8  # iteration `value` starts
     MICRO_STEP = 9  # micro-batch `value` of an iteration starts (gradient accumulation)
-    RESIZE = 10  # the bytes of storage `index` change to `value` (0: given back, still referenced)
-    RECORD_STREAM = 11  # storage `index` is in use on stream `value`
-    COLLECTIVE = 12  # collective `index` (a code into `names`: "KIND GROUP [STREAM [STREAM IN TIME]]") of `value` bytes
-    WAIT_STREAM = 13  # stream `index` waits for what stream `value` has to do
-    EMPTY_CACHE = 14  # torch.cuda.empty_cache()
+    RECORD_STREAM = 10  # storage `index` is in use on stream `value`
+    COLLECTIVE = 11  # collective `index` (a code into `names`: "KIND GROUP [STREAM [STREAM IN TIME]]") of `value` bytes
+    WAIT_STREAM = 12  # stream `index` waits for what stream `value` has to do
+    EMPTY_CACHE = 13  # torch.cuda.empty_cache()
 
 
 class Role(IntEnum):

@@ -18,12 +18,12 @@ import torch
 from graph import fake_cuda
 from graph.case import Case
 from graph.errors import CaptureError
+from graph.inputs import DTYPES
 from traces.errors import ConfigError
 
 if TYPE_CHECKING:
     from graph.sources import Built, Place
 
-_DTYPES: Final = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 #: The head stays as it is: its usual names (transformers/quantizers/base.py skips the output embeddings).
 _KEPT: Final = ("lm_head", "embed_out")
 _INT8_THRESHOLD: Final = 6.0
@@ -227,5 +227,5 @@ def _host(weight: torch.Tensor) -> torch.Tensor:
 def compute_dtype(case: Case) -> torch.dtype:
     """In what 4-bit layers compute: bf16, and for inference the model's dtype where that has 16 bits."""
     if case.compute:
-        return _DTYPES[case.compute]
+        return DTYPES[case.compute]
     return torch.float16 if case.task == "inference" and case.dtype == "fp16" else torch.bfloat16

@@ -70,7 +70,7 @@ class Signature:
 
 
 #: Operators in place that do not read what they overwrite.
-OVERWRITING: Final = frozenset(
+_OVERWRITING: Final = frozenset(
     {"copy_", "fill_", "zero_", "normal_", "uniform_", "bernoulli_", "random_", "_foreach_zero_", "_foreach_copy_"}
 )
 
@@ -123,9 +123,7 @@ class Recorder:
         self._cost = cost
         self._progress = progress
         self._numbers: dict[int, int] = {}  # the device's number of a living storage -> ours
-        self._given_back: dict[
-            int, int
-        ] = {}  # the device's number of a storage without memory -> ours, when it had some
+        self._given_back: dict[int, int] = {}  # as _numbers, of storages without memory: ours when they had some
         self._versions: dict[int, int] = {}  # ours -> version, where it is not 0
         self._main = _get_ident()
         self._storage = runtime.storage
@@ -337,7 +335,7 @@ class Recorder:
         reads: list[Any] = []
         writes: list[Any] = []
         kind = self.device.type
-        overwrites = func._opname in OVERWRITING
+        overwrites = func._opname in _OVERWRITING
         places = list(enumerate(args)) + list((kwargs or {}).items())
         arguments = {argument.name: argument for argument in func._schema.arguments}
         for place, value in places:
@@ -364,9 +362,9 @@ class Recorder:
         """The dtypes of an operator's new outputs, in order."""
         storage = self._storage
         kind = self.device.type
-        seen = {storage(t) for t in _tensors((args, tuple((kwargs or {}).values()))) if t.device.type == kind}
+        seen = {storage(t) for t in tensors((args, kwargs)) if t.device.type == kind}
         found: list[Any] = []
-        for tensor in _tensors(out):
+        for tensor in tensors(out):
             if tensor.device.type == kind and storage(tensor) not in seen:
                 seen.add(storage(tensor))
                 found.append(tensor.dtype)
@@ -418,9 +416,12 @@ def _at(args: Any, kwargs: Any, place: Any) -> Any:
     return value if position < 0 else value[position]
 
 
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
+def tensors(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors in a value: itself, or those in lists, tuples and mappings of such values."""
     if isinstance(value, torch.Tensor):
         yield value
+    elif isinstance(value, Mapping):
+        yield from tensors(tuple(value.values()))
     elif isinstance(value, (list, tuple)):
         for part in value:
-            yield from _tensors(part)
+            yield from tensors(part)

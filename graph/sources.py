@@ -17,6 +17,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Final
 
 import torch
@@ -25,12 +26,10 @@ from graph import catalogue
 from graph.adapters import with_lora
 from graph.case import Case
 from graph.errors import CaptureError
-from graph.inputs import Input, arguments, hosts, training_batch
+from graph.inputs import DTYPES, Input, arguments, hosts, training_batch
 from graph.losses import chunked, like_transformers_4_29
 from graph.old_attention import like_transformers_4_29 as like_old_attention
 from traces.errors import ConfigError, LLMemError
-
-DTYPES: Final[Mapping[str, torch.dtype]] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 #: The class of transformers that picks a model by its configuration, for each head.
 _AUTO: Final[Mapping[str, str]] = {
@@ -60,6 +59,7 @@ class Built:
 
     `module` is on the meta device until `load` has placed it; `load` may replace it (quantization, adapters). `loss`
     maps (module, keyword arguments) to the scalar to differentiate. `assumptions`: what was assumed, one line each.
+    `held`: outputs of the model that the training loop keeps (`Case.outputs`).
     """
 
     module: Any
@@ -70,6 +70,7 @@ class Built:
     where: str
     assumptions: tuple[str, ...] = ()
     loader: Callable[[Built, Place], Any] | None = field(default=None, repr=False)
+    held: list[Any] = field(default_factory=list, repr=False)
 
     def host(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(name, host tensor) of one micro-batch, in the order in which they go to the device."""
@@ -207,8 +208,9 @@ def _from_configuration(case: Case, document: dict[str, Any], place: str) -> Bui
     batch = training_batch(case, head, config, place) if case.task == "train" else ()
     module = _model(case, config, head, place)
     module.tie_weights()
-    loss = _offloaded(case, _loss(case, head, config))
-    built = Built(module, config, head, batch, loss, place, _stated(case, config))
+    held: list[Any] = []
+    loss = _offloaded(case, _loss(case, head, config, held))
+    built = Built(module, config, head, batch, loss, place, _stated(case, config), held=held)
     if case.quant:
         from graph.quantization import loader
 
@@ -221,7 +223,7 @@ def _from_configuration(case: Case, document: dict[str, Any], place: str) -> Bui
 def prepare(built: Built, case: Case, device: str = "meta") -> None:
     """Adapters, checkpointing and the mode, in the order in which a training script asks for them."""
     if case.lora:
-        built.module, assumed = with_lora(built.module, case.lora, built.head, device, built.where)
+        built.module, assumed = with_lora(built.module, case.lora, case.lora_targets, built.head, device, built.where)
         built.assumptions += assumed
     if case.task == "inference":
         built.module.eval()
@@ -238,7 +240,7 @@ def prepare(built: Built, case: Case, device: str = "meta") -> None:
 def _model(case: Case, config: Any, head: str, place: str) -> Any:
     options: dict[str, Any] = {"dtype": DTYPES[case.dtype]}
     if case.attn != "default":
-        options["attn_implementation"] = case.attn
+        options["attn_implementation"] = repeated_sdpa() if case.repeat_kv else case.attn
     try:
         with torch.device("meta"):
             return getattr(_transformers(), _AUTO[head]).from_config(config, **options)
@@ -253,6 +255,26 @@ def _model(case: Case, config: Any, head: str, place: str) -> Any:
                 f"{place}: transformers has no {head} of {config.model_type}; choose another 'head'"
             ) from None
         raise CaptureError(f"{place}: transformers cannot build it: {reason}") from None
+
+
+def repeated_sdpa() -> str:
+    """The name under which transformers knows an sdpa that gets keys and values once for every head."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
+    from transformers.masking_utils import sdpa_mask
+
+    name = "sdpa_repeated"
+
+    def attention(module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **options: Any) -> Any:
+        groups = query.shape[1] // key.shape[1]
+        alone: Any = SimpleNamespace(is_causal=getattr(module, "is_causal", True))  # it names no groups
+        return sdpa_attention_forward(
+            alone, query, repeat_kv(key, groups), repeat_kv(value, groups), attention_mask, **options
+        )
+
+    AttentionInterface.register(name, attention)
+    AttentionMaskInterface.register(name, sdpa_mask)
+    return name
 
 
 def _checkpoint(module: Any, case: Case) -> None:
@@ -288,7 +310,7 @@ def saved_operators(save: tuple[str, ...]) -> list[Any]:
     return [operator for word in save for operator in known[word]]
 
 
-def _loss(case: Case, head: str, config: Any) -> Callable[[Any, dict[str, Any]], Any]:
+def _loss(case: Case, head: str, config: Any, held: list[Any]) -> Callable[[Any, dict[str, Any]], Any]:
     extra: dict[str, Any] = {} if head in ("image-classification",) else {"use_cache": case.use_cache}
     if case.loss and head != "causal-lm":
         raise ConfigError(f"key 'loss': {case.loss!r} is for decoders (head causal-lm), and this model is {head}")
@@ -298,7 +320,10 @@ def _loss(case: Case, head: str, config: Any) -> Callable[[Any, dict[str, Any]],
         return functools.partial(chunked, extra, case.loss == "chunk8-ckpt")
 
     def own(module: Any, inputs: dict[str, Any]) -> Any:
-        return module(**inputs, **extra).loss
+        outputs = module(**inputs, **extra)
+        if case.outputs != "dropped":
+            held[:] = [outputs]
+        return outputs.loss
 
     return own
 
@@ -353,10 +378,11 @@ def _from_function(case: Case) -> Built:
         return _scalar(loss, model(*positional, **given), case.model)
 
     built = Built(module, getattr(module, "config", None), "", batch, _offloaded(case, forward), case.model)
-    if case.quant or case.lora or case.checkpointing or case.loss:
+    given = case.document()
+    asked = [key for key in ("quant", "lora", "checkpointing", "loss", "repeat_kv", "outputs") if key in given]
+    if asked:
         raise ConfigError(
-            f"model {case.model}: 'quant', 'lora', 'checkpointing' and 'loss' are for configurations; "
-            "let the function itself return the model so"
+            f"model {case.model}: '{asked[0]}' is for configurations; let the function itself return the model so"
         )
     module.train(case.task == "train")
     return built

@@ -7,26 +7,20 @@ A phase is what happens between two marks, so `zero_grad` and the death of the l
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, Final
 
 import torch
 
 from graph.attribution import Roles, note_states
 from graph.errors import CaptureError
+from graph.inputs import DTYPES
 from graph.method import Method
 from graph.model import Kind, Role
 from graph.recorder import Recorder
 
 LOAD, FORWARD, BACKWARD, OPTIMIZER, END = range(5)
 PHASES: Final = ("load", "forward", "backward", "optimizer", "end")
-
-#: `case.dtype` and `case.autocast` as torch names them
-DTYPES: Final[Mapping[str, torch.dtype]] = {
-    "fp32": torch.float32,
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
-}
 
 
 class Clock:
@@ -94,7 +88,9 @@ def train(
     trainable = [p for p in model.parameters() if p.requires_grad]
     if not trainable:
         raise CaptureError("the model has no parameter to train (requires_grad is False for all)")
-    optimizer = method.optimizer(case, trainable)
+    optimizer: Any = (
+        StepInBackward(case, method, trainable) if case.step_in_backward else method.optimizer(case, trainable)
+    )
     scaler = torch.amp.GradScaler(device.type) if case.autocast == "fp16" else None
     inputs: dict[str, Any] = {}
     for step in range(steps):
@@ -130,8 +126,35 @@ def train(
         phase, role = (END, Role.OTHER) if final else (FORWARD, Role.FORWARD)
         clock.mark(phase, -1 if final else step + 1, role, iteration=step + 1)
         optimizer.zero_grad()
+        if case.outputs == "step":
+            built.held.clear()
         del loss
     recorder.runtime.observer = None  # what dies when this function returns is not of the run
+
+
+class StepInBackward:
+    """An optimizer for each parameter, which steps in backward and drops the gradient (a recipe of PyTorch's)."""
+
+    def __init__(self, case: Any, method: Method, parameters: list[torch.nn.Parameter]) -> None:
+        self.optimizers = {parameter: method.optimizer(case, [parameter]) for parameter in parameters}
+        for parameter in parameters:
+            parameter.register_post_accumulate_grad_hook(self._step)  # type: ignore[no-untyped-call]
+
+    def _step(self, parameter: torch.Tensor) -> None:
+        optimizer = self.optimizers[parameter]  # type: ignore[index]
+        optimizer.step()
+        optimizer.zero_grad()
+
+    @property
+    def state(self) -> dict[Any, Any]:
+        """The states of all parameters."""
+        return {key: value for one in self.optimizers.values() for key, value in one.state.items()}
+
+    def step(self) -> None:
+        """Nothing is left to do after backward."""
+
+    def zero_grad(self) -> None:
+        """No gradient is left."""
 
 
 def make_optimizer(case: Any, parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:

@@ -6,10 +6,9 @@ nothing: `replay` and `verify` bring numba, the reporters bring rich.
 
 from __future__ import annotations
 
-import importlib
-import sys
-from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from traces.lazy import lazy
 
 if TYPE_CHECKING:
     from simulator.checking import check as check
@@ -35,53 +34,30 @@ if TYPE_CHECKING:
     from simulator.tables import write_events as write_events
     from simulator.verify import verify as verify
 
-_HOMES = {
-    "AllocatorSettings": "settings",
-    "Estimate": "estimation",
-    "Release": "settings",
-    "Result": "result",
-    "answer": "estimation",
-    "check": "checking",
-    "compare": "comparing",
-    "device": "devices",
-    "estimate": "estimation",
-    "load": "comparing",
-    "parse_conf": "settings",
-    "parse_release": "settings",
-    "render_json": "report",
-    "render_table": "report",
-    "replay": "replay",
-    "smallest_memory": "fitting",
-    "stress": "stressing",
-    "sweep": "sweeping",
-    "verify": "verify",
-    "write_calls": "tables",
-    "write_events": "tables",
-    "write_html": "html",
-}
-
-__all__ = sorted(_HOMES)
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOMES})
-
-
-class _Package(ModuleType):
-    """This package: importing its module `replay` must not hide the function of that name (nor `verify` its own)."""
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if isinstance(value, ModuleType) and _HOMES.get(name) == name:
-            value = getattr(value, name)
-        super().__setattr__(name, value)
-
-
-sys.modules[__name__].__class__ = _Package
+__all__ = lazy(
+    __name__,
+    {
+        "AllocatorSettings": "settings",
+        "Estimate": "estimation",
+        "Release": "settings",
+        "Result": "result",
+        "answer": "estimation",
+        "check": "checking",
+        "compare": "comparing",
+        "device": "devices",
+        "estimate": "estimation",
+        "load": "comparing",
+        "parse_conf": "settings",
+        "parse_release": "settings",
+        "render_json": "report",
+        "render_table": "report",
+        "replay": "replay",
+        "smallest_memory": "fitting",
+        "stress": "stressing",
+        "sweep": "sweeping",
+        "verify": "verify",
+        "write_calls": "tables",
+        "write_events": "tables",
+        "write_html": "html",
+    },
+)

@@ -6,19 +6,12 @@ This package imports `graph` and `traces`, and never the simulator.
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from traces.lazy import lazy
 
 if TYPE_CHECKING:
     from strategies.lowering import lower as lower
     from strategies.single import Speed as Speed
 
-_HOMES = {"Speed": "single", "lower": "lowering"}
-
-__all__ = sorted(_HOMES)
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+__all__ = lazy(__name__, {"Speed": "single", "lower": "lowering"})

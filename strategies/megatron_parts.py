@@ -167,14 +167,18 @@ def _reduced(x: torch.Tensor, shared: Shared) -> torch.Tensor:
     return out
 
 
-class ColumnParallel(torch.nn.Module):
-    """A linear layer whose output is split: weight [out / ranks, in], bias [out / ranks]."""
+class _Parallel(torch.nn.Module):
+    """A linear layer of which each rank has a part."""
 
     def __init__(self, weight: torch.nn.Parameter, bias: torch.nn.Parameter | None, shared: Shared) -> None:
         super().__init__()
         self.weight = weight
         self.bias = bias
         self.shared = shared
+
+
+class ColumnParallel(_Parallel):
+    """A linear layer whose output is split: weight [out / ranks, in], bias [out / ranks]."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., in] -> [..., out / ranks]; where the sequence is split, `x` is this rank's part or the whole."""
@@ -185,14 +189,8 @@ class ColumnParallel(torch.nn.Module):
         return out
 
 
-class RowParallel(torch.nn.Module):
+class RowParallel(_Parallel):
     """A linear layer whose input is split: weight [out, in / ranks], and the whole bias on every rank."""
-
-    def __init__(self, weight: torch.nn.Parameter, bias: torch.nn.Parameter | None, shared: Shared) -> None:
-        super().__init__()
-        self.weight = weight
-        self.bias = bias
-        self.shared = shared
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., in / ranks] -> [..., out], reduced; the bias is added out of place."""

@@ -19,8 +19,8 @@ from torch.distributed.pipelining import stage as stages_of_torch
 
 from graph.case import Case
 from graph.device import profile
+from graph.inputs import DTYPES
 from graph.model import Role
-from graph.training import DTYPES
 
 _library: Any = stages_of_torch
 

@@ -89,7 +89,7 @@ class Pipeline(Native):
         """What stands around a step of the schedule."""
         import torch
 
-        from graph.training import DTYPES
+        from graph.inputs import DTYPES
 
         around = contextlib.ExitStack()
         if case.autocast:

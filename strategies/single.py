@@ -1,9 +1,7 @@
 """One GPU: the events of a step graph are the events of the one rank, column for column.
 
-Storages become allocations with the storage's number as id, name and category; marks become phases; a storage that
-changes its size becomes a new allocation and the free of the old one, in the order of PyTorch's `resize_bytes_cuda`
-(aten/src/ATen/native/cuda/Resize.cpp: the new memory is there before the old one goes). Streams and collectives, which
-a captured rank of several has, go over as they are, so that `events_of` serves such ranks as well.
+Storages become allocations with the storage's number as id, name and category; marks become phases. Streams and
+collectives, which a captured rank of several has, go over as they are, so that `events_of` serves such ranks as well.
 """
 
 from __future__ import annotations
@@ -34,9 +32,6 @@ OPS: Final[Mapping[Kind, Op]] = {
     Kind.EMPTY_CACHE: Op.EMPTY_CACHE,
 }
 _NONE: Final = 255
-
-#: (op, id, bytes) of the trace events that stand for one event of the graph.
-_Rows = list[tuple[Op, int, int]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,53 +156,14 @@ def _rows(graph: StepGraph, kernels: bool) -> tuple[Int64Array, npt.NDArray[np.u
         idle = (graph.operators.flops == 0) & (graph.operators.moved == 0)
         calls = np.flatnonzero(op == Op.KERNEL)
         op[calls[idle[graph.index[calls]]]] = _NONE
-    special = _resized(graph)
-    repeats = (op != _NONE).astype(np.int64)
-    for place, rows in special.items():
-        repeats[place] = len(rows)
-    source = np.repeat(np.arange(len(op)), repeats)
+    source = np.flatnonzero(op != _NONE)
     op = op[source]
     storage = (op == Op.ALLOC) | (op == Op.FREE) | (op == Op.RECORD_STREAM)
     ident = np.where(storage, graph.index[source], -1).astype(np.int64)
     size = np.zeros(len(op), dtype=np.int64)
     born = op == Op.ALLOC
     size[born] = graph.storages.bytes[ident[born]]
-    starts = np.cumsum(repeats) - repeats
-    for place, rows in special.items():
-        for offset, row in enumerate(rows):
-            at = int(starts[place]) + offset
-            op[at], ident[at], size[at] = row
     return source, op, ident, size
-
-
-def _resized(graph: StepGraph) -> dict[int, _Rows]:
-    """The events of storages that change their size, by place: what each of them is in the trace."""
-    changed = np.unique(graph.index[graph.kind == Kind.RESIZE])
-    if not len(changed):
-        return {}
-    kinds = np.isin(graph.kind, (Kind.ALLOC, Kind.FREE, Kind.RESIZE, Kind.RECORD_STREAM))
-    places = np.flatnonzero(kinds & np.isin(graph.index, changed))
-    fresh = len(graph.storages)
-    now: dict[int, int] = {}  # the id that a storage's memory has at present
-    found: dict[int, _Rows] = {}
-    for place in places.tolist():
-        storage, kind, value = int(graph.index[place]), graph.kind[place], int(graph.value[place])
-        rows: _Rows = []
-        if kind == Kind.RECORD_STREAM:
-            found[place] = [(Op.RECORD_STREAM, now[storage], 0)] if storage in now else []
-            continue
-        before = now.pop(storage, None)
-        if kind == Kind.ALLOC:
-            now[storage] = storage
-            rows.append((Op.ALLOC, storage, int(graph.storages.bytes[storage])))
-        elif kind == Kind.RESIZE and value:
-            now[storage] = fresh
-            rows.append((Op.ALLOC, fresh, value))
-            fresh += 1
-        if before is not None:
-            rows.append((Op.FREE, before, 0))
-        found[place] = rows
-    return found
 
 
 def _coded(

@@ -277,12 +277,6 @@ class Walker:
         """The host waits for the device."""
         self.out.synchronize()
 
-    def resize(self, storage: int, size: int) -> None:
-        """The bytes of a storage change."""
-        self.drop(storage)
-        if size:
-            self.place(storage, size)
-
     def ended(self) -> None:
         """The last event has passed."""
 
@@ -403,8 +397,6 @@ class Walker:
             self.gradient_ready(int(self.skeleton.parameter[index]), storage)
         elif kind == Kind.SYNCHRONIZE:
             self.synchronize()
-        elif kind == Kind.RESIZE:
-            self.resize(index, value)
 
 
 # By hand -------------------------------------------------------------------------------------------------------------

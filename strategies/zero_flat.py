@@ -17,10 +17,10 @@ import torch
 import torch._utils
 import torch.distributed as dist
 
+from graph.inputs import DTYPES
 from strategies import zero_norm as norms
 from strategies.zero_settings import Settings
 
-DTYPES: Final = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 #: Loss scale of fp16: DeepSpeed's initial_scale_power is 16.
 FP16_SCALE: Final = 2.0**16
 

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from graph.inputs import DTYPES
 from graph.placement import place
 from strategies import zero_norm as norms
 from strategies.zero_flat import (
-    DTYPES,
     FP16_SCALE,
     MakeOptimizer,
     flatten,

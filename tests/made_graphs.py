@@ -16,6 +16,7 @@ from graph.model import Accesses, Kind, Operators, Role, StepGraph, Storages
 class Maker:
     """Builds a step graph call by call, in the order of events."""
 
+    case: dict[str, Any] = field(default_factory=lambda: {"model": "opt-125m"})
     names: dict[str, int] = field(default_factory=dict)
     phases: list[str] = field(default_factory=list)
     storages: list[tuple[int, ...]] = field(default_factory=list)
@@ -69,33 +70,34 @@ class Maker:
         self,
         size: int,
         category: str = "activation",
-        *,
         name: str | None = None,
         module: str | None = None,
+        *,
         dtype: str | None = "float32",
         made: bool = True,
         source: int = -1,
         stream: int = 0,
     ) -> int:
-        """A storage; `made`: it is a result of the last operator."""
+        """A storage; `made`: it is a result of the last operator, if there is one."""
         number = len(self.storages)
         codes = (self.code(dtype), self.code(category), self.code(name), self.code(module))
         self.storages.append((size, *codes, stream, source))
         self.versions[number] = 0
         self.event(Kind.ALLOC, number)
-        if made:
+        if made and self.writes:
             self.writes[-1].append((number, 0))
         return number
 
-    def free(self, storage: int) -> None:
-        self.event(Kind.FREE, storage)
+    def free(self, *storages: int) -> None:
+        for storage in storages:
+            self.event(Kind.FREE, storage)
 
     def graph(self, **fields: Any) -> StepGraph:
         storages = np.array(self.storages, dtype=np.int64).reshape(-1, 7).T
         operators = np.array(self.operators, dtype=np.int64).reshape(-1, 10).T
         events = np.array(self.events, dtype=np.int64).reshape(-1, 3).T
         values: dict[str, Any] = {
-            "case": {"model": "opt-125m"},
+            "case": self.case,
             "environment": {"gpu": "A100-80GB"},
             "names": tuple(self.names),
             "phases": tuple(self.phases),
@@ -182,7 +184,7 @@ def random_graph(numbers: Sequence[int]) -> StepGraph:
         elif what == 1 and alive:
             make.free(alive.pop(rest % len(alive)))
         elif what == 2 and alive:
-            make.event(Kind.RESIZE, alive[rest % len(alive)], rest % 3 * 1000)
+            make.event(Kind.RECORD_STREAM, alive[rest % len(alive)], rest % 3)
         elif what == 3:
             alive.append(make.alloc(rest % 4096, "input", made=False))
         else:

@@ -73,6 +73,7 @@ GOOD: list[dict[str, Any]] = [
     {"task": "inference", "quant": "nf4", "prompt": 2048, "new": 1, "cache": "static"},
     {"quant": "int8", "lora": 8, "clip": 1, "release": "2.11.0+cu130"},
     {"experts": [1, 2, 0.5]},
+    {"lora": 8, "lora_targets": ["q_proj", "v_proj"], "repeat_kv": True, "outputs": "next", "step_in_backward": True},
 ]
 
 
@@ -130,6 +131,13 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"quant": "nf4"}, "key 'quant': quantized weights train only under adapters"),
     ({"experts": [0, 0]}, "key 'experts'"),
     ({"zero_extra": "no equals sign"}, "key 'zero_extra'"),
+    ({"lora_targets": ["q_proj"]}, "key 'lora_targets': only with 'lora'"),
+    ({"lora": 8, "lora_targets": "q proj"}, "key 'lora_targets': 'q proj' should be names of modules"),
+    ({"repeat_kv": True, "attn": "eager"}, "key 'repeat_kv': only with"),
+    ({"outputs": "kept"}, "key 'outputs'"),
+    ({"outputs": "step", "loss": "chunk8"}, "key 'outputs': the loss 'chunk8'"),
+    ({"step_in_backward": True, "accum": 2}, "key 'step_in_backward': not with"),
+    ({"step_in_backward": True, "strategy": "ddp", "world": 2}, "key 'step_in_backward': only with"),
     ({"model": ""}, "key 'model'"),
     ({"model": 7}, "key 'model'"),
 ]

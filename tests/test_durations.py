@@ -93,7 +93,7 @@ def test_a_trace_without_steps_or_memory_has_no_step_time() -> None:
 
 def test_products_last_as_their_type_says() -> None:
     writer = Writer()
-    writer.operator("aten.mm.default", "fc", flops=234_000_000_000, moved=8)
+    writer.operator("aten.mm.default", module="fc", flops=234_000_000_000, moved=8)
     speed = Clock.connected("A100-80GB").speed()
     graph = writer.graph()
     plain = int(events_of(graph, speed).ints("duration_ns")[0])

@@ -33,13 +33,11 @@ def naive_live(graph: StepGraph) -> list[dict[int, int]]:
     """What is alive after each event: storage -> bytes."""
     living: dict[int, int] = {}
     after = []
-    for kind, index, value in zip(graph.kind.tolist(), graph.index.tolist(), graph.value.tolist(), strict=True):
+    for kind, index in zip(graph.kind.tolist(), graph.index.tolist(), strict=True):
         if kind == Kind.ALLOC:
             living[index] = int(graph.storages.bytes[index])
         elif kind == Kind.FREE:
             del living[index]
-        elif kind == Kind.RESIZE:
-            living[index] = value
         after.append(dict(living))
     return after
 

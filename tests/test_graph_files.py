@@ -10,7 +10,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -298,21 +297,3 @@ def test_graphs_that_do_not_hold_together_are_not_written(tmp_path: Path) -> Non
     late[0] = 1
     with pytest.raises(TraceError, match=r"reads\.start\[0\]: must be 0, is 1"):
         check(dataclasses.replace(graph, reads=dataclasses.replace(graph.reads, start=late)))
-
-
-def test_sizes_change_only_during_life() -> None:
-    from graph.model import Kind
-
-    make = Maker()
-    storage = make.alloc(10, made=False)
-    make.event(Kind.RESIZE, storage, 20)
-    make.free(storage)
-    check(make.graph())
-    make.event(Kind.RESIZE, storage, 5)
-    with pytest.raises(TraceError, match=r"events\[3\]: storage 0 changes its size after its death"):
-        check(make.graph())
-    graph = make.graph()
-    negative = np.where(graph.kind == Kind.RESIZE, -1, 0)[:3]
-    cut = dataclasses.replace(graph, kind=graph.kind[:3], index=graph.index[:3], value=negative)
-    with pytest.raises(TraceError, match=r"events.value\[1\]: bytes must not be negative"):
-        check(cut)

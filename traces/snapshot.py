@@ -9,17 +9,16 @@ of the recording as a consequence of an event, and the final segments. Several d
 
 from __future__ import annotations
 
-import contextlib
-import gc
 import os
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from traces.causes import LOG_KINDS, Causes, ExpectedLog, find_causes
 from traces.check import check
+from traces.collecting import uncollected
 from traces.errors import TraceError
 from traces.files import read_bytes
 from traces.limits import find_limits
@@ -88,7 +87,7 @@ def read_snapshot(path: str | os.PathLike[str], *, release: str | None = None) -
 def read_recording(path: str | os.PathLike[str], *, release: str | None = None) -> Recording:
     """As `read_snapshot`, with the recorded consequences and final segments beside the trace."""
     where = path_text(path)
-    with _without_collector():
+    with uncollected():
         return snapshot_to_recording(load_builtins(read_bytes(path), where), where=where, release=release)
 
 
@@ -117,18 +116,6 @@ def snapshot_to_recording(snapshot: Any, *, where: str, release: str | None = No
         ranks=tuple(_rank(record, causes, ambiguous) for record, causes, ambiguous in read),
         releases=tuple(f"2.{minor}" for minor in range(layout.since, layout.until + 1)),
     )
-
-
-@contextlib.contextmanager
-def _without_collector() -> Iterator[None]:
-    """Python's cyclic garbage collector off: millions of plain dicts would have it run over and over for nothing."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def _minor(release: str) -> int:

@@ -1,4 +1,4 @@
-"""Short, one-line pieces of text for error messages: values and paths as a user should see them."""
+"""Short pieces of text: values and paths as error messages show them, and numbers as users write them."""
 
 from __future__ import annotations
 
@@ -33,6 +33,16 @@ def one_line(text: object) -> str:
     line = " ".join(str(text).split())
     line = "".join(c if c.isprintable() else "?" for c in line)
     return line if len(line) <= 160 else line[:157] + "..."
+
+
+def number(text: str) -> int | float | str:
+    """The number that a text is; the text itself where it is none."""
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
 
 
 def path_text(path: str | os.PathLike[str]) -> str:

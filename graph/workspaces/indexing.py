@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from graph.workspaces.cub import sort_pairs
-from graph.workspaces.metadata import argument, dtype, elements, is_contiguous, product, shape, strides, width
-from graph.workspaces.reduction import merged, scratch
+from graph.workspaces.metadata import argument, dtype, elements, in_order, is_contiguous, product, shape, strides, width
+from graph.workspaces.reduction import flat, scratch
 from graph.workspaces.rules import Call, Plan, Rule, Step
 
 
@@ -41,19 +41,9 @@ def _copies(indices: Sequence[Any]) -> list[tuple[str, int]]:
             copies.append((f"wide index {position}", elements(index) * 8))
     if len(given) > 1 and any(step != steps[0] for step in steps):
         for position, step in enumerate(steps):
-            if not _in_order(target, step):
+            if not in_order(target, step):
                 copies.append((f"index {position}", product(target) * 8))
     return copies
-
-
-def _in_order(sizes: tuple[int, ...], steps: tuple[int, ...]) -> bool:
-    expected = 1
-    for extent, step in zip(reversed(sizes), reversed(steps), strict=True):
-        if extent != 1:
-            if step != expected:
-                return False
-            expected *= extent
-    return True
 
 
 def _bool(indices: Sequence[Any]) -> bool:
@@ -72,23 +62,12 @@ def index(call: Call) -> Plan | None:
     return (*made, ("rest",), *(("free", name) for name, _ in reversed(copies)))
 
 
-class _Flat:
-    """A contiguous tensor of one dimension."""
-
-    def __init__(self, count: int) -> None:
-        self.shape = (count,)
-
-    def stride(self) -> tuple[int, ...]:
-        """Strides in elements."""
-        return (1,)
-
-
 def _bounds(call: Call, number: int, count: int) -> list[Step]:
     """The smallest and largest index are read to check them: one reduction from 2.12, two before."""
     low, high, flag = f"least {number}", f"most {number}", f"flag {number}"
     flagged: list[Step] = [("alloc", flag, 1), ("free", flag)]
     recent = call.profile.release >= (2, 12)
-    stage = scratch(call.profile, merged(_Flat(count), [0], 8, 8), 8, 16 if recent else 8, 8, False)
+    stage = scratch(call.profile, flat(count, 8), 8, 16 if recent else 8, 8, False)
     if recent:
         return [("alloc", low, 8), ("alloc", high, 8), *stage, *flagged, *flagged, ("free", low), ("free", high)]
     first = [("alloc", low, 8), *stage, *flagged, ("free", low)]
@@ -102,7 +81,7 @@ def index_put(call: Call) -> Plan | None:
     is unsafe: its indices have been checked.
     """
     target, indices, values = call.args[0], list(call.args[1]), call.args[2]
-    accumulate = call.args[3] if len(call.args) > 3 else call.kwargs.get("accumulate", False)
+    accumulate = argument(call, 3, "accumulate", False)
     if _bool(indices) or not any(given is not None for given in indices):
         return None
     if not accumulate:

@@ -9,18 +9,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from graph.workspaces.metadata import argument, elements, is_contiguous, is_half, size, width
-from graph.workspaces.reduction import merged, scratch
+from graph.workspaces.reduction import flat, scratch
 from graph.workspaces.rules import Call, Plan, Rule, Step
-
-
-class _Flat:
-    """A contiguous tensor of one dimension."""
-
-    def __init__(self, count: int) -> None:
-        self.shape = (count,)
-
-    def stride(self) -> tuple[int, ...]:
-        return (1,)
 
 
 def nll_loss_forward(call: Call) -> Plan | None:
@@ -38,8 +28,7 @@ def nll_loss2d_forward(call: Call) -> Plan | None:
 
 def _reduced(call: Call, source: Any) -> list[Step]:
     item = width(source)
-    loop = merged(_Flat(elements(source)), [0], item, item)
-    return scratch(call.profile, loop, item, max(item, 4), item, is_half(source))
+    return scratch(call.profile, flat(elements(source), item), item, max(item, 4), item, is_half(source))
 
 
 def elementwise_loss(call: Call) -> Plan | None:

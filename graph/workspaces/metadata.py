@@ -62,16 +62,6 @@ def is_half(tensor: Any) -> bool:
     return str(tensor.dtype) in _HALF
 
 
-def is_floating(tensor: Any) -> bool:
-    """Whether the type is a real floating point type."""
-    return "float" in str(tensor.dtype)
-
-
-def is_integral(tensor: Any) -> bool:
-    """Whether the type is an integer type, bool excluded."""
-    return "int" in str(tensor.dtype)
-
-
 def on_device(tensor: Any) -> bool:
     """Whether the tensor is not on the host."""
     return str(tensor.device.type) != "cpu"
@@ -79,8 +69,13 @@ def on_device(tensor: Any) -> bool:
 
 def is_contiguous(tensor: Any) -> bool:
     """Whether elements lie in order without gaps; strides of dimensions of size 1 do not matter."""
+    return in_order(shape(tensor), strides(tensor))
+
+
+def in_order(sizes: Sequence[int], steps: Sequence[int]) -> bool:
+    """As `is_contiguous`, of sizes and strides."""
     expected = 1
-    for extent, stride in zip(reversed(shape(tensor)), reversed(strides(tensor)), strict=True):
+    for extent, stride in zip(reversed(sizes), reversed(steps), strict=True):
         if extent == 0:
             return True
         if extent != 1:

@@ -20,6 +20,7 @@ from graph.workspaces.metadata import (
     dtype,
     elements,
     is_contiguous,
+    is_dense,
     is_half,
     product,
     shape,
@@ -101,6 +102,11 @@ def merged(source: Any, dims: Sequence[int], out_width: int, source_width: int) 
             step *= sizes[position]
     loop = Loop(list(sizes), out_steps, steps)
     return _coalesced(_sorted(loop))
+
+
+def flat(count: int, item: int) -> Loop:
+    """The loop of reducing `count` contiguous values of `item` bytes to one."""
+    return Loop([count], [0], [item])
 
 
 def _order(loop: Loop, first: int, second: int) -> int:
@@ -265,14 +271,13 @@ def reduce(
     if elements(source) == 0 or elements(out) == 0:
         return steps
     item = width(source)
-    if cast is not None and cast != dtype(source):
+    copied = cast is not None and cast != dtype(source)
+    if copied:
         item = cast_width
         steps.append(("alloc", "cast", elements(source) * item))
-    loop = merged(source, dims, width(out), item)
-    if cast is not None and cast != dtype(source):
-        loop = merged(_Cast(source, item), dims, width(out), item)
+    loop = merged(_Cast(source) if copied else source, dims, width(out), item)
     steps += scratch(profile, loop, width(out), accumulator, item, lossy, unroll)
-    if cast is not None and cast != dtype(source):
+    if copied:
         steps.append(("free", "cast"))
     return steps
 
@@ -280,19 +285,17 @@ def reduce(
 class _Cast:
     """A tensor's dense copy: its own strides if it is dense, else contiguous ones (`Tensor::to`)."""
 
-    def __init__(self, source: Any, item: int) -> None:
+    def __init__(self, source: Any) -> None:
         self.shape = shape(source)
         self._strides = _preserved(source)
-        self._item = item
 
     def stride(self) -> tuple[int, ...]:
+        """Strides in elements."""
         return self._strides
 
 
 def _preserved(source: Any) -> tuple[int, ...]:
     """Strides of a copy that preserves the format of its source."""
-    from graph.workspaces.metadata import is_dense
-
     if is_dense(source):
         return strides(source)
     sizes, steps = shape(source), strides(source)
@@ -387,10 +390,8 @@ def extreme_of_all(call: Call) -> Plan | None:
     source = call.args[0]
     if is_contiguous(source):
         return extreme(call)
-    flat = _Cast(source, width(source))
-    flat.shape, flat._strides = (elements(source),), (1,)
-    loop = merged(flat, [0], width(source), width(source))
-    steps = scratch(call.profile, loop, width(source), width(source), width(source), False)
+    item = width(source)
+    steps = scratch(call.profile, flat(elements(source), item), item, item, item, False)
     return (("rest",), ("alloc", "flat", size(source)), *steps, ("free", "flat"))
 
 
@@ -421,10 +422,8 @@ def index_of(call: Call) -> Plan | None:
         if not shape(source) or shape(source)[dims[0]] == 1:
             return None
         return _extreme(call, dims, 16, lossy=True)
-    flat = _Cast(source, width(source))
-    flat.shape, flat._strides = (elements(source),), (1,)
-    loop = merged(flat, [0], 8, width(source))
-    steps = scratch(call.profile, loop, 8, 16, width(source), True)
+    item = width(source)
+    steps = scratch(call.profile, flat(elements(source), item), 8, 16, item, True)
     if is_contiguous(source):
         return tuple(steps) or None
     return (("alloc", "flat", size(source)), *steps, ("free", "flat"))

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 import click
 
 from traces.errors import ConfigError, LLMemError
-from traces.text import quoted
+from traces.text import number, quoted
 
 if TYPE_CHECKING:
     from graph.case import Case
@@ -30,17 +30,21 @@ _OPTIONS: Final = (
     ("compute", "fp32|bf16|fp16", "What nf4 layers compute in."),
     ("double_quant", None, "The absolute maxima of nf4 are quantised as well."),
     ("attn", "sdpa|eager|default", "Attention implementation."),
+    ("repeat_kv", None, "Keys and values of grouped heads are repeated before sdpa."),
     ("lora", "RANK", "LoRA of this rank; 0: all weights are trained."),
+    ("lora_targets", "NAME,...", "Modules that get adapters; without it those that peft takes."),
     ("batch", "N", "Sequences in a micro-batch, on each GPU."),
     ("seq", "N", "Tokens in a sequence."),
     ("dec_seq", "N", "Tokens for the decoder, of a model that has both."),
     ("attention_mask", "false|true|padded", "Attention mask of the batch: none, all ones, or with padding."),
     ("use_cache", None, "The model keeps keys and values, as in generation."),
+    ("outputs", "dropped|step|next", "How long the logits stay beside the loss."),
     ("cudnn_sdp", None, "cuDNN's attention may be chosen."),
     ("loss", "NAME", "none (the model's own), transformers-4.29, chunk8 or chunk8-ckpt."),
     ("experts", "X,X,...", "Shares of the tokens that the experts get; without it equal ones."),
     ("optimizer", "NAME", "adamw, adamw-fused, adamw-foreach, adamw-forloop, adamw-8bit, adafactor or sgd."),
     ("sgd_momentum", "X", "Momentum of sgd."),
+    ("step_in_backward", None, "Each parameter's optimizer steps during backward."),
     ("checkpointing", "NAME", "Gradient checkpointing: none, nonreentrant, reentrant or selective."),
     ("save", "matmul,attn", "What selective checkpointing keeps."),
     ("every", "N", "Checkpoint every so many layers."),
@@ -137,8 +141,8 @@ def _value(key: str, given: object) -> Any:
     if key == "mesh":
         return _mesh(text)
     if key == "experts":
-        return [_number(part) for part in text.split(",")]
-    return _number(text) if key in _NUMBERS else text
+        return [number(part) for part in text.split(",")]
+    return number(text) if key in _NUMBERS else text
 
 
 def _memory(text: str) -> int | list[int]:
@@ -158,13 +162,3 @@ def _mesh(text: str) -> dict[str, int]:
         return {name.strip(): int(size) for name, size in parts}
     except ValueError:
         raise ConfigError(f"--mesh {quoted(text)}: write the size of each dimension, as in fsdp2=4,tp=2") from None
-
-
-def _number(text: str) -> int | float | str:
-    """A number if it is one."""
-    for kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            continue
-    return text

@@ -2,9 +2,10 @@
 
     python -m tests.accuracy [TABLE]... [--where KEY=VALUE]... [--sample N] [--jobs N] [--results FILE] [--worst N]
 
-TABLE is single, seq2seq, inference or min_fit (default: the first three), or the path of such a table with
-`--kind TABLE`. Finished cases are kept in --results and not run again. `gemini [MODEL]...` prints errors on recorded
-runs of Gemini beside those of LLMem's own estimator, by setting; `table2 [MODEL]...` the paper's Table 2.
+TABLE is single, seq2seq, inference (these by default), min_fit, multi, offload, pipeline or deepspeed, or the path of
+such a table with `--kind TABLE`. Finished cases are kept in --results and not run again. `gemini [MODEL]...` prints
+errors on recorded runs of Gemini beside those of LLMem's own estimator, by setting; `table2 [MODEL]...` the paper's
+Table 2.
 """
 
 from __future__ import annotations
@@ -184,6 +185,10 @@ def main() -> None:
         from tests.accuracy import table2
 
         return table2.main(sys.argv[2:])
+    if sys.argv[1:2] == ["published"]:
+        from tests.accuracy import published
+
+        return published.main(sys.argv[2:])
     if sys.argv[1:2] == ["gemini"]:
         from tests import gemini_accuracy
 

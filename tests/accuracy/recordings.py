@@ -8,7 +8,7 @@ from __future__ import annotations
 import csv
 import gzip
 import io
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -57,217 +57,98 @@ def read_table(path: Path) -> list[dict[str, str]]:
 
 
 def recordings(table: str, path: Path | None = None) -> Iterator[Recording]:
-    """The rows of a table (`single`, `seq2seq`, `inference`, `min_fit`) as cases."""
+    """The rows of a table (a key of `COLUMNS`) as cases."""
     rows = read_table(path or FOLDER / f"{table}.csv.gz")
     for number, row in enumerate(rows):
         if row.get("transformers", "5.23.0") == "5.23.0":
-            yield Recording(table, number, _CASES[table](row), row)
+            yield Recording(table, number, case_of(table, row), row)
 
 
-def _release(row: Mapping[str, str]) -> str:
-    return ".".join(row["torch"].split(".")[:2])
+def _truth(text: str) -> bool:
+    return text == "True"
 
 
-def _mask(text: str) -> bool | str:
-    return text if text == "padded" else text == "True"
+def _bytes(text: str) -> int | None:
+    """Empty and 0: the card's own memory."""
+    return int(text or 0) or None
 
 
-def _single(row: Mapping[str, str]) -> dict[str, Any]:
-    return {
-        "model": row["model"],
-        "dtype": row["dtype"],
-        "autocast": row["autocast"],
-        "quant": row["quant"],
-        "attn": row["attn"],
-        "batch": int(row["batch"]),
-        "seq": int(row["seq"]),
-        "checkpointing": row["checkpointing"],
-        "optimizer": row["optimizer"],
-        "sgd_momentum": float(row["sgd_momentum"]),
-        "lora": int(row["lora"]),
-        "accum": int(row["accum"]),
-        "clip": float(row["clip"]),
-        "steps": int(row["steps"]),
-        "use_cache": row["use_cache"] == "True",
-        "attention_mask": _mask(row["attention_mask"]),
-        "cudnn_sdp": row["cudnn_sdp"] == "True",
-        "gpu": row["gpu"],
-        "memory": int(row["memory"]) if row["memory"] else None,
-        "alloc_conf": row["alloc_conf"],
-        "release": _release(row),
-    }
+#: The key of a case that a column of another name is.
+_KEYS: Final = {
+    "ckpt": "checkpointing",
+    "device": "gpu",
+    "mem": "memory",
+    "expandable": "alloc_conf",
+    "torch": "release",
+    "lag": "deferred",
+    "sac": "save",
+    "reshard_bwd": "reshard_backward",
+    "mb_size": "batch",
+    "stages": "world",
+    "stage": "strategy",
+    "bucket": "buckets",
+    "load": "quant",
+    "compute": "dtype",
+}
 
+_WHOLE: Final = "batch seq accum steps lora world every prompt new mb_size stages microbatches"
+_TRUTHS: Final = "use_cache cudnn_sdp sync double_quant reshard_bwd return_outputs"
 
-#: Catalogue names of the rows whose task is not the model's first one.
+#: What the text in a column means; without an entry it stands for itself.
+_VALUES: Final[Mapping[str, Callable[[str], Any]]] = {
+    **dict.fromkeys(_WHOLE.split(), int),
+    **dict.fromkeys(("sgd_momentum", "clip"), float),
+    **dict.fromkeys(_TRUTHS.split(), _truth),
+    **dict.fromkeys(("memory", "mem"), _bytes),
+    "attention_mask": lambda text: text if text == "padded" else _truth(text),
+    "expandable": lambda text: "expandable_segments:True" if _truth(text) else "",
+    "torch": lambda text: ".".join(text.split(".")[:2]),
+    "lag": lambda text: "late" if text == "1" else "prompt",
+    "offload": {"": "", "cpu": "activations", "cpu-pin": "activations-pin", "hf": "checkpoints"}.__getitem__,
+    "stage": "deepspeed-{}".format,
+    "bucket": lambda text: int(text) if text else None,
+    "overlap_comm": lambda text: "default" if text == "default" else _truth(text),
+    "load": lambda text: text if text in ("nf4", "int8") else "",
+}
+
+_SINGLE: Final = (
+    "model dtype autocast quant attn batch seq checkpointing optimizer sgd_momentum lora accum clip steps use_cache "
+    "attention_mask cudnn_sdp gpu memory alloc_conf torch"
+)
+_REST: Final = "model attn device expandable torch"
+
+#: The columns of each table that its cases are made of.
+COLUMNS: Final[Mapping[str, str]] = {
+    "single": _SINGLE,
+    "multi": f"{_SINGLE} strategy world lag sync",
+    "seq2seq": f"{_REST} dtype autocast batch seq ckpt optimizer use_cache attention_mask accum cudnn_sdp mem steps",
+    "inference": f"{_REST} compute load batch prompt new cache mode double_quant cudnn_sdp mem",
+    "min_fit": f"{_REST} dtype autocast batch seq ckpt optimizer lora",
+    "offload": f"{_REST} dtype autocast batch seq ckpt sac every offload loss accum grad_sync reshard_bwd optimizer "
+    "strategy world steps cudnn_sdp mem",
+    "pipeline": f"{_REST} dtype autocast mb_size seq ckpt optimizer stages schedule microbatches return_outputs shapes "
+    "lag steps mem",
+    "deepspeed": f"{_REST} dtype batch seq ckpt accum clip stage world bucket overlap_comm grad_accum_dtype zero_extra "
+    "init lag steps mem",
+}
+
+#: Catalogue names of the rows of seq2seq whose task is not the model's first one.
 _VARIANTS: Final = {"cls": "sequence-classification", "mlm": "masked-lm", "image": "image-classification"}
 
 
-def _seq2seq(row: Mapping[str, str]) -> dict[str, Any]:
-    case = {
-        "model": row["model"],
-        "dtype": row["dtype"],
-        "autocast": row["autocast"],
-        "attn": row["attn"],
-        "batch": int(row["batch"]),
-        "seq": int(row["seq"]),
-        "checkpointing": row["ckpt"],
-        "optimizer": row["optimizer"],
-        "use_cache": row["use_cache"] == "True",
-        "attention_mask": _mask(row["attention_mask"]),
-        "accum": int(row["accum"]),
-        "cudnn_sdp": row["cudnn_sdp"] == "True",
-        "steps": int(row["steps"]),
-        "gpu": row["device"],
-        "memory": int(row["mem"]) or None,
-        "alloc_conf": "expandable_segments:True" if row["expandable"] == "True" else "",
-        "release": _release(row),
-    }
-    if row["task"] == "seq2seq":
+def case_of(table: str, row: Mapping[str, str]) -> dict[str, Any]:
+    """The case that a row of a table is."""
+    case = {_KEYS.get(name, name): _VALUES.get(name, str)(row[name]) for name in COLUMNS[table].split()}
+    if table == "seq2seq" and row["task"] == "seq2seq":
         case["dec_seq"] = int(row["dec_seq"])
-    if row["task"] in _VARIANTS:
+    elif table == "seq2seq":
         case["head"] = _VARIANTS[row["task"]]
+    elif table == "inference":
+        case["task"] = "inference"
+    elif table == "offload" and row["sac"]:
+        case["checkpointing"] = "selective"
+    elif table == "pipeline":
+        case["strategy"] = "pp"
+    elif table == "deepspeed":
+        case["offload"] = "optimizer" if row["offload"] else ""
     return case
-
-
-def _inference(row: Mapping[str, str]) -> dict[str, Any]:
-    return {
-        "model": row["model"],
-        "task": "inference",
-        "dtype": row["compute"],
-        "quant": row["load"] if row["load"] in ("nf4", "int8") else "",
-        "attn": row["attn"],
-        "batch": int(row["batch"]),
-        "prompt": int(row["prompt"]),
-        "new": int(row["new"]),
-        "cache": row["cache"],
-        "mode": row["mode"],
-        "double_quant": row["double_quant"] == "True",
-        "cudnn_sdp": row["cudnn_sdp"] == "True",
-        "gpu": row["device"],
-        "memory": int(row["mem"]) or None,
-        "alloc_conf": "expandable_segments:True" if row["expandable"] == "True" else "",
-        "release": _release(row),
-    }
-
-
-def _min_fit(row: Mapping[str, str]) -> dict[str, Any]:
-    return {
-        "model": row["model"],
-        "dtype": row["dtype"],
-        "autocast": row["autocast"],
-        "attn": row["attn"],
-        "batch": int(row["batch"]),
-        "seq": int(row["seq"]),
-        "checkpointing": row["ckpt"],
-        "optimizer": row["optimizer"],
-        "lora": int(row["lora"]),
-        "gpu": row["device"],
-        "alloc_conf": "expandable_segments:True" if row["expandable"] == "True" else "",
-        "release": _release(row),
-    }
-
-
-def _multi(row: Mapping[str, str]) -> dict[str, Any]:
-    return {
-        **_single(row),
-        "strategy": row["strategy"],
-        "world": int(row["world"]),
-        "deferred": "late" if row["lag"] == "1" else "prompt",
-        "sync": row["sync"] == "True",
-    }
-
-
-#: The word of a case for what the column `offload` names.
-_OFFLOADS: Final = {"": "", "cpu": "activations", "cpu-pin": "activations-pin", "hf": "checkpoints"}
-
-
-def _offload(row: Mapping[str, str]) -> dict[str, Any]:
-    return {
-        "model": row["model"],
-        "dtype": row["dtype"],
-        "autocast": row["autocast"],
-        "attn": row["attn"],
-        "batch": int(row["batch"]),
-        "seq": int(row["seq"]),
-        "checkpointing": "selective" if row["sac"] else row["ckpt"],
-        "save": row["sac"],
-        "every": int(row["every"]),
-        "offload": _OFFLOADS[row["offload"]],
-        "loss": row["loss"],
-        "accum": int(row["accum"]),
-        "grad_sync": row["grad_sync"],
-        "reshard_backward": row["reshard_bwd"] == "True",
-        "optimizer": row["optimizer"],
-        "strategy": row["strategy"],
-        "world": int(row["world"]),
-        "steps": int(row["steps"]),
-        "cudnn_sdp": row["cudnn_sdp"] == "True",
-        "gpu": row["device"],
-        "memory": int(row["mem"]) or None,
-        "alloc_conf": "expandable_segments:True" if row["expandable"] == "True" else "",
-        "release": _release(row),
-    }
-
-
-def _pipeline(row: Mapping[str, str]) -> dict[str, Any]:
-    return {
-        "model": row["model"],
-        "dtype": row["dtype"],
-        "autocast": row["autocast"],
-        "attn": row["attn"],
-        "batch": int(row["mb_size"]),
-        "seq": int(row["seq"]),
-        "checkpointing": row["ckpt"],
-        "optimizer": row["optimizer"],
-        "strategy": "pp",
-        "world": int(row["stages"]),
-        "schedule": row["schedule"],
-        "microbatches": int(row["microbatches"]),
-        "return_outputs": row["return_outputs"] == "True",
-        "shapes": row["shapes"],
-        "deferred": "late" if row["lag"] == "1" else "prompt",
-        "steps": int(row["steps"]),
-        "gpu": row["device"],
-        "memory": int(row["mem"]) or None,
-        "alloc_conf": "expandable_segments:True" if row["expandable"] == "True" else "",
-        "release": _release(row),
-    }
-
-
-def _deepspeed(row: Mapping[str, str]) -> dict[str, Any]:
-    return {
-        "model": row["model"],
-        "dtype": row["dtype"],
-        "attn": row["attn"],
-        "batch": int(row["batch"]),
-        "seq": int(row["seq"]),
-        "checkpointing": row["ckpt"],
-        "accum": int(row["accum"]),
-        "clip": float(row["clip"]),
-        "strategy": f"deepspeed-{row['stage']}",
-        "world": int(row["world"]),
-        "buckets": int(row["bucket"]) if row["bucket"] else None,
-        "overlap_comm": {"True": True, "False": False}.get(row["overlap_comm"], "default"),
-        "grad_accum_dtype": row["grad_accum_dtype"],
-        "zero_extra": row["zero_extra"],
-        "init": row["init"],
-        "offload": "optimizer" if row["offload"] else "",
-        "deferred": "late" if row["lag"] == "1" else "prompt",
-        "steps": int(row["steps"]),
-        "gpu": row["device"],
-        "memory": int(row["mem"]) or None,
-        "alloc_conf": "expandable_segments:True" if row["expandable"] == "True" else "",
-        "release": _release(row),
-    }
-
-
-_CASES: Final = {
-    "single": _single,
-    "seq2seq": _seq2seq,
-    "inference": _inference,
-    "min_fit": _min_fit,
-    "multi": _multi,
-    "offload": _offload,
-    "pipeline": _pipeline,
-    "deepspeed": _deepspeed,
-}
