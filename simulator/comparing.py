@@ -35,6 +35,8 @@ FIGURES: Final = (
 WATCHED: Final = ("peak_allocated", "peak_reserved")
 #: Figures that are counts, not bytes.
 COUNTS: Final = frozenset({"num_alloc_retries", "num_ooms"})
+#: Parts of module paths that are wrappers around a module.
+WRAPPERS: Final = frozenset({"_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod"})
 #: Bytes at the head of a file in which a trace says that it is one.
 _HEAD: Final = 1 << 16
 
@@ -62,12 +64,16 @@ class Figures:
 
 @dataclass(frozen=True)
 class Side:
-    """One of two runs: its name, what it was read from, and the figures of its ranks, worst first."""
+    """One of two runs: its name, what it was read from, and the figures of its ranks, worst first.
+
+    `result` is the replay, where it was made with its picture, for a page.
+    """
 
     name: str
     kind: Kind
     ranks: tuple[Figures, ...]
     notes: tuple[str, ...] = ()
+    result: Result | None = field(default=None, repr=False)
 
     @property
     def verdict(self) -> str:
@@ -232,8 +238,9 @@ def compare(before: Side, after: Side, limit: Limit | None = None) -> Comparison
 # --- reading ------------------------------------------------------------------------------------------------------
 
 
-def load(path: str | os.PathLike[str], *, release: str | None = None) -> Side:
-    """One side from a file: a trace or snapshot is replayed, a result or an answer is taken as it is.
+def load(path: str | os.PathLike[str], *, release: str | None = None, picture: bool = False) -> Side:
+    """One side from a file: a trace or snapshot is replayed (`picture`: with what a page draws of it), a result or an
+    answer is taken as it is.
 
     Raises TraceError where the file is none of these, and what `simulator.replay` raises.
     """
@@ -245,7 +252,7 @@ def load(path: str | os.PathLike[str], *, release: str | None = None) -> Side:
     if document is not None:
         return side_of_document(document, name)
     trace = traces.read(path, release=release)
-    return side_of_replay(replay(trace, release=release, events=True, analyse=False), trace, name)
+    return side_of_replay(replay(trace, release=release, events=True, picture=picture, analyse=False), trace, name)
 
 
 def read_document(path: str | os.PathLike[str]) -> Mapping[str, Any] | None:
@@ -313,7 +320,8 @@ def side_of_replay(result: Result, trace: Trace, name: str) -> Side:
                 tensors=tensors,
             )
         )
-    return Side(name, "trace", _worst_first(found), result.notes)
+    pictured = any(rank.picture is not None for rank in result.ranks)
+    return Side(name, "trace", _worst_first(found), result.notes, result if pictured else None)
 
 
 def _worst_first(ranks: Iterable[Figures]) -> tuple[Figures, ...]:
@@ -351,10 +359,15 @@ def _from_answer(answer: Mapping[str, Any]) -> Figures:
     return Figures(
         ranks=tuple(answer["ranks"]),
         verdict=str(answer["verdict"]),
-        values={name: answer.get(name) for name in WATCHED},
+        values={name: _known(answer[name], answer["verdict"]) for name in WATCHED},
         phases=_phases(answer.get("phases") or {}),
         whole=False,
     )
+
+
+def _known(figure: Any, verdict: str) -> int | None:
+    """Bytes of an answer, which only a run out of memory need not have; TypeError for anything else."""
+    return None if figure is None and verdict == "oom" else int(figure)
 
 
 def _phases(found: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
@@ -385,10 +398,19 @@ def _alive(entry: RankEvents, event: int, failed: Any) -> tuple[dict[str, int], 
 
 
 def _add(tensors: dict[str, int], modules: dict[str, int], name: str, category: str, size: int) -> None:
+    name = unwrapped(name)
     tensor = f"{name} ({category})"
     tensors[tensor] = tensors.get(tensor, 0) + size
     module = module_of(name, category)
     modules[module] = modules.get(module, 0) + size
+
+
+def unwrapped(name: str) -> str:
+    """A tensor's name without what wrappers add to it, so that methods can be compared: DDP, FSDP1, checkpoints."""
+    module, colon, what = name.partition(": ")
+    parts = [part for part in module.split(".") if part not in WRAPPERS]
+    module = ".".join(parts[1:] if parts[0:1] == ["module"] else parts)
+    return f"{module}{colon}{what}" if module else what or name
 
 
 def module_of(name: str, category: str) -> str:

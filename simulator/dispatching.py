@@ -301,6 +301,8 @@ def dask_executor(address: str, *, timeout: float = 20) -> Iterator[tuple[Execut
         raise ConfigError(f"--dask {address}: no scheduler answers there ({one_line(error)})") from None
     with client:
         try:
+            with contextlib.suppress(TimeoutError):
+                client.wait_for_workers(1, timeout=timeout)
             workers = client.run(_ready)
         except Exception as error:
             raise ConfigError(
@@ -308,9 +310,65 @@ def dask_executor(address: str, *, timeout: float = 20) -> Iterator[tuple[Execut
             ) from None
         if not workers:
             raise ConfigError(f"--dask {address}: the cluster has no workers")
-        yield client.get_executor(pure=False), sum(client.nthreads().values())
+        yield _Cluster(client.get_executor(pure=False)), sum(client.nthreads().values())
 
 
 def _ready() -> bool:
     """Whether a remote worker has this module."""
     return True
+
+
+class _Cluster(Executor):
+    """The executor of a Dask client, whose workers do not sample the frames of what runs in them (`_undisturbed`)."""
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+
+    def submit(self, function: Callable[..., Any], /, *arguments: Any, **named: Any) -> Future[Any]:
+        """Hand the call to a worker."""
+        found: Future[Any] = self._inner.submit(_undisturbed, function, *arguments, **named)
+        return found
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """End what was submitted; the cluster stays."""
+        self._inner.shutdown(wait=wait)
+
+
+_sampling: Final = threading.Lock()
+_calls = 0
+
+
+def _undisturbed(function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+    """Call a function in a Dask worker while the worker's profiler pauses.
+
+    The profiler holds frames of the function's thread for a moment, and with them local variables of functions that
+    have returned: tensors of a captured model would die later than they do.
+    """
+    global _calls
+    from dask.distributed import get_worker
+
+    worker = get_worker()
+    sampler = worker.periodic_callbacks.get("profile")
+    if sampler is None:
+        return function(*arguments, **named)
+
+    def told(action: Callable[[], None]) -> None:
+        done = threading.Event()
+
+        def act() -> None:
+            action()
+            done.set()
+
+        worker.loop.add_callback(act)
+        done.wait()
+
+    with _sampling:
+        _calls += 1
+        told(sampler.stop)
+    try:
+        return function(*arguments, **named)
+    finally:
+        with _sampling:
+            _calls -= 1
+            if not _calls:
+                told(sampler.start)

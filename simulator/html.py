@@ -193,7 +193,7 @@ def _notes(result: Result) -> str:
 
 def _rank(place: int, label: str, rank: RankResult, packed: Series, room: Room) -> str:
     """The section of one rank: figures, the places of the plot and of the blocks, and the tables."""
-    safe = text(label, 80)
+    heading = text(label[:1].upper() + label[1:] if label.startswith("rank") else label, 80)
     cards = (
         _phases(distinct_phases(rank.phases)),
         _categories(rank),
@@ -203,7 +203,7 @@ def _rank(place: int, label: str, rank: RankResult, packed: Series, room: Room) 
     )
     return (
         f'<section class=rank data-rank="{place}" aria-labelledby="rank-{place}">'
-        f'<h2 id="rank-{place}">{safe[:1].upper()}{safe[1:]} <small>'
+        f'<h2 id="rank-{place}">{heading} <small>'
         f"{text(rank.device.name)}</small></h2>"
         f"{_figures(rank)}{_out_of_memory(rank.oom)}<div class=plot></div>{_caption(rank, packed)}"
         f"<div class=moments></div>{_modules(rank, room)}"
@@ -227,7 +227,7 @@ def _figures(rank: RankResult) -> str:
         f'<div><dt>{name}</dt><dd data-key="{key}" data-bytes="{count}">{size(count)}</dd></div>'
         for key, name, count in figures
     ]
-    if rank.duration_ns is not None:
+    if rank.duration_ns:
         cells.append(
             f'<div><dt>simulated time</dt><dd data-key="duration_ns">{format_time(rank.duration_ns)}</dd></div>'
         )

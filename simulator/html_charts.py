@@ -25,22 +25,35 @@ Cell = str | int | float | Size | None
 
 @dataclass(frozen=True)
 class Bar:
-    """A row of a chart: parts (what, size) from left to right, a line at `mark` (a limit), words at the end."""
+    """A row of a chart: parts (what, size) from left to right, a line at `mark` (a limit), words at the end.
+
+    `alarm` are words at the very end that say what is wrong.
+    """
 
     label: str
     parts: tuple[tuple[str, float], ...]
     mark: float | None = None
     remark: str = ""
+    alarm: str = ""
 
 
 @dataclass(frozen=True)
 class Chart:
-    """Horizontal bars on one scale; parts of one name have one colour."""
+    """Horizontal bars on one scale; parts of one name have one colour. `mark` says what the marks of the bars are."""
 
     title: str
     bars: tuple[Bar, ...]
     unit: Literal["bytes", "number"] = "bytes"
     caption: str = ""
+    mark: str = "limit"
+
+
+@dataclass(frozen=True)
+class Dots:
+    """Rows of dots on one scale of bytes: a label, words at the end, and what, bytes and wrongness of every dot."""
+
+    title: str
+    rows: tuple[tuple[str, str, tuple[tuple[str, int, bool], ...]], ...]
 
 
 @dataclass(frozen=True)
@@ -58,6 +71,9 @@ class Grid:
     caption: str = ""
 
 
+Part = Chart | Dots | Grid
+
+
 def chart(given: Chart) -> str:
     """The chart as a card over the whole width; every bar's numbers stand beside it."""
     shown = given.bars[:MAX_ROWS]
@@ -67,7 +83,7 @@ def chart(given: Chart) -> str:
     rows = "".join(_bar(bar, whole, kinds, given.unit) for bar in shown)
     meaning = [(kinds[name], name.replace("_", " ")) for name in names]
     if any(bar.mark is not None for bar in shown):
-        meaning.append(("mark", "limit"))
+        meaning.append(("mark", given.mark))
     body = (key(meaning) if len(meaning) > 1 else "") + f"<div class=bars role=list>{rows}</div>"
     return card(text(given.title), body + _rest(len(given.bars)) + _caption(given.caption), kind="wide")
 
@@ -81,10 +97,32 @@ def _bar(bar: Bar, whole: float, kinds: dict[str, str], unit: str) -> str:
     each = ", ".join(f"{what} {_number(value, unit)}" for what, value in bar.parts if value)
     parts = [(kinds[what], value) for what, value in bar.parts]
     remark = f" <small>{text(bar.remark)}</small>" if bar.remark else ""
+    remark += f" <span class=bad>{text(bar.alarm)}</span>" if bar.alarm else ""
     return (
         f'<div role=listitem title="{text(each, 600)}"><span class=what>{text(bar.label, 80)}</span>'
         f"{stacked(parts, whole, mark=bar.mark)}<span class=n>{words}{remark}</span></div>"
     )
+
+
+def dots(given: Dots) -> str:
+    """The rows of dots as a card over the whole width."""
+    values = [value for _, _, row in given.rows for _, value, _ in row]
+    low, high = min(values, default=0), max(values, default=0)
+    scale = 96 / max(1, high - low)
+    rows = ""
+    for label, remark, row in given.rows[:MAX_ROWS]:
+        drawn = "".join(
+            f'<circle{" class=bad" if bad else ""} cx="{2 + scale * (value - low):.2f}%" cy=8 r=5>'
+            f"<title>{text(what)}: {format_bytes(value)}</title></circle>"
+            for what, value, bad in row
+        )
+        line = '<rect class=track y=7 width="100%" height=2 />'
+        rows += (
+            f"<div role=listitem><span class=what>{text(label, 80)}</span>"
+            f"<svg class=dots aria-hidden=true>{line}{drawn}</svg><span class=n>{text(remark)}</span></div>"
+        )
+    scope = _caption(f"From {format_bytes(low)} to {format_bytes(high)}; a dot is a replay.")
+    return card(text(given.title), f"<div class=bars role=list>{rows}</div>{scope}", kind="wide")
 
 
 def grid(given: Grid) -> str:
@@ -126,6 +164,8 @@ def _caption(words: str) -> str:
     return f"<p class=caption>{text(words, 600)}</p>" if words else ""
 
 
-def parts(given: Sequence[Chart | Grid]) -> str:
+def parts(given: Sequence[Part]) -> str:
     """Charts and tables, one below the other."""
-    return "".join(chart(one) if isinstance(one, Chart) else grid(one) for one in given)
+    return "".join(
+        chart(one) if isinstance(one, Chart) else dots(one) if isinstance(one, Dots) else grid(one) for one in given
+    )

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from simulator.comparing import Comparison, Figures, Pair
-from simulator.html_sheet import Bar, Chart, Grid, Sheet, render_sheet
+from simulator.html_sheet import Bar, Chart, Grid, Part, Sheet, render_sheet
 from simulator.ranks import format_ranks
 from simulator.report_compare import shown, tables, verdict
+from simulator.result import Result
 
 
 def render_compare(found: Comparison) -> str:
@@ -16,7 +17,7 @@ def render_compare(found: Comparison) -> str:
 def sheet_of(found: Comparison) -> Sheet:
     """What the page of a comparison shows: for each pair of ranks two bars, peaks by phase, and every table."""
     pairs, hidden = shown(found)
-    parts: list[Chart | Grid] = []
+    parts: list[Part] = []
     for pair in pairs:
         where = f"rank {format_ranks(pair.after.ranks)}: " if len(found.pairs) > 1 else ""
         parts += [chart for chart in (_memory(pair, where), _phases(pair, where)) if chart is not None]
@@ -24,14 +25,22 @@ def sheet_of(found: Comparison) -> Sheet:
             head = (first, "before", "after", "change", "%")
             parts.append(Grid(f"{where}{title or 'Figures'}", head, tuple(rows)))
     rest = (f"{hidden} more ranks are not shown; they grew less.",) if hidden else ()
+    said = verdict(found)
     return Sheet(
         title=f"{found.before.name} and {found.after.name}",
-        lead=f"{verdict(found)}.",
+        lead=f"{said[:1].upper()}{said[1:]}.",
         badge="oom" if found.after.verdict == "oom" else "fits",
         facts=(f"before: {found.before.kind}", f"after: {found.after.kind}"),
         parts=tuple(parts),
+        results=_results(found),
         notes=(*rest, *found.before.notes, *found.after.notes),
     )
+
+
+def _results(found: Comparison) -> tuple[tuple[str, Result], ...]:
+    """The replays of both sides, as far as there are any: a result or an answer has no memory over time."""
+    sides = ((found.before, "before"), (found.after, "after"))
+    return tuple((f"{words}: {side.name}", side.result) for side, words in sides if side.result is not None)
 
 
 def _memory(pair: Pair, where: str) -> Chart | None:

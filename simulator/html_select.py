@@ -4,16 +4,36 @@ from __future__ import annotations
 
 from simulator.html_sheet import Bar, Chart, Grid, Sheet, Size, render_sheet
 from simulator.report_select import lines, reason
+from simulator.result import Result
 from simulator.selection import Outcome, Selection
 from traces.text import one_line
 
-
-def render_select(found: Selection) -> str:
-    """The page as text: a pure function of the selection."""
-    return render_sheet(sheet_of(found))
+Drawn = tuple[tuple[str, Result], ...]
 
 
-def sheet_of(found: Selection) -> Sheet:
+def render_select(found: Selection, results: Drawn = ()) -> str:
+    """The page as text, with methods that are drawn over time (`drawn`): a pure function of both."""
+    return render_sheet(sheet_of(found, results))
+
+
+def drawn(found: Selection) -> Drawn:
+    """The winner and the runner-up at their largest micro-batch, replayed with what a page draws of them.
+
+    As in the search, the allocator has the device less what lies outside of it and the margin.
+    """
+    from simulator.devices import device
+    from simulator.estimation import estimate
+
+    results = []
+    for one in (found.winner, found.runner_up):
+        if one is not None:
+            card = device(found.asked.gpus[min(one.worst, default=0)])
+            aside = card.total_bytes - one.limit
+            results.append((one.name, estimate(one.case, context=aside, picture=True, analyse=False).result))
+    return tuple(results)
+
+
+def sheet_of(found: Selection, results: Drawn = ()) -> Sheet:
     """What the page of a selection shows: bars of memory and of speed, the table of methods, the words under it."""
     asked = found.asked
     kinds = {name: asked.gpus.count(name) for name in dict.fromkeys(asked.gpus)}
@@ -25,6 +45,7 @@ def sheet_of(found: Selection) -> Sheet:
         badge="oom" if found.winner is None else "fits",
         facts=(f"ranked by {asked.policy}", f"{asked.margin:.0%} of each GPU kept free", f"{found.seconds:.1f} s"),
         parts=tuple(part for part in (_memory(found), _speed(found), _table(found)) if part is not None),
+        results=results,
         notes=tuple(_sentence(line) for line in said[1:]),
     )
 

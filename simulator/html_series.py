@@ -42,6 +42,7 @@ def series(timeline: Timeline, marks: tuple[int, ...], max_points: int) -> Serie
     above = timeline.active[index] - allocated
     reserved = timeline.reserved[index]
     unit = _common_divisor(allocated, above, reserved)
+    time = timeline.time_ns
     names = {name: code for code, name in enumerate(dict.fromkeys(phase.name for phase in phases))}
     document = {
         "events": len(timeline),
@@ -52,7 +53,7 @@ def series(timeline: Timeline, marks: tuple[int, ...], max_points: int) -> Serie
         "allocated": pack(allocated // unit),
         "above": pack(above // unit),
         "reserved": pack(reserved // unit),
-        "time": None if timeline.time_ns is None else pack(timeline.time_ns[index]),
+        "time": None if time is None or not time.any() else pack(time[index]),
         "names": [shorten(name) for name in names],
         "phases": {
             "count": len(phases),

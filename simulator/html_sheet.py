@@ -7,19 +7,21 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 from simulator.html import MAX_NOTES, MAX_RANKS, bounded, label_of
-from simulator.html_charts import Bar, Chart, Grid, Size, parts
+from simulator.html_charts import Bar, Chart, Dots, Grid, Part, Size, parts
+from simulator.html_overlay import overlay
 from simulator.html_page import write_page
 from simulator.html_pieces import text
 from simulator.result import Result
 
-__all__ = ["Bar", "Chart", "Grid", "Sheet", "Size", "render_sheet", "write_sheet"]
+__all__ = ["Bar", "Chart", "Dots", "Grid", "Part", "Sheet", "Size", "render_sheet", "write_sheet"]
 
 _WORDS: Final = {"fits": "Fits", "oom": "Out of memory"}
 
 
 @dataclass(frozen=True)
 class Sheet:
-    """What the page holds: plain text throughout. `results` are drawn one by one, with memory over time and tables.
+    """What the page holds: plain text throughout. `results` are drawn together (their worst ranks, on one axis), and
+    one by one, with memory over time and tables.
 
     Where a result was made with its picture (`replay(..., picture=True)`), categories and blocks are drawn as well.
     """
@@ -28,7 +30,7 @@ class Sheet:
     lead: str
     badge: Literal["fits", "oom", ""] = ""
     facts: tuple[str, ...] = ()
-    parts: tuple[Chart | Grid, ...] = ()
+    parts: tuple[Part, ...] = ()
     results: tuple[tuple[str, Result], ...] = ()
     notes: tuple[str, ...] = ()
 
@@ -46,7 +48,14 @@ def render_sheet(sheet: Sheet) -> str:
     badge = f'<span class="badge {sheet.badge}">{_WORDS[sheet.badge]}</span> ' if sheet.badge else ""
     facts = " · ".join(text(fact, 300) for fact in sheet.facts)
     header = f"<h1>{badge}{text(sheet.title)}</h1><p class=lead>{text(sheet.lead, 600)}</p><p class=facts>{facts}</p>"
-    ranks = [(f"{label}: {label_of(rank.ranks)}", rank) for label, result in sheet.results for rank in result.ranks]
+    ranks = [
+        (label if len(result.ranks) == 1 else f"{label}: {label_of(rank.ranks)}", rank)
+        for label, result in sheet.results
+        for rank in result.ranks
+    ]
+    if ranks and sheet.parts:
+        header += "<p class=facts><a href=#one>Memory over time, blocks and modules, one by one</a></p>"
+    together = overlay([(label, result.ranks[0]) for label, result in sheet.results if result.ranks])
     notes = list(sheet.notes[:MAX_NOTES])
     if len(sheet.notes) > MAX_NOTES:
         notes.append(f"{len(sheet.notes) - MAX_NOTES:,} further notes are left out.")
@@ -56,7 +65,7 @@ def render_sheet(sheet: Sheet) -> str:
     return bounded(
         sheet.title,
         header,
-        f"<div class=side>{parts(sheet.parts)}</div>",
+        f"<div class=side>{together}{parts(sheet.parts)}</div><a id=one></a>",
         ranks[:MAX_RANKS],
         f"<h2>Notes</h2><ul>{lines}</ul>" if notes else "",
         chooser="Shown",

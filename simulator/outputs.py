@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypedDict
 
 from traces.errors import ConfigError, OutputError, ReplayError
 from traces.text import path_text
@@ -25,6 +25,15 @@ CHROME_ENDINGS: Final = (".json", ".json.gz")
 TIMELINE_ENDINGS: Final = (".csv", ".csv.gz", ".npz", ".parquet", *CHROME_ENDINGS)
 
 
+class Kept(TypedDict):
+    """Arguments of `simulator.replay` and `simulator.estimate`: what is kept for files that are to be written."""
+
+    events: bool
+    log: bool
+    snapshot: bool
+    picture: bool
+
+
 @dataclass(frozen=True, slots=True)
 class Outputs:
     """Paths of the files to write; None for those that nobody asked for. `force` replaces existing ones.
@@ -39,6 +48,16 @@ class Outputs:
     html: str | None = None
     force: bool = False
     output: str | None = None
+
+    @property
+    def kept(self) -> Kept:
+        """What a replay must keep for them."""
+        return {
+            "events": self.events is not None,
+            "log": self.calls is not None,
+            "snapshot": self.snapshot is not None,
+            "picture": self.html is not None,
+        }
 
     @property
     def paths(self) -> Mapping[str, str]:

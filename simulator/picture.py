@@ -21,6 +21,8 @@ from traces.timeline import PhaseSpan
 
 #: Phases whose peak and end are moments; where a trace has more, those with the highest peaks.
 MOST_PHASES: Final = 12
+#: Moments that are chosen by their share of the events where there are hardly any others.
+FEWEST: Final = 8
 UNKNOWN: Final = "unknown"
 
 _ALLOC: Final = LOG_KINDS.index("alloc")
@@ -243,6 +245,11 @@ def _chosen(machine: Machine, spans: tuple[PhaseSpan, ...], failed: tuple[int, .
         found.setdefault(peaks[place], []).append(f"peak of {name}")
         found.setdefault(span.stop - 1, []).append(f"end of {name}")
     found.setdefault(len(allocated) - 1, []).append("end of the trace")
+    if len(found) < FEWEST:
+        for tenth in range(1, 10):
+            place = tenth * len(allocated) // 10
+            if place not in found:
+                found[place] = [f"after {tenth}0 % of the events"]
     return {index: tuple(found[index]) for index in sorted(found)}
 
 

@@ -38,7 +38,7 @@ REMEDIES: Final = (
     "max_split_size_mb:128",
     "max_split_size_mb:512",
     "roundup_power2_divisions:8",
-    "per_process_memory_fraction:1.0,garbage_collection_threshold:0.8",
+    "garbage_collection_threshold:0.8,per_process_memory_fraction:0.99",  # it works below a memory limit only
 )
 REMEDY_EVENTS: Final = 3_000_000  # longer traces are not tried again
 
@@ -111,7 +111,7 @@ def replay(
     setup, classes, machines, watch = _served(trace, conf, release, memory, context, full=events, log=logged)
     trace = trace.trace if isinstance(trace, Prepared) else trace
     results = [
-        _result_of(item, machine, watch, number, setup, events=events, log=log, snapshot=snapshot, picture=picture)
+        _result_of(item, machine, watch, number, events=events, log=log, snapshot=snapshot, picture=picture)
         for number, (item, machine) in enumerate(zip(classes, machines, strict=True))
     ]
     results.sort(key=lambda result: (result.oom is None, -result.device_total, result.ranks))
@@ -283,7 +283,6 @@ def _result_of(
     machine: Machine,
     watch: Watch,
     number: int,
-    setup: Setup,
     *,
     events: bool,
     log: bool,
@@ -329,14 +328,14 @@ def _result_of(
 
 
 def _duration(machine: Machine) -> int | None:
-    """When the host and all streams are done, where the trace has simulated time."""
+    """When the host and all streams are done; None where nothing of the trace takes time."""
     if not machine.program.timed:
         return None
     memory = machine.memory
     clocks = [
         int(memory[int(memory[at.STREAMS]) + i * at.S_COLUMNS + at.S_CLOCK]) for i in range(int(memory[at.NUM_STREAMS]))
     ]
-    return max([int(memory[at.HOST]), *clocks])
+    return max([int(memory[at.HOST]), *clocks]) or None
 
 
 def _columns_of(machine: Machine) -> EventColumns:

@@ -23,7 +23,7 @@ from typing import Any, Final, Literal
 
 from simulator.dispatching import Dispatch, MakeExecutor, local_pool
 from simulator.settings import Release, parse_conf, parse_release
-from simulator.variants import Deferred, Variant, has_deferred_frees, movable_steps, vary
+from simulator.variants import LEAST, Deferred, Variant, has_deferred_frees, movable_steps, vary
 from traces.errors import ConfigError, LLMemError, ReplayError
 from traces.model import DEFAULT_RELEASE, Op, Strings, Trace
 from traces.text import one_line
@@ -45,6 +45,8 @@ SETTINGS: Final = (
     "max_split_size_mb:128,roundup_power2_divisions:8",
     "max_split_size_mb:128,garbage_collection_threshold:0.8,per_process_memory_fraction:0.99",
 )
+#: Tried as well where the program itself sets a memory limit, which older releases have no option for.
+LIMITED: Final = ("garbage_collection_threshold:0.6", "garbage_collection_threshold:0.8")
 #: Most scenarios that go to a worker at once.
 CHUNK: Final = 32
 #: Events in all below which no worker processes are started.
@@ -220,11 +222,12 @@ class Interrupted(KeyboardInterrupt):
 # --- what to try --------------------------------------------------------------------------------------------------
 
 
-def settings_for(release: str) -> list[str]:
-    """The settings of `SETTINGS` that a release knows."""
+def settings_for(release: str, trace: Trace | None = None) -> list[str]:
+    """The settings of `SETTINGS` that a release knows, and those of `LIMITED` where the trace sets a limit."""
     chosen = parse_release(release)
+    limited = trace is not None and any((rank.events.op == Op.SET_MEMORY_FRACTION).any() for rank in trace.ranks)
     known = []
-    for conf in SETTINGS:
+    for conf in (*SETTINGS, *(LIMITED if limited else ())):
         try:
             parse_conf(conf, chosen)
         except ConfigError:
@@ -269,7 +272,7 @@ def scenarios(trace: Trace, axes: Axes) -> tuple[list[Scenario], list[str]]:
     found: dict[str, Scenario] = {}
     for release in axes.releases or (trace.release or DEFAULT_RELEASE,):
         chosen = parse_release(release)
-        asked = [*axes.settings, *axes.combined] or settings_for(release)
+        asked = [*axes.settings, *axes.combined] or settings_for(release, trace)
         settings = _known([trace.conf, *asked], chosen, notes)
         for memory, variant, conf in itertools.product((None, *axes.memories), variants, settings):
             one = Scenario(conf, chosen.text, memory, variant)
@@ -322,11 +325,13 @@ def _variants(trace: Trace, axes: Axes, notes: list[str]) -> list[Variant]:
             notes.append("no tensor is in use on a second stream, so that no free waits: prompt and late are the same")
     if axes.orders or axes.lengths:
         steps = movable_steps(trace)
-        if steps < 2:
-            notes.append(f"orders and lengths are left out: {steps} of the trace's steps could change places")
-        else:
-            found += [Variant(order=number, seed=axes.seed) for number in range(1, axes.orders + 1)]
-            found += [Variant(lengths=number, seed=axes.seed) for number in range(1, axes.lengths + 1)]
+        kinds: dict[Literal["orders", "lengths"], int] = {"orders": axes.orders, "lengths": axes.lengths}
+        for what, draws in kinds.items():
+            if draws and steps < LEAST[what]:
+                notes.append(f"{what} are left out: {steps} of the trace's steps could change places")
+                kinds[what] = 0
+        found += [Variant(order=number, seed=axes.seed) for number in range(1, kinds["orders"] + 1)]
+        found += [Variant(lengths=number, seed=axes.seed) for number in range(1, kinds["lengths"] + 1)]
     return found
 
 

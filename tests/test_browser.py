@@ -339,16 +339,54 @@ def test_the_tree_obeys_the_arrow_keys(browser: Browser, tmp_path: Path, picture
     healthy(browser)
 
 
-def test_a_million_events_with_blocks_open_quickly(browser: Browser, tmp_path: Path) -> None:
-    found = replay(busy_trace(1_000_000, live=6_000), picture=True)
+#: Milliseconds that a key takes in the plot, drawing included, the median of ten.
+KEY_TIME = """
+(async (key) => {
+  const canvas = document.querySelector(".rank:not([hidden]) .canvas");
+  const took = [];
+  for (let i = 0; i < 10; i++) {
+    const start = performance.now();
+    canvas.dispatchEvent(new KeyboardEvent("keydown", { key, bubbles: true }));
+    await new Promise((drawn) => setTimeout(drawn));
+    took.push(performance.now() - start);
+  }
+  return took.sort((a, b) => a - b)[5];
+})(%r)
+"""
+
+
+@pytest.fixture(scope="module")
+def million() -> Result:
+    """A replay of a million events with its picture."""
+    return replay(busy_trace(1_000_000, live=6_000), picture=True)
+
+
+@pytest.mark.parametrize("runs", [1, 2])
+def test_a_million_events_with_blocks_open_quickly(
+    browser: Browser, tmp_path: Path, million: Result, runs: int
+) -> None:
+    path = tmp_path / "page.html"
+    if runs == 1:
+        write_html(million, path)
+    else:
+        write_sheet(Sheet("both", "The same twice.", results=(("before", million), ("after", million))), path)
+    assert path.stat().st_size <= MAX_PAGE
+    browser.view(1280, 900)
     started = time.monotonic()
-    show(browser, tmp_path, found)
+    browser.open(path)
     assert time.monotonic() - started < 10  # 1 s on an idle machine
-    loaded = browser.evaluate("performance.getEntriesByType('navigation')[0].loadEventEnd")
-    assert loaded < 3_000
-    assert (tmp_path / "page.html").stat().st_size <= MAX_PAGE
+    assert browser.evaluate("performance.getEntriesByType('navigation')[0].loadEventEnd") < 3_000
+    healthy(browser)
     assert int(browser.evaluate(f"{TAPE}.dataset.blocks")) > 1_000
     assert browser.evaluate(COUNT_PIXELS % PARAMETER) > 500
+
+
+def test_a_million_events_answer_at_once(browser: Browser, tmp_path: Path, million: Result) -> None:
+    show(browser, tmp_path, million)
+    for key in ("+", "PageDown", "ArrowRight", "0", "p", "Enter"):
+        assert browser.evaluate(KEY_TIME % key) < 150, key  # 2 to 40 ms on an idle machine
+    assert drawn(browser)["drawn"] > 100
+    healthy(browser)
 
 
 def test_pictures_print_in_ink(browser: Browser, tmp_path: Path, pictured: Result) -> None:
@@ -377,7 +415,7 @@ def test_a_sheet_is_drawn(browser: Browser, tmp_path: Path, pictured: Result, wi
     assert wide == pytest.approx(whole / 2, rel=0.01)
     browser.evaluate("document.querySelectorAll('.multiples button')[1].click()")
     browser.settle()
-    assert browser.evaluate("document.querySelector('.rank:not([hidden]) h2').textContent").startswith("Ddp: rank 0")
+    assert browser.evaluate("document.querySelector('.rank:not([hidden]) h2').textContent").startswith("ddp")
     assert tape_pixels(browser, PARAMETER) > 100
     healthy(browser)
 

@@ -46,7 +46,7 @@ def test_out_of_memory(tmp_path: Path) -> None:
     traces.write(training(device=64 * MIB), tmp_path / "run.json")
     code, shown = invoke(str(tmp_path / "run.json"), "--budget", "80GiB")
     assert code == 3
-    assert shown.startswith("check: out of memory")
+    assert shown == "check: out of memory: run.json does not fit its GPU\n"
 
 
 def test_baselines(path: str, tmp_path: Path) -> None:
@@ -66,6 +66,36 @@ def test_results_as_baseline_and_as_run(path: str, tmp_path: Path) -> None:
     base = str(tmp_path / "base.json")
     assert invoke(path, "--against", base, "--fail-over", "0%")[0] == 0
     assert invoke(base, "--budget", "1GiB")[0] == 0
+
+
+def test_a_result_counts_what_it_reserves_and_the_context(tmp_path: Path) -> None:
+    """What the result itself has outside the allocator does not count, as for a trace."""
+    result = replay(training(), context=64 * MIB)
+    reserved = result.ranks[0].peak_reserved
+    assert result.ranks[0].device_total == reserved + 64 * MIB
+    (tmp_path / "r.json").write_text(json.dumps(render_json(result)))
+    assert invoke(str(tmp_path / "r.json"), "--budget", str(reserved))[0] == 0
+    assert invoke(str(tmp_path / "r.json"), "--budget", str(reserved + MIB - 1), "--context", "1MiB")[0] == 3
+
+
+@pytest.mark.parametrize(
+    ("text", "words", "says"),
+    [
+        ('{"model": "m", "error": "boom"}', ["--budget", "1GiB"], "the answer of a case that failed: boom"),
+        ('{"model": "m", "verdict": "fits", "peak_allocated": 1}', ["--budget", "1GiB"], "lacks something"),
+        ('{"verdict": "fits", "peak_allocated": 1, "peak_reserved": null}', ["--budget", "1GiB"], "lacks something"),
+        ('{"a": 1}', ["--budget", "1GiB"], "neither a trace"),
+        ("{}", ["--budget", "80"], "--budget '80': 80 bytes hold nothing"),
+        ("{}", ["--budget", "80g"], "--budget: size '80g' is ambiguous"),
+        ("{}", ["--against", "nothere", "--fail-over", "5"], "--fail-over '5': write a share or a size"),
+    ],
+)
+def test_bad_runs_and_words_are_one_line(tmp_path: Path, text: str, words: list[str], says: str) -> None:
+    (tmp_path / "x.json").write_text(text)
+    done = CliRunner().invoke(main, ["check", str(tmp_path / "x.json"), *words])
+    assert done.exit_code == 1
+    assert says in done.stderr
+    assert len(done.stderr.splitlines()) == 1
 
 
 def test_documents(path: str) -> None:

@@ -11,7 +11,7 @@ from click.testing import CliRunner
 
 import traces
 from simulator.cli import main
-from simulator.comparing import Change, Figures, Limit, Side, compare, load, module_of
+from simulator.comparing import Change, Figures, Limit, Side, compare, load, module_of, unwrapped
 from simulator.replay import replay
 from simulator.report import render_json as result_json
 from simulator.report_compare import render_json, render_markdown
@@ -135,6 +135,22 @@ def test_ranks_meet_ranks_of_the_same_number() -> None:
 )
 def test_modules_of_tensors(name: str, category: str, module: str) -> None:
     assert module_of(name, category) == module
+
+
+@pytest.mark.parametrize(
+    ("name", "plain"),
+    [
+        ("module.model.layers.3.fc1.weight", "model.layers.3.fc1.weight"),
+        ("module: aten._log_softmax.default", "aten._log_softmax.default"),
+        ("model.layers.0._fsdp_wrapped_module._checkpoint_wrapped_module.mlp: aten.mm", "model.layers.0.mlp: aten.mm"),
+        ("_orig_mod.head.weight", "head.weight"),
+        ("layers.0.module.weight", "layers.0.module.weight"),
+        ("module", "module"),
+        ("", ""),
+    ],
+)
+def test_wrappers_do_not_matter(name: str, plain: str) -> None:
+    assert unwrapped(name) == plain
 
 
 # Regressions --------------------------------------------------------------------------------------------------------

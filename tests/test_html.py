@@ -17,10 +17,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from simulator.comparing import compare, side_of_replay
+from simulator.devices import device
 from simulator.html import MAX_PAGE, MAX_RANKS, render_html, write_html
 from simulator.html_compare import render_compare
 from simulator.html_moments import FREE, Room, path_of, tree_of
-from simulator.html_select import render_select
+from simulator.html_overlay import COLUMNS, LINES, overlay
+from simulator.html_select import drawn, render_select
 from simulator.html_series import MAX_OOMS, pack, series, shorten, thin
 from simulator.html_sheet import Bar, Chart, Grid, Sheet, Size, render_sheet, write_sheet
 from simulator.replay import replay
@@ -376,10 +378,12 @@ def test_a_sheet_sets_methods_side_by_side() -> None:
     page = Page(render_sheet(sheet))
     assert len(page.scripts) == 4
     assert not any(tag == "img" for tag, _ in page.tags)
-    assert [rank["label"] for rank in page.data["ranks"]] == ["fsdp2: rank 0", "ddp: rank 0"]
+    assert [rank["label"] for rank in page.data["ranks"]] == ["fsdp2", "ddp"]
     for word in ("Fits", "fsdp2 is fastest.", "4 GPUs", "3.00 GiB", "a note"):
         assert word in page.text
-    widths = [attributes["width"] for tag, attributes in page.tags if tag == "rect"][:2]
+    widths = [
+        attributes["width"] for tag, attributes in page.tags if tag == "rect" and "c-" in str(attributes.get("class"))
+    ][:2]
     assert widths == ["25.00%", "50.00%"]  # the scale ends at the limit
 
 
@@ -406,12 +410,100 @@ def test_a_selection_is_set_side_by_side() -> None:
     assert widths[:3] == ["20.00%", "20.00%", "100.00%"]
 
 
-def test_a_comparison_is_set_side_by_side() -> None:
+def test_a_selection_draws_methods_over_time() -> None:
+    outcomes = tuple(Outcome(name, {}, 2, batch=1, tokens_per_second=1) for name in ("ddp", "tp"))
+    found = Selection(Asked({"model": "m"}, ("T4-16GB",) * 2), outcomes)
+    ranks = rank_result(timeline(300)), rank_result(timeline(400, seed=1), names=[HOSTILE])
+    page = Page(
+        render_select(found, tuple((one.name, result(rank)) for one, rank in zip(outcomes, ranks, strict=True)))
+    )
+    assert [rank["label"] for rank in page.data["ranks"]] == ["ddp", "tp"]
+    assert "Memory over time, on one axis" in page.text
+    for rank in ranks:
+        assert f"{format_bytes(rank.peak_reserved)} reserved at most" in page.text
+
+
+def test_methods_are_drawn_as_they_were_searched() -> None:
+    pytest.importorskip("torch")
+    aside = 3 * GIB
+    keys = {"model": "opt-125m", "dtype": "bf16", "gpu": "T4-16GB", "seq": 64}
+    limit = device("T4-16GB").total_bytes - aside
+    outcomes = (Outcome("single", keys, 1, batch=2, worst=(0,), limit=limit, tokens_per_second=1.0),)
+    ((name, found),) = drawn(Selection(Asked({"model": "opt-125m"}, ("T4-16GB",)), outcomes))
+    assert (name, found.verdict) == ("single", "fits")
+    assert found.ranks[0].timeline.limit_bytes == limit
+    assert found.ranks[0].picture is not None
+
+
+@pytest.mark.parametrize("pictured", [False, True])
+def test_a_comparison_is_set_side_by_side(pictured: bool) -> None:
     runs = [busy_trace(500, live=live) for live in (50, 100)]
-    sides = [side_of_replay(replay(trace), trace, name) for trace, name in zip(runs, ("a", "b"), strict=True)]
+    replays = [replay(trace, picture=pictured) for trace in runs]
+    sides = [side_of_replay(*one, name) for one, name in zip(zip(replays, runs, strict=True), "ab", strict=True)]
     page = Page(render_compare(compare(sides[0], sides[1])))
-    assert page.scripts == []
+    assert len(page.scripts) == (4 if pictured else 0)
+    assert ("Memory over time, on one axis" in page.text) is pictured
+    if pictured:
+        assert [rank["label"] for rank in page.data["ranks"]] == ["before: a", "after: b"]
     for side, trace in zip(sides, runs, strict=True):
         assert format_bytes(side.most("peak_allocated") or 0) in page.text
         assert replay(trace).ranks[0].peak_allocated == side.most("peak_allocated")
     assert "Alive at the peak, by category" in page.text
+
+
+# Runs on one axis -----------------------------------------------------------------------------------------------------
+
+
+def heights(html: str, kind: str, place: int) -> list[tuple[int, int]]:
+    """The corners of a line of the drawing, x and bytes per mille of its top."""
+    path = re.findall(rf'<path class={kind} d="([^"]*)"', html)[place]
+    x, found = 0, []
+    for letter, value in re.findall(r"([HV])(\d+)", path):
+        if letter == "H":
+            x = int(value)
+        else:
+            found.append((x, LINES - int(value)))
+    return found
+
+
+def test_runs_of_equal_phases_are_aligned_by_phase() -> None:
+    ranks = [rank_result(timeline(events, seed=seed)) for seed, events in enumerate((3_000, 90_000))]
+    html = overlay([("a", ranks[0]), ("b", ranks[1])])
+    assert "aligned phase by phase" in html
+    top = 1.04 * max(rank.timeline.limit_bytes for rank in ranks)
+    for place, rank in enumerate(ranks):
+        drawn = heights(html, "line", place)
+        assert max(y for _, y in drawn) == pytest.approx(LINES * rank.peak_reserved / top, abs=1)
+        drawn = heights(html, "area", place)[:-1]  # the last corner closes the area
+        x, y = max(drawn, key=lambda corner: corner[1])
+        assert y == pytest.approx(LINES * rank.peak_allocated / top, abs=1)
+        # both runs have their phases at the same places: those of the longer one
+        longer = ranks[1].timeline
+        span = next(i for i, one in enumerate(rank.timeline.phases) if one.start <= rank.peak.event < one.stop)
+        edges = [COLUMNS * edge / len(longer) for edge in (longer.phases[span].start, longer.phases[span].stop)]
+        assert edges[0] - 1 <= x <= edges[1]
+
+
+def test_runs_of_other_phases_are_aligned_by_their_share() -> None:
+    ranks = [rank_result(timeline(1_000, steps=steps)) for steps in (1, 2)]
+    html = overlay([("a", ranks[0]), ("b", ranks[1])])
+    assert "aligned event by event" in html
+    ranks[1] = rank_result(timeline(2_000, steps=2))
+    html = overlay([("a", ranks[0]), ("b", ranks[1])])
+    assert "aligned by their share of all events" in html
+    for place, rank in enumerate(ranks):
+        there = rank.peak.event * COLUMNS // len(rank.timeline)
+        highest = max(y for x, y in heights(html, "area", place) if x == there)
+        assert highest == pytest.approx(LINES * rank.peak_allocated / (1.04 * rank.timeline.limit_bytes), abs=1)
+
+
+def test_one_run_or_none_has_no_axis_to_share() -> None:
+    one = rank_result(timeline(10))
+    assert overlay([]) == overlay([("a", one)]) == overlay([("a", one), ("b", rank_result(timeline(0)))]) == ""
+
+
+def test_millions_of_events_on_one_axis_take_little_room() -> None:
+    rank = rank_result(timeline(1_000_000))
+    html = overlay([(HOSTILE, rank)] * 6)
+    assert len(html) < 200_000
+    assert "<img" not in html

@@ -20,9 +20,11 @@ from click.testing import CliRunner
 
 from simulator.cli import main
 from simulator.fitting import smallest_memory
-from simulator.html_stress import render_html
-from simulator.replay import prepare, replay
+from simulator.html_stress import drawn, render_html
+from simulator.machine import limit_of
+from simulator.replay import REMEDIES, prepare, replay
 from simulator.report_stress import render_json, short
+from simulator.settings import parse_conf, parse_release
 from simulator.stressing import Axes, Interrupted, Scenario, Stress, grid, settings_for, stress
 from simulator.variants import Variant, movable_steps, vary
 from tests import golden
@@ -171,13 +173,23 @@ def test_lengths_scale_activations_alone() -> None:
     assert replay(other).ranks[0].memory_stats["allocated_bytes.all.current"] == 32 * MIB
 
 
+def test_lengths_need_one_step_that_comes_again() -> None:
+    trace = training((30, 50))
+    found = sizes(vary(trace, Variant(lengths=1)), "activation")
+    assert len(found) == 1 + 8
+    assert set(found[1:]) <= {int(50 * part) for part in (0.25, 0.5, 0.75, 1.0)}
+    outcome = stress(trace, Axes(settings=[""], orders=3, lengths=2))
+    assert [one.scenario.variant.lengths for one in outcome.outcomes] == [None, 1, 2]
+    assert any(note.startswith("orders are left out: 1 of") for note in outcome.notes)
+
+
 def test_traces_without_steps_are_left_as_they_are() -> None:
     recording = golden.load("same_events/log-uniform.default")
     trace = to_trace(recording.rows, recording.setup)
     found = stress(trace, Axes(settings=[EXPANDABLE], orders=2, lengths=2))
     assert len(found.outcomes) == 2
     assert any("0 of the trace's steps could change places" in note for note in found.notes)
-    with pytest.raises(ConfigError, match="fewer than two steps"):
+    with pytest.raises(ConfigError, match="fewer than 2 steps"):
         vary(trace, Variant(order=1))
 
 
@@ -209,6 +221,18 @@ def test_settings_of_old_releases() -> None:
     assert EXPANDABLE not in settings_for("2.0")
     assert not any("large_segment" in conf for conf in settings_for("2.10"))
     assert any("large_segment" in conf for conf in settings_for("2.11"))
+
+
+def test_garbage_collection_is_tried_below_a_limit() -> None:
+    """Without one it never runs: on 2.10 and later a fraction of 1.0 sets none."""
+    tried = 0
+    for conf in {*REMEDIES, *(conf for release in ("2.9", "2.10", "2.15") for conf in settings_for(release))}:
+        if "garbage_collection_threshold" in conf:
+            release = parse_release("2.10")
+            fraction = parse_conf(conf, release).per_process_memory_fraction
+            assert limit_of(fraction, 1 << 30, release) > 0, conf
+            tried += 1
+    assert tried >= 3
 
 
 def test_short_names() -> None:
@@ -362,7 +386,7 @@ def test_the_command(path: Path, tmp_path: Path) -> None:
     assert document["best"]["peak_reserved"] == min(
         row["peak_reserved"] for row in document["settings"] if row["memory"] is None
     )
-    assert "<script" not in (tmp_path / "p.html").read_text()
+    assert "Memory over time, on one axis" in (tmp_path / "p.html").read_text()
 
 
 def test_nothing_runs_through(path: Path) -> None:
@@ -396,12 +420,30 @@ def test_the_page_escapes_what_a_trace_says() -> None:
     assert "&lt;script&gt;" in page
 
 
+def test_the_page_draws_own_and_best_settings() -> None:
+    trace = training(conf="roundup_power2_divisions:2")
+    found = stress(trace, Axes(settings=[""]))
+    best, own = found.best(), found.baseline()
+    assert best is not None
+    assert own is not None
+    assert best.conf == ""
+    pictures = drawn(found, trace)
+    assert [result.conf for _, result in pictures] == ["roundup_power2_divisions:2", ""]
+    assert [result.ranks[0].peak_reserved for _, result in pictures] == [
+        row.most("peak_reserved") for row in (own, best)
+    ]
+    assert all(rank.picture is not None for _, result in pictures for rank in result.ranks)
+    page = render_html(found, pictures)
+    assert all(words in page for words in ("own: roundup 2", "best: default", "Memory over time, on one axis"))
+
+
 @pytest.mark.skipif(find_chromium() is None, reason="no Chromium")
 def test_the_page_in_a_browser(tmp_path: Path) -> None:
     axes = replace(AXES, memories=[100 * MIB], settings=["", EXPANDABLE, "roundup_power2_divisions:[256:1,512:2,>:8]"])
-    found = stress(training(), axes, smallest=True)
+    trace = training()
+    found = stress(trace, axes, smallest=True)
     path = tmp_path / "page.html"
-    path.write_text(render_html(found))
+    path.write_text(render_html(found, drawn(found, trace)))
     chromium = find_chromium()
     assert chromium is not None
     with Browser(chromium, tmp_path / "profile") as browser:
@@ -413,12 +455,14 @@ def test_the_page_in_a_browser(tmp_path: Path) -> None:
             assert browser.evaluate("document.documentElement.scrollWidth") <= width
             top = max(max(row.most("peak_reserved"), row.min_fit or 0) for row in found.rows() if row.memory is None)
             bars = browser.evaluate(
-                "[...document.querySelectorAll('.chart')[0].querySelectorAll('svg')].map(s => "
-                "[...s.querySelectorAll('rect:not(.track)')].reduce((w, r) => w + r.getBoundingClientRect().width, 0)"
+                "[...document.querySelectorAll('.bars')[0].querySelectorAll('svg')].map(s => "
+                "[...s.querySelectorAll('rect')].reduce((w, r) => w + r.getBoundingClientRect().width, 0)"
                 " / s.getBoundingClientRect().width)"
             )
             peaks = [row.most("peak_reserved") / top for row in sorted(found.comparable(), key=lambda row: row.rank())]
             assert bars == pytest.approx(peaks, abs=0.01)
+            tape = "document.querySelector('.rank:not([hidden]) .tape').dataset.blocks"
+            assert int(browser.evaluate(tape)) > 0
 
 
 def test_a_scenario_is_its_document() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import importlib
 import json
 import os
 import signal
@@ -379,6 +380,26 @@ def test_a_dask_cluster_does_the_work(tmp_path: Path) -> None:
         summary = sweep(cases, tmp_path / "r", executor=executor, capture=stub)
     assert (summary.fits, summary.failed, slots) == (3, 1, 2)
     assert sorted(line.get("batch", 1) for line in lines(tmp_path / "r") if "error" not in line) == [1, 2, 3]
+
+
+def sampled() -> bool:
+    """Whether the Dask worker's profiler looks at the frames of this thread."""
+    distributed = importlib.import_module("dask.distributed")
+    return bool(distributed.get_worker().periodic_callbacks["profile"].is_running())
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_dask_does_not_hold_frames_meanwhile(tmp_path: Path) -> None:
+    """Its profiler would keep tensors of functions that have returned; it pauses for our work alone."""
+    distributed = pytest.importorskip("dask.distributed")
+    with (
+        distributed.LocalCluster(n_workers=1, threads_per_worker=2, dashboard_address=None) as cluster,
+        distributed.Client(cluster) as client,
+        dask_executor(cluster.scheduler_address) as (executor, _),
+    ):
+        assert client.submit(sampled, pure=False).result()
+        assert [executor.submit(sampled).result() for _ in range(3)] == [False] * 3
+        assert client.submit(sampled, pure=False).result()
 
 
 @pytest.mark.filterwarnings("ignore")

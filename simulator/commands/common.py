@@ -69,6 +69,21 @@ def _spinner(what: str) -> Iterator[Callable[[str], None]]:
         progress.stop()
 
 
+@contextlib.contextmanager
+def progress_bar(what: str, quiet: bool) -> Iterator[Callable[..., None]]:
+    """A progress bar on stderr, where that is a terminal: gives a function of what is done, the total, and words."""
+    if quiet or not shows_progress():
+        yield lambda done, total, text=what: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True, redirect_stdout=False) as progress:
+        task = progress.add_task(what, total=None)
+        yield lambda done, total, text=what: progress.update(task, completed=done, total=total, description=text)
+
+
 def shows_progress() -> bool:
     """Whether stderr is a terminal that can redraw a line."""
     return sys.stderr.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
@@ -107,17 +122,18 @@ def sizes(memory: str | None, context: str | None) -> tuple[int | None, int | No
             "--context auto is not available for traces: what a GPU holds besides PyTorch's memory depends on the "
             "libraries used, so give it as a size, such as --context 500MiB"
         )
-    return _size("--memory", memory), _size("--context", context)
+    return size_option("--memory", memory), size_option("--context", context)
 
 
 def context_size(text: str | None) -> int | Literal["auto"] | None:
     """The bytes of --context for an estimate, or `auto`; ConfigError if it is malformed."""
     if text is not None and text.strip().lower() == "auto":
         return "auto"
-    return _size("--context", text)
+    return size_option("--context", text)
 
 
-def _size(option: str, text: str | None) -> int | None:
+def size_option(option: str, text: str | None) -> int | None:
+    """The bytes that an option says, if it is given; ConfigError, which names the option, if it is malformed."""
     if text is None:
         return None
     try:

@@ -46,7 +46,8 @@ def command(
     if html is not None:
         check_output(html, force=force)
     with working("replaying", quiet, compiles=True):
-        found = compare(load(before, release=release), load(after, release=release), limit)
+        one, two = (load(path, release=release, picture=html is not None) for path in (before, after))
+        found = compare(one, two, limit)
     if html is not None:
         from simulator.html_compare import render_compare
         from simulator.html_page import write_page

@@ -7,6 +7,7 @@ from typing import Any
 import click
 
 from simulator.commands.case_options import case_options
+from simulator.commands.shared_options import file_options
 from simulator.outputs import Outputs
 
 _EPILOG = (
@@ -33,14 +34,7 @@ _EPILOG = (
     help="Also the closed form of LLMem or DNNMem (may be repeated); the simulation always stands.",
 )
 @click.option("-o", "--output", metavar="FILE", help="Keep the trace (.json, .json.gz or .npz).")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead of tables.")
-@click.option("--events", metavar="FILE", help="Write what stood after every event (CSV, or .csv.gz).")
-@click.option("--calls", metavar="FILE", help="Write the allocator's calls of the device (CSV, or .csv.gz).")
-@click.option("--timeline", metavar="FILE", help="Write memory over time (.csv, .npz, .parquet; .json for Perfetto).")
-@click.option("--snapshot", metavar="FILE", help="Write a snapshot for PyTorch's memory_viz.")
-@click.option("--html", metavar="FILE", help="Write a page: memory over time, what was alive, the allocator's blocks.")
-@click.option("--force", is_flag=True, help="Replace files that exist.")
-@click.option("-q", "--quiet", is_flag=True, help="No notes and no progress on stderr.")
+@file_options
 def command(
     model: str,
     allocator: str | None,
@@ -49,14 +43,8 @@ def command(
     timing: bool,
     interconnect: str | None,
     estimators: tuple[str, ...],
-    output: str | None,
     as_json: bool,
-    events: str | None,
-    calls: str | None,
-    timeline: str | None,
-    snapshot: str | None,
-    html: str | None,
-    force: bool,
+    written: Outputs,
     quiet: bool,
     **options: Any,
 ) -> int:
@@ -73,8 +61,7 @@ def command(
         raise click.UsageError("--interconnect needs --time")
     outside = context_size(context)
     case = case_from(model, options)
-    outputs = Outputs(events, calls, timeline, snapshot, html, force, output)
-    outputs.check(model)
+    written.check(model)
 
     from simulator.estimation import estimate
     from simulator.report_estimate import render_json, render_table
@@ -85,17 +72,14 @@ def command(
             case,
             context=outside,
             min_memory=min_memory,
-            events=events is not None,
-            log=calls is not None,
-            snapshot=snapshot is not None,
-            picture=html is not None,
+            **written.kept,
             time_steps=timing,
             interconnect=interconnect or "",
             estimators=[name for name in estimators if name != "simulation"],
             progress=lambda phase, step, count: say(f"capturing {name}: {phase} {step}, {count:,} operators"),
         )
     with working("writing", quiet):
-        outputs.write(found.result, found.trace)
+        written.write(found.result, found.trace)
     announce((*found.assumptions, *found.result.notes), quiet)
     if as_json:
         print_json(render_json(found))

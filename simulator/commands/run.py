@@ -6,6 +6,7 @@ import os
 
 import click
 
+from simulator.commands.shared_options import file_options
 from simulator.outputs import Outputs
 
 _EPILOG = "Sizes: 80GB is 80 x 10^9 bytes, 80GiB is 80 x 2^30, a plain number is bytes."
@@ -19,14 +20,7 @@ _EPILOG = "Sizes: 80GB is 80 x 10^9 bytes, 80GiB is 80 x 2^30, a plain number is
 @click.option("--memory", metavar="SIZE", help="Total memory of each GPU, over the trace's.")
 @click.option("--context", metavar="SIZE|auto", help="Memory of each GPU that is not PyTorch's.")
 @click.option("--ranks", metavar="0,3-5", help="Ranks to report, in the table and in files. All are replayed.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead of tables.")
-@click.option("--events", metavar="FILE", help="Write what stood after every event (CSV, or .csv.gz).")
-@click.option("--calls", metavar="FILE", help="Write the allocator's calls of the device (CSV, or .csv.gz).")
-@click.option("--timeline", metavar="FILE", help="Write memory over time (.csv, .npz, .parquet; .json for Perfetto).")
-@click.option("--snapshot", metavar="FILE", help="Write a snapshot for PyTorch's memory_viz.")
-@click.option("--html", metavar="FILE", help="Write a page: memory over time, what was alive, the allocator's blocks.")
-@click.option("--force", is_flag=True, help="Replace files that exist.")
-@click.option("-q", "--quiet", is_flag=True, help="No notes and no progress on stderr.")
+@file_options
 def command(
     trace: str,
     allocator: str | None,
@@ -36,12 +30,7 @@ def command(
     context: str | None,
     ranks: str | None,
     as_json: bool,
-    events: str | None,
-    calls: str | None,
-    timeline: str | None,
-    snapshot: str | None,
-    html: str | None,
-    force: bool,
+    written: Outputs,
     quiet: bool,
 ) -> int:
     """Replay TRACE (a trace, or a torch memory snapshot) and report the memory of every rank."""
@@ -52,11 +41,10 @@ def command(
 
     if allocator is not None and allocator_from_env:
         raise click.UsageError("--allocator and --allocator-from-env exclude each other")
-    outputs = Outputs(events, calls, timeline, snapshot, html, force)
     total, outside = sizes(memory, context)
     if release is not None:
         parse_release(release)
-    outputs.check(trace)
+    written.check(trace)
 
     import traces
 
@@ -81,14 +69,11 @@ def command(
             release=release,
             memory=total,
             context=outside,
-            events=events is not None,
-            log=calls is not None,
-            snapshot=snapshot is not None,
-            picture=html is not None,
+            **written.kept,
         )
     shown = result if chosen is None else only_ranks(result, chosen)
     with working("writing", quiet):
-        outputs.write(shown, source)
+        written.write(shown, source)
     announce(result.notes, quiet)  # those of reading the trace among them
     if shown.verdict != result.verdict:
         announce(("a rank that is not shown runs out of memory",), quiet)

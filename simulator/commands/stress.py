@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import click
+
+from simulator.commands.shared_options import check_workers, worker_options, workers
 
 if TYPE_CHECKING:
     from simulator.stressing import Stress
@@ -30,9 +32,7 @@ _EPILOG = (
 @click.option("--seed", metavar="N", type=click.IntRange(0), default=0, help="Seed of the draws.")
 @click.option("--smallest/--no-smallest", default=True, help="Also find the smallest GPU for every setting (default).")
 @click.option("--context", metavar="SIZE", help="Memory of each GPU that is not PyTorch's.")
-@click.option("--jobs", metavar="N", type=click.IntRange(1, 4096), help="Worker processes (default: one a core).")
-@click.option("--executor", metavar="MODULE:NAME", help="An executor as of concurrent.futures, or what makes one.")
-@click.option("--dask", metavar="ADDRESS", help="Let the workers of a Dask cluster do it, as tcp://host:8786.")
+@worker_options
 @click.option("-o", "--output", metavar="FILE", help="Keep outcomes: .jsonl as they come, resumable; .json at the end.")
 @click.option("--html", metavar="FILE", help="Write a page with pictures.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead of tables.")
@@ -60,14 +60,13 @@ def command(
     quiet: bool,
 ) -> int:
     """Replay TRACE (a trace, or a torch memory snapshot) under many circumstances, and say which setting helps."""
-    from simulator.commands.common import announce, print_json, sizes, working
+    from simulator.commands.common import announce, print_json, progress_bar, sizes, working
     from simulator.outputs import check_ending, check_output
     from simulator.report_stress import render_json, render_table
     from simulator.stressing import Axes, Interrupted, grid, stress
     from traces.text import path_text
 
-    if executor is not None and dask is not None:
-        raise click.UsageError("--executor and --dask exclude each other")
+    check_workers(executor, dask)
     _, outside = sizes(None, context)
     axes = Axes(
         settings=confs,
@@ -90,16 +89,13 @@ def command(
     import os
 
     import traces
-    from simulator.dispatching import dask_executor, named_executor
 
     with working(f"reading {path_text(os.path.basename(trace))}", quiet):
         source = traces.read(trace)
     interrupted = False
     with contextlib.ExitStack() as stack:
-        chosen = None if executor is None else named_executor(executor)
-        if dask is not None:
-            chosen, slots = stack.enter_context(dask_executor(dask))
-            jobs = jobs or 2 * slots
+        jobs, chosen = stack.enter_context(workers(jobs, executor, dask))
+        say = stack.enter_context(progress_bar("replaying", quiet))
         try:
             found = stress(
                 source,
@@ -110,7 +106,7 @@ def command(
                 executor=chosen,
                 results=appended,
                 force=force,
-                progress=stack.enter_context(_bar(quiet)),
+                progress=say,
             )
         except Interrupted as error:
             found = error.found
@@ -120,7 +116,14 @@ def command(
         rest = f"{len(found.outcomes)} of {found.total} scenarios are finished"
         go_on = f"; the same command goes on from {path_text(appended)}" if appended is not None else ""
         print(f"note: interrupted: {rest}{go_on}", file=sys.stderr)
-    _write(found, written, html, force)
+    if html is not None:
+        from simulator.html_page import write_page
+        from simulator.html_stress import drawn, render_html
+
+        with working("drawing", quiet):
+            write_page(render_html(found, drawn(found, source, outside)), html, force=force)
+    if written is not None:
+        _write(found, written, force)
     if as_json:
         print_json(render_json(found))
     else:
@@ -133,20 +136,15 @@ def command(
     return 0 if best.fits else 3
 
 
-def _write(found: Stress, document: str | None, html: str | None, force: bool) -> None:
-    """Write the files that were asked for."""
-    if document is not None:
-        import json
+def _write(found: Stress, path: str, force: bool) -> None:
+    """Write the JSON document."""
+    import json
 
-        from simulator.report_stress import render_json
-        from traces.files import write_atomically
+    from simulator.report_stress import render_json
+    from traces.files import write_atomically
 
-        with write_atomically(document, force=force) as file:
-            file.write(json.dumps(render_json(found), indent=1).encode() + b"\n")
-    if html is not None:
-        from simulator.html_stress import write_html
-
-        write_html(found, html, force=force)
+    with write_atomically(path, force=force) as file:
+        file.write(json.dumps(render_json(found), indent=1).encode() + b"\n")
 
 
 def _parts(text: str | None) -> list[str]:
@@ -179,20 +177,3 @@ def _deferred(text: str | None) -> list[str]:
         if part not in ("prompt", "late", "recorded"):
             raise click.UsageError(f"--deferred {part!r}: is prompt, late or recorded")
     return parts
-
-
-@contextlib.contextmanager
-def _bar(quiet: bool) -> Iterator[Callable[[int, int], None]]:
-    """A progress bar on stderr, where that is a terminal."""
-    from simulator.commands.common import shows_progress
-
-    if quiet or not shows_progress():
-        yield lambda _done, _total: None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(file=sys.stderr), transient=True, redirect_stdout=False) as progress:
-        task = progress.add_task("replaying", total=None)
-        yield lambda done, total: progress.update(task, completed=done, total=total)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import click
+
+from simulator.commands.shared_options import check_workers, worker_options, workers
 
 if TYPE_CHECKING:
     from simulator.sweeping import Summary
@@ -23,9 +25,7 @@ _EPILOG = (
 @click.command("sweep", epilog=_EPILOG)
 @click.argument("cases", metavar="CASES.jsonl")
 @click.option("-o", "--output", "results", metavar="RESULTS.jsonl", required=True, help="Where answers are appended.")
-@click.option("--jobs", metavar="N", type=click.IntRange(1, 4096), help="Worker processes (default: one a core).")
-@click.option("--executor", metavar="MODULE:NAME", help="An executor as of concurrent.futures, or what makes one.")
-@click.option("--dask", metavar="ADDRESS", help="Let the workers of a Dask cluster do it, as tcp://host:8786.")
+@worker_options
 @click.option("--context", metavar="SIZE|auto", help="Memory of each GPU that is not PyTorch's; auto: a known card's.")
 @click.option("--min-memory", is_flag=True, help="Also find the smallest GPU of every case.")
 @click.option("--retry", is_flag=True, help="Estimate cases again whose answer is an error.")
@@ -49,26 +49,25 @@ def command(
 
     Cases that RESULTS.jsonl answers already are not estimated again.
     """
-    from simulator.commands.common import announce, context_size, print_json
-    from simulator.dispatching import dask_executor, named_executor
+    from simulator.commands.common import announce, context_size, print_json, progress_bar
     from simulator.results_file import read_cases
     from simulator.sweeping import sweep
     from traces.errors import OutputError
     from traces.text import path_text
 
-    if executor is not None and dask is not None:
-        raise click.UsageError("--executor and --dask exclude each other")
+    check_workers(executor, dask)
     outside = context_size(context)
     if cases != "-" and os.path.realpath(cases) == os.path.realpath(results):
         raise OutputError(f"{path_text(results)}: is the input itself; choose another name")
     given = read_cases(cases)
     with contextlib.ExitStack() as stack:
-        chosen = None if executor is None else named_executor(executor)
-        if dask is not None:
-            chosen, slots = stack.enter_context(dask_executor(dask))
-            jobs = jobs or 2 * slots
+        jobs, chosen = stack.enter_context(workers(jobs, executor, dask))
         stack.enter_context(_told(path_text(results), quiet))
-        say = stack.enter_context(_bar(len(given), quiet))
+        bar = stack.enter_context(progress_bar("estimating", quiet))
+
+        def say(summary: Summary) -> None:
+            bar(summary.done, len(given), f"{summary.oom} oom, {summary.failed} failed")
+
         summary = sweep(
             given,
             results,
@@ -113,24 +112,3 @@ def _line(summary: Summary) -> str:
         f"{summary.total} cases: {summary.fits} fit, {summary.oom} out of memory, {summary.failed} failed{kept}; "
         f"{summary.seconds:.1f} s"
     )
-
-
-@contextlib.contextmanager
-def _bar(total: int, quiet: bool) -> Iterator[Callable[[Summary], None]]:
-    """A progress bar on stderr, where that is a terminal."""
-    from simulator.commands.common import shows_progress
-
-    if quiet or not shows_progress():
-        yield lambda _: None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(file=sys.stderr), transient=True, redirect_stdout=False) as progress:
-        task = progress.add_task("estimating", total=total)
-
-        def say(summary: Summary) -> None:
-            progress.update(task, completed=summary.done, description=f"{summary.oom} oom, {summary.failed} failed")
-
-        yield say

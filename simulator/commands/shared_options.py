@@ -1,0 +1,88 @@
+"""Options that several commands share: the files that a replay writes, and who does the work."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, Final
+
+import click
+
+from simulator.outputs import Outputs
+
+if TYPE_CHECKING:
+    from concurrent.futures import Executor
+
+    from simulator.dispatching import MakeExecutor
+
+Command = Callable[..., Any]
+
+_FILES: Final = ("events", "calls", "timeline", "snapshot", "html")
+_FILE_OPTIONS: Final = (
+    click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead of tables."),
+    click.option("--events", metavar="FILE", help="Write what stood after every event (CSV, or .csv.gz)."),
+    click.option("--calls", metavar="FILE", help="Write the allocator's calls of the device (CSV, or .csv.gz)."),
+    click.option(
+        "--timeline", metavar="FILE", help="Write memory over time (.csv, .npz, .parquet; .json for Perfetto)."
+    ),
+    click.option("--snapshot", metavar="FILE", help="Write a snapshot for PyTorch's memory_viz."),
+    click.option(
+        "--html", metavar="FILE", help="Write a page: memory over time, what was alive, the allocator's blocks."
+    ),
+    click.option("--force", is_flag=True, help="Replace files that exist."),
+    click.option("-q", "--quiet", is_flag=True, help="No notes and no progress on stderr."),
+)
+_WORKER_OPTIONS: Final = (
+    click.option("--jobs", metavar="N", type=click.IntRange(1, 4096), help="Worker processes (default: one a core)."),
+    click.option("--executor", metavar="MODULE:NAME", help="An executor as of concurrent.futures, or what makes one."),
+    click.option("--dask", metavar="ADDRESS", help="Let the workers of a Dask cluster do it, as tcp://host:8786."),
+)
+
+
+def file_options(command: Command) -> Command:
+    """Add the options of the files that a replay writes, `--json` and `--quiet`.
+
+    The command gets the files as `written`, with its own option `output` (the trace), where it has one.
+    """
+
+    @functools.wraps(command)
+    def collected(*, force: bool, output: str | None = None, **options: Any) -> Any:
+        files = {name: options.pop(name) for name in _FILES}
+        return command(written=Outputs(**files, force=force, output=output), **options)
+
+    return _added(_FILE_OPTIONS, collected)
+
+
+def worker_options(command: Command) -> Command:
+    """Add `--jobs`, `--executor` and `--dask`, which `workers` understands."""
+    return _added(_WORKER_OPTIONS, command)
+
+
+def _added(options: tuple[Callable[[Command], Command], ...], command: Command) -> Command:
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
+@contextlib.contextmanager
+def workers(
+    jobs: int | None, executor: str | None, dask: str | None
+) -> Iterator[tuple[int | None, Executor | MakeExecutor | None]]:
+    """How many jobs run at once and the executor that runs them, as `--jobs`, `--executor` and `--dask` say.
+
+    ConfigError where there is no such executor or cluster.
+    """
+    from simulator.dispatching import dask_executor, named_executor
+
+    if dask is not None:
+        with dask_executor(dask) as (cluster, slots):
+            yield jobs or 2 * slots, cluster
+    else:
+        yield jobs, None if executor is None else named_executor(executor)
+
+
+def check_workers(executor: str | None, dask: str | None) -> None:
+    """UsageError where both say who does the work."""
+    if executor is not None and dask is not None:
+        raise click.UsageError("--executor and --dask exclude each other")
