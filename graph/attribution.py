@@ -77,8 +77,9 @@ def followed(recorder: Recorder, model: torch.nn.Module, roles: Roles) -> Iterat
 
 
 def note_states(recorder: Recorder, optimizer: torch.optim.Optimizer, roles: Roles) -> None:
-    """Note which storages are states of the optimizer, and of which parameter."""
-    for parameter, state in optimizer.state.items():
+    """Note which storages are states of the optimizer (ZeroRedundancyOptimizer: of the one inside), and of what."""
+    inner: Any = getattr(optimizer, "optim", optimizer)
+    for parameter, state in inner.state.items():
         owner = recorder.number(parameter)
         for name, value in state.items() if isinstance(state, Mapping) else ():
             for tensor in tensors(value):

@@ -12,6 +12,7 @@ from graph.assembly import repeat, step_graph, tables
 from graph.attribution import Roles, followed
 from graph.errors import CaptureError
 from graph.method import Method
+from graph.mixtures import Routed, shares
 from graph.model import Role, StepGraph
 from graph.placement import described
 from graph.recorder import Progress, Recorder
@@ -59,6 +60,8 @@ def _attempt(case: Any, real: int, progress: Progress | None, method: Method) ->
         runtime.synchronizations = recorder.synchronize
         runtime.emptied = recorder.empty_cache
         runtime.truth = case.attention_mask != "padded"  # what `mask.all()` is when the host reads it
+        if experts := shares(case, built.config):
+            runtime.nonzero = Routed(experts)
         running = ExitStack()
         try:
             running.enter_context(method.running(runtime, recorder))

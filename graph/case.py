@@ -310,7 +310,8 @@ class Case:
     """The model's own; that of transformers 4.29 (logits in the weights' dtype, a contiguous shifted copy); head and
     loss over 8 parts of the sequence, without or with checkpointing of each part."""
     experts: tuple[float, ...] = _split()
-    """Shares of the tokens that each expert of a mixture gets; empty: equal shares, as a router has no values here."""
+    """Shares of the tokens that each expert of a mixture gets; empty: equal ones, as a router has no values here. They
+    matter where experts run one by one (DBRX, Switch, NLLB-MoE), not where all run as one grouped product."""
 
     # several GPUs
     strategy: str = _choice("single", *STRATEGIES)

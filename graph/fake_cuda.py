@@ -31,6 +31,8 @@ from graph.fake_kernels import Kernels, Kind, names
 from graph.fake_memory import ADDRESS_BITS, Memory, ignore
 
 _CUDA_DEVICE_TYPE: Final = 1
+#: Pinned copies of more bytes have no values.
+_COPIED: Final = 1 << 20
 
 
 class Observer(Protocol):
@@ -63,10 +65,14 @@ class Runtime:
         self._observer: Observer | None = None
         self.assumptions: dict[str, int] = {}
         self.truth = True  # what every boolean read from the device is
+        self.nonzero: Callable[[torch.Tensor], int] = torch.Tensor.numel  # how many elements of a tensor are not 0
+        self.places: set[int] = set()  # storages that hold 0, 1, 2, ...
         self.host_copies_keep = False  # whether a copy from the device leaves a tensor on the host as it is
         self.default_stream: Any = None
         self._streams: dict[int, Any] = {}
         self.main_thread = threading.get_ident()
+        self.points = fake_stubs.Points()
+        self.late = False  # whether work ends only when the host waits for the device, or for any event
         self.synchronizations: Callable[[], None] | None = None
         self.emptied: Callable[[], None] | None = None
         self._libraries: list[Any] = []
@@ -127,10 +133,13 @@ class Runtime:
         """Count storages from 1 again; there must be none."""
         self.memory.restart()
         self.assumptions.clear()
+        self.places.clear()
 
-    def synchronized(self) -> None:
-        """The host waited for the device (torch.cuda.synchronize)."""
-        if self.synchronizations is not None:
+    def synchronized(self, point: int = 0) -> None:
+        """The host waited for the device (torch.cuda.synchronize), or for an event: the number of its stream."""
+        if point and not self.late:
+            self.tell("reached", point)
+        elif self.synchronizations is not None:
             self.synchronizations()
 
     def cache_emptied(self) -> None:
@@ -378,8 +387,8 @@ def _initialized() -> Iterator[None]:
 
 
 def _pinned(tensor: torch.Tensor, device: Any = None) -> torch.Tensor:
-    """A copy in memory that is not pinned: pinning asks for the real device."""
-    return tensor.clone()
+    """A copy in memory that is not pinned: pinning asks for the real device. What nobody reads has no values."""
+    return tensor.clone() if tensor.nbytes <= _COPIED else torch.empty_like(tensor)
 
 
 @contextlib.contextmanager

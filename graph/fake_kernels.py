@@ -8,6 +8,7 @@ FakeTensorMode, once for each combination of arguments.
 from __future__ import annotations
 
 import functools
+import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 
 Kernel = Callable[..., Any]
 
+_broadcast: Final[Callable[..., torch.Size]] = torch.broadcast_shapes
 _CUDA: Final = torch.device("cuda", 0)
 _BY_CPU_KERNEL: Final = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 
@@ -55,6 +57,14 @@ _METADATA_ONLY: Final = (
 
 #: Operators that ask the device's DispatchStub without an entry for CUDA in native_functions.yaml.
 _ALSO: Final = ("copy_",)
+
+#: Operators whose first result is contiguous on CUDA, whatever their operands are (SoftMax.cu, layer_norm_kernel.cu,
+#: DepthwiseConv2d.cu); PyTorch's rules for shapes have it lie as an operand does.
+_CONTIGUOUS: Final = ("aten::_log_softmax_backward_data", "aten::native_layer_norm_backward", "aten::_conv_depthwise2d")
+
+#: Losses whose result keeps the storage that held the loss by element, and where their `reduction` stands: the output
+#: is made for the elements and resized when they are reduced (aten/src/ATen/native/BinaryOps.cpp, cuda/Loss.cu).
+_REDUCED_LOSSES: Final = {"aten::mse_loss": 2, "aten::smooth_l1_loss": 2, "aten::binary_cross_entropy": 3}
 
 #: Copies to the host of up to so many bytes get values; larger ones keep what their memory holds.
 _FILLED: Final = 1 << 20
@@ -113,7 +123,7 @@ def _entries(text: str) -> Iterator[tuple[str, list[str]]]:
 def _kind(values: Iterable[Any], exact: bool) -> tuple[Any, ...]:
     """What of arguments decides the shapes of outputs.
 
-    With `exact`, numbers count, and 1, 1.0 and True are three things; without, only tensors do.
+    With `exact`, numbers count, and 1, 1.0 and True are three things; without, only tensors and flags do.
     """
     key: list[Any] = []
     for value in values:
@@ -126,7 +136,7 @@ def _kind(values: Iterable[Any], exact: bool) -> tuple[Any, ...]:
             key.append(_kind(value, exact))
         elif isinstance(value, _Tensor):
             key.append((value.shape, value.stride(), value.dtype, value.is_cuda))
-        elif exact:
+        elif exact or kind is bool:
             key.append((kind, value) if kind in _NUMBERS else value if isinstance(value, _PLAIN) else None)
     return tuple(key)
 
@@ -183,6 +193,20 @@ def _described(value: Any) -> Any:
     return value
 
 
+def _as_on_cuda(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], made: tuple[Any, ...]) -> tuple[Any, ...]:
+    """What an operator makes, where its CUDA kernel makes something else than PyTorch's rules for shapes say."""
+    first = made[0] if made else None
+    if not isinstance(first, Layout):
+        return made
+    if name in _CONTIGUOUS:
+        return (Layout(first.shape, contiguous(first.shape), first.dtype), *made[1:])
+    place = _REDUCED_LOSSES.get(name)
+    if place is not None and (args[place] if len(args) > place else kwargs.get("reduction", 1)):
+        elements = math.prod(_broadcast(args[0].shape, args[1].shape))
+        return (Layout((), (), first.dtype, max(elements, 1) * first.dtype.itemsize),)
+    return made
+
+
 class Shapes:
     """Shapes of outputs by arguments: PyTorch's own rules for a CUDA device, remembered."""
 
@@ -232,7 +256,7 @@ def _grouped(left: Any, right: Any, offs: Any = None, bias: Any = None, out_dtyp
 
 
 def _stand_in(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-    """A call whose result has the same shape, for operators of cuDNN, which have no rules of their own."""
+    """A call whose result has the same shape, for convolutions of CUDA, which have no rules of their own."""
     aten = torch.ops.aten
     if func is aten.cudnn_convolution.default:
         image, weight, padding, stride, dilation, groups = args[:6]
@@ -240,6 +264,9 @@ def _stand_in(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple
     if func is aten.cudnn_convolution_transpose.default:
         image, weight, padding, more, stride, dilation, groups = args[:7]
         return aten.convolution.default, (image, weight, None, stride, padding, dilation, True, more, groups), {}
+    if func is aten._conv_depthwise2d.default:
+        image, weight, _, *rest = args
+        return aten.convolution.default, (image, weight, *rest, False, [0], image.shape[1]), {}
     if func is aten.cudnn_grid_sampler.default:
         return aten.grid_sampler_2d.default, (*args, 0, 0, True), {}
     return func, args, kwargs
@@ -342,6 +369,10 @@ class Kernels:
             "resize_": self._resize,
             "_local_scalar_dense": self._scalar,
             "equal": self._equal,
+            "nonzero": self._nonzero,
+            "index.Tensor": self._indexed,
+            "_unsafe_index.Tensor": self._indexed,
+            "_index_put_impl_": self._indexed,
             "_use_cudnn_ctc_loss": self._never,
             "_use_miopen_ctc_loss": self._never,
         }
@@ -353,6 +384,10 @@ class Kernels:
             return self._special[name](func)
         if name in _METADATA_ONLY:
             return functools.partial(func.redispatch, _BY_CPU_KERNEL)
+        return self._usual(func)
+
+    def _usual(self, func: Any) -> Kernel:
+        """The kernel that the operator's schema and PyTorch's rules for shapes ask for."""
         schema = _schema(func)
         if schema.out:
             return self._out(func, schema)
@@ -462,10 +497,11 @@ class Kernels:
         outputs = corrected(str(func), fake, args, kwargs)
         if places is not None:
             outputs = [outputs[place] for place in places]
-        return tuple(
+        made = tuple(
             _described(value) if written is None else _Argument(written)
             for value, written in zip((outputs,) if schema.returns == 1 else outputs, schema.written, strict=True)
         )
+        return _as_on_cuda(func._schema.name, args, kwargs, made)
 
     def _grow(self, tensor: torch.Tensor, shape: tuple[int, ...], strides: tuple[int, ...], born: list[int]) -> Any:
         """Resize `tensor` as `resize_` does on CUDA: a larger storage is born before the old one dies.
@@ -518,7 +554,7 @@ class Kernels:
 
     def _copy(self, func: Any) -> Kernel:
         """at::native::copy_ (ATen/native/cuda/Copy.cu, copy_requires_temporaries): across devices, a tensor that is not
-        contiguous, or of another dtype, goes through a temporary."""
+        contiguous, or of another dtype, goes through a temporary. To the host it is cast there, if the host waits."""
         on_device = self._in_place(func, _schema(func))
         runtime = self.runtime
 
@@ -536,7 +572,8 @@ class Kernels:
                 else:
                     on_device(target, on_device(torch.empty_like(target), source), non_blocking)
                 return target
-            sent = source if plain else source.to(target.dtype).expand_as(target).contiguous()
+            cast = source.to(target.dtype) if non_blocking and not plain else source
+            sent = cast if plain else cast.expand_as(target).contiguous()
             boolean = target.dtype is torch.bool
             # a larger one is offloaded, not read: its pages stay untouched
             if target.nbytes <= _FILLED and not runtime.host_copies_keep:
@@ -570,7 +607,10 @@ class Kernels:
         def kernel(tensor: torch.Tensor) -> Any:
             dtype = tensor.dtype
             value: Any = runtime.truth if dtype is torch.bool else 0.0 if dtype.is_floating_point else 0
-            runtime.assume(f"a {str(dtype).removeprefix('torch.')} read from the device: {value}")
+            if runtime.storage(tensor) in runtime.places:
+                value = tensor.storage_offset()
+            else:
+                runtime.assume(f"a {str(dtype).removeprefix('torch.')} read from the device: {value}")
             if runtime.observer is not None:
                 runtime.observer.operator(func, (tensor,), {}, value, [], Kind(()))
             runtime.synchronized()
@@ -589,6 +629,50 @@ class Kernels:
                 runtime.observer.operator(func, (one, other), {}, same, [], Kind(()))
             runtime.synchronized()
             return same
+
+        return kernel
+
+    def _nonzero(self, func: Any) -> Kernel:
+        """Places of elements that are not zero, by dimension: as many as `Runtime.nonzero` says, the first ones."""
+        runtime, kinds = self.runtime, dict[Any, Kind]()
+
+        def kernel(tensor: torch.Tensor) -> torch.Tensor:
+            rows = runtime.nonzero(tensor)
+            if runtime.nonzero is torch.Tensor.numel:
+                runtime.assume("elements that are not zero, where the host asks: all")
+            key = (rows, _kind((tensor,), True))
+            kind = kinds.get(key)
+            if kind is None:
+                layout = Layout((rows, tensor.ndim), (1, max(rows, 1)), torch.int64)
+                kind = kinds[key] = Kind((layout,))
+            places = self._new(func, kind, (tensor,), {})
+            runtime.synchronized()
+            if tensor.ndim == 1:
+                runtime.places.add(runtime.storage(places))
+            return places
+
+        return kernel
+
+    def _indexed(self, func: Any) -> Kernel:
+        """Masks among indices become the places where they are set (ATen/native/IndexingUtils.h, `expandTensors`); a
+        number that is put where a mask is set fills (`canDispatchToMaskedFill`)."""
+        usual = self._usual(func)
+        fills = func._opname == "_index_put_impl_"
+
+        def kernel(source: torch.Tensor, indices: Any, *rest: Any, **kwargs: Any) -> Any:
+            masks = [index for index in indices if index is not None and index.dtype in (torch.bool, torch.uint8)]
+            if not masks:
+                return usual(source, indices, *rest, **kwargs)
+            given = [index for index in indices if index is not None]
+            accumulate = rest[1] if len(rest) > 1 else kwargs.get("accumulate", False)
+            if fills and not accumulate and len(given) == 1 and not rest[0].is_cuda and rest[0].numel() == 1:
+                mask = masks[0][(..., *[None] * (source.ndim - len(indices) + 1 - masks[0].ndim))]
+                return torch.ops.aten.masked_fill_.Scalar(source, mask, rest[0].item())
+            places: list[Any] = []
+            for index in indices:
+                masked = index is not None and index.dtype in (torch.bool, torch.uint8)
+                places.extend(torch.ops.aten.nonzero.default(index).unbind(1) if masked else [index])
+            return usual(source, places, *rest, **kwargs)
 
         return kernel
 

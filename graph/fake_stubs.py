@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import heapq
 import importlib
 import types
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
 if TYPE_CHECKING:
     from graph.fake_cuda import Runtime
+
+
+#: The first number of a stream that stands for an event.
+FIRST_POINT: Final = 5000
 
 
 class Stream:
@@ -59,22 +64,55 @@ class Stream:
         return hash((Stream, self.stream_id))
 
 
+class Points:
+    """Numbers of the streams that stand for events: one for each event that lives, used again when it is gone."""
+
+    def __init__(self) -> None:
+        self._free: dict[int, list[int]] = {}  # by the stream on which such events were recorded
+        self._stream: dict[int, int] = {}
+
+    def take(self, stream: int) -> int:
+        """A number for an event on `stream`."""
+        free = self._free.setdefault(stream, [])
+        if free:
+            return heapq.heappop(free)
+        number = FIRST_POINT + len(self._stream)
+        self._stream[number] = stream
+        return number
+
+    def give_back(self, number: int) -> None:
+        """The event of this number (0: none) is gone, or recorded anew."""
+        if number:
+            heapq.heappush(self._free[self._stream[number]], number)
+
+
 class Event:
-    """A CUDA event: a point on a stream."""
+    """A CUDA event: a point on a stream.
+
+    It is told as a stream of its own that waits there for the one it is recorded on; who waits for the event waits for
+    that stream.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.device = torch.device("cuda", 0)
-        self._stream: Any = None
+        self._point = 0
+        self._points = Stream.runtime.points
+
+    def __del__(self) -> None:
+        self._points.give_back(self._point)
 
     def record(self, stream: Any = None) -> None:
         """This point of `stream`, or of the current one."""
-        self._stream = Stream.runtime.stream if stream is None else stream
+        on = (Stream.runtime.stream if stream is None else stream).stream_id
+        self._points.give_back(self._point)
+        self._point = self._points.take(on)
+        Stream.runtime.tell("wait_stream", self._point, on)
 
     def wait(self, stream: Any = None) -> None:
         """What comes on `stream`, or on the current one, waits for this point."""
-        if self._stream is not None:
+        if self._point:
             waiting = Stream.runtime.stream if stream is None else stream
-            waiting.wait_stream(self._stream)
+            Stream.runtime.tell("wait_stream", waiting.stream_id, self._point)
 
     def query(self) -> bool:
         """It is complete."""
@@ -82,7 +120,7 @@ class Event:
 
     def synchronize(self) -> None:
         """The host waits."""
-        Stream.runtime.synchronized()
+        Stream.runtime.synchronized(self._point)
 
     def elapsed_time(self, other: Any) -> float:
         """No time passes."""

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any, Final
 
 import torch
 from torch.nn.functional import cross_entropy
+
+from graph.old_masks import like_transformers_4_29 as masks_of_4_29
 
 PARTS: Final = 8
 
@@ -25,19 +28,31 @@ def like_transformers_4_29(extra: dict[str, Any], kind: str, module: Any, inputs
         mask = given["attention_mask"][:, None, None, :].to(module.dtype)  # one row for all queries, in those classes
         given["attention_mask"] = (1.0 - mask) * torch.finfo(module.dtype).min
         del mask
+    if kind == "biogpt" and given.get("attention_mask") is not None:
+        given["position_ids"] = _positions(given["attention_mask"])
     if kind == "gpt_bigcode" and given.get("attention_mask") is not None:
         given |= _causal(module, given["attention_mask"])
-    logits = module(**given, **extra).logits
+    with masks_of_4_29(kind, module):
+        logits = module(**given, **extra).logits
     dtype = logits.dtype
     if kind in _CAST_LOGITS:
         logits = logits.to(torch.float32)
     # Python indexing of torch 2.0 takes both slices; later ones leave the full one out, and with it a node of backward.
-    shifted = torch.ops.aten.slice(logits[..., :-1, :], -1).contiguous()
+    shifted = torch.ops.aten.slice(logits[..., :-1, :], -1)
+    if kind == "biogpt":  # [:, :-1, :] there
+        shifted = torch.ops.aten.slice(shifted, 0)
+    shifted = shifted.contiguous()
     wanted = labels[..., 1:].contiguous()
     loss = cross_entropy(shifted.view(-1, shifted.size(-1)), wanted.view(-1))
     if kind == "gpt_neo":
         logits = logits.to(dtype)  # for the outputs, which nobody reads
     return loss.to(dtype) if kind in _CAST_LOGITS else loss
+
+
+def _positions(mask: torch.Tensor) -> torch.Tensor:
+    """Positions of BioGPT, [batch, length]: of each sequence its own (modeling_biogpt.py, 4.29)."""
+    mask = mask.long()
+    return (torch.cumsum(mask, dim=1).type_as(mask) * mask).long() - 1
 
 
 def _causal(module: Any, mask: torch.Tensor) -> dict[str, Any]:
@@ -50,12 +65,27 @@ def _causal(module: Any, mask: torch.Tensor) -> dict[str, Any]:
     return {"attention_mask": causal.unsqueeze(2 if whole.multi_query else 1), "position_ids": positions}
 
 
-def chunked(extra: dict[str, Any], checkpointed: bool, module: Any, inputs: dict[str, Any]) -> torch.Tensor:
-    """Head and loss over 8 parts of the sequence, one cross-entropy each, each part under checkpoint if asked for."""
-    labels = inputs["labels"]
-    given = {key: value for key, value in inputs.items() if key != "labels"}
-    whole = module.get_base_model() if hasattr(module, "get_base_model") else module  # under adapters
-    hidden = whole.base_model(**given, **extra).last_hidden_state
+def chunked(extra: dict[str, Any], module: Any, inputs: dict[str, Any]) -> torch.Tensor:
+    """The loss of a model that `in_parts` has changed, however it is wrapped."""
+    loss: torch.Tensor = module(**inputs, **extra)
+    return loss
+
+
+def in_parts(module: Any, *, checkpointed: bool) -> None:
+    """Make a model's forward give the loss over 8 parts of the sequence, as a loop of one's own in it does.
+
+    The head and a cross-entropy run on one part after another, each under checkpoint if asked for.
+    """
+    own = weakref.ref(module)
+
+    def forward(labels: torch.Tensor, **given: Any) -> torch.Tensor:
+        return _in_parts(own(), checkpointed, labels, {key: value for key, value in given.items() if value is not None})
+
+    module.forward = forward
+
+
+def _in_parts(module: Any, checkpointed: bool, labels: torch.Tensor, given: dict[str, Any]) -> torch.Tensor:
+    hidden = module.base_model(**given).last_hidden_state
     head = module.get_output_embeddings()
 
     def part(states: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:

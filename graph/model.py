@@ -35,7 +35,7 @@ class Kind(IntEnum):
     ENTER = 4  # module `index` (a code into `names`) starts its forward (recomputation in backward included)
     EXIT = 5  # module `index` has ended its forward
     GRADIENT = 6  # the gradient of parameter storage `index` is complete for this backward; `value`: .grad's storage
-    SYNCHRONIZE = 7  # the host waits for the device
+    SYNCHRONIZE = 7  # the host waits for the device (`index` 0), or for stream `index`
     STEP = 8  # iteration `value` starts
     MICRO_STEP = 9  # micro-batch `value` of an iteration starts (gradient accumulation)
     RECORD_STREAM = 10  # storage `index` is in use on stream `value`

@@ -69,6 +69,8 @@ def ready() -> Any:
     except ImportError as error:
         raise ConfigError(f"bitsandbytes is needed ({error}); pip install 'llmem[torch]'") from None
     _with_cuda_kernels()
+    library: Any = importlib.import_module("bitsandbytes.functional")
+    library.name2qmap.clear()  # codes that it keeps on the device, which goes with each capture
     return bitsandbytes
 
 
@@ -110,9 +112,14 @@ class _NoOutliers:
 
     @staticmethod
     def argwhere(tensor: torch.Tensor) -> torch.Tensor:
-        if fake_cuda._active:
-            return torch.empty((0, tensor.ndim), dtype=torch.int64, device=tensor.device)
-        return torch.argwhere(tensor)
+        if not fake_cuda._active:
+            return torch.argwhere(tensor)
+        runtime = fake_cuda._active[0]
+        before, runtime.nonzero = runtime.nonzero, lambda _tensor: 0
+        try:
+            return torch.argwhere(tensor)
+        finally:
+            runtime.nonzero = before
 
 
 class _Contexts:

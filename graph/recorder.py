@@ -157,6 +157,10 @@ class Recorder:
         """The host has waited for the device, to read a value."""
         self.log.event(Kind.SYNCHRONIZE, 0)
 
+    def reached(self, stream: int) -> None:
+        """The host has waited for what `stream` had been given."""
+        self.log.event(Kind.SYNCHRONIZE, stream)
+
     def empty_cache(self) -> None:
         """The allocator gives back what it has cached."""
         self.log.event(Kind.EMPTY_CACHE, 0)

@@ -27,7 +27,8 @@ from graph.adapters import with_lora
 from graph.case import Case
 from graph.errors import CaptureError
 from graph.inputs import DTYPES, Input, arguments, hosts, training_batch
-from graph.losses import chunked, like_transformers_4_29
+from graph.losses import chunked, in_parts, like_transformers_4_29
+from graph.mixtures import shares
 from graph.old_attention import like_transformers_4_29 as like_old_attention
 from traces.errors import ConfigError, LLMemError
 
@@ -222,6 +223,8 @@ def _from_configuration(case: Case, document: dict[str, Any], place: str) -> Bui
 
 def prepare(built: Built, case: Case, device: str = "meta") -> None:
     """Adapters, checkpointing and the mode, in the order in which a training script asks for them."""
+    if case.loss.startswith("chunk"):
+        in_parts(built.module, checkpointed=case.loss == "chunk8-ckpt")
     if case.lora:
         built.module, assumed = with_lora(built.module, case.lora, case.lora_targets, built.head, device, built.where)
         built.assumptions += assumed
@@ -317,7 +320,7 @@ def _loss(case: Case, head: str, config: Any, held: list[Any]) -> Callable[[Any,
     if case.loss == "transformers-4.29":
         return functools.partial(like_transformers_4_29, extra, config.model_type)
     if case.loss:
-        return functools.partial(chunked, extra, case.loss == "chunk8-ckpt")
+        return functools.partial(chunked, extra)
 
     def own(module: Any, inputs: dict[str, Any]) -> Any:
         outputs = module(**inputs, **extra)
@@ -343,13 +346,11 @@ def _offloaded(case: Case, loss: Callable[[Any, dict[str, Any]], Any]) -> Callab
 def _stated(case: Case, config: Any) -> tuple[str, ...]:
     if case.quant == "int8":
         return ("int8: no column of the activations holds an outlier",)
-    count = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None)
+    count = len(shares(case, config))
     if not count:
         return ()
-    if case.experts and len(case.experts) != count:
-        raise ConfigError(f"key 'experts': {len(case.experts)} shares for the {count} experts of the model")
-    shares = "equal shares" if not case.experts else "shares " + ", ".join(f"{share:g}" for share in case.experts)
-    return (f"mixture of experts: the {count} experts get {shares} of the tokens",)
+    given = "equal shares" if not case.experts else "shares " + ", ".join(f"{share:g}" for share in case.experts)
+    return (f"mixture of experts: the {count} experts get {given} of the tokens",)
 
 
 # ------------------------------------------------------------------------------------------ a user's function

@@ -159,23 +159,30 @@ class StepInBackward:
 
 def make_optimizer(case: Any, parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
     """The optimizer of a case over `parameters`, with torch's defaults but for the learning rate."""
+    kind, options = optimizer_class(case)
+    made: torch.optim.Optimizer = kind(parameters, **options)
+    return made
+
+
+def optimizer_class(case: Any) -> tuple[Any, dict[str, Any]]:
+    """The class of a case's optimizer, and its arguments besides the parameters."""
     name = case.optimizer
+    rate: dict[str, Any] = {"lr": 1e-5}
     if name == "adamw-8bit":
         import bitsandbytes
 
         library: Any = bitsandbytes
-        made: torch.optim.Optimizer = library.optim.AdamW8bit(parameters, lr=1e-5)
-        return made
+        return library.optim.AdamW8bit, rate
     if name.startswith("adamw"):
-        options: dict[str, Any] = {
+        options = {
             "adamw": {},
             "adamw-foreach": {"foreach": True},
             "adamw-fused": {"fused": True},
             "adamw-forloop": {"foreach": False},
         }[name]
-        return torch.optim.AdamW(parameters, lr=1e-5, **options)
+        return torch.optim.AdamW, rate | options
     if name == "sgd":
-        return torch.optim.SGD(parameters, lr=1e-5, momentum=case.sgd_momentum)
+        return torch.optim.SGD, rate | {"momentum": case.sgd_momentum}
     if name == "adafactor":
-        return torch.optim.Adafactor(parameters, lr=1e-5)
+        return torch.optim.Adafactor, rate
     raise CaptureError(f"optimizer: {name!r} is unknown")

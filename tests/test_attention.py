@@ -139,25 +139,22 @@ def test_an_order_that_the_user_set_is_kept() -> None:
 # ---------------------------------------------------------------------------------------------------- workspaces
 
 
-class Dtype:
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.itemsize = ITEM_BYTES[name]
-
-    def __str__(self) -> str:
-        return f"torch.{self.name}"
-
-
 class Stand:
     """Stands for a tensor: what rules may read of one."""
 
     def __init__(self, shape: Sequence[int], stride: Sequence[int], dtype: str) -> None:
         self.shape = tuple(shape)
-        self.dtype = Dtype(dtype)
+        self.dtype = f"torch.{dtype}"
         self._stride = tuple(stride)
 
     def stride(self) -> tuple[int, ...]:
         return self._stride
+
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    def element_size(self) -> int:
+        return ITEM_BYTES[self.dtype.removeprefix("torch.")]
 
 
 def argument(value: Any) -> Any:

@@ -17,6 +17,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
+from graph import analysis  # noqa: E402
 from graph.case import Case  # noqa: E402
 from graph.errors import CaptureError  # noqa: E402
 from graph.model import Kind, Role, StepGraph  # noqa: E402
@@ -215,6 +216,36 @@ def test_modules_nest(opt: StepGraph) -> None:
     assert opt.modules[0] == ("", "OPTForCausalLM")
 
 
+@pytest.mark.parametrize(("experts", "tokens"), [((), {16}), ((1, 0, 2, 5), {8, 16, 40})])
+def test_experts_that_run_one_by_one_get_their_shares(
+    tmp_path: Path, experts: tuple[float, ...], tokens: set[int]
+) -> None:
+    """Of 32 tokens each goes to 2 of 4 experts: 64 rows of hidden states are looked up in all, in each of two layers,
+    by as many experts as have a share; backward adds them up again, recomputation looks them up a second time."""
+    config = {
+        "model_type": "dbrx",
+        "d_model": 64,
+        "n_heads": 4,
+        "n_layers": 2,
+        "max_seq_len": 64,
+        "vocab_size": 512,
+        "attn_config": {"kv_n_heads": 2, "clip_qkv": 8, "rope_theta": 10000.0},
+        "ffn_config": {"hidden_size": 64, "ffn_hidden_size": 96, "moe_num_experts": 4, "moe_top_k": 2},
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config), "utf-8")
+    case = {"model": str(tmp_path), "seq": 32, "attn": "default", "experts": experts, "steps": 1}
+    graph = captured(Case.of({**case, "checkpointing": "nonreentrant"}))
+    makers = analysis.makers(graph)
+    looked_up = [
+        size // (64 * 4)
+        for storage, size in enumerate(graph.storages.bytes.tolist())
+        if graph.name(graph.operators.name[makers[storage]]) == "aten.index.Tensor" and size % (64 * 4) == 0
+    ]
+    rows = [count for count in looked_up if count in tokens]
+    assert set(rows) == tokens
+    assert sum(rows) == 2 * 2 * 64
+
+
 @pytest.mark.parametrize("checkpointing", ["", "nonreentrant", "reentrant"])
 def test_backward_belongs_to_the_forward_it_differentiates(tmp_path: Path, checkpointing: str) -> None:
     graph = captured(tiny(tmp_path, "tiny-llama", checkpointing=checkpointing, attn="eager"))
@@ -306,7 +337,7 @@ class Values(torch.nn.Module):
         super().__init__()
         self.inner = torch.nn.Linear(8, 8)
     def forward(self, x):
-        return self.inner(x)[self.inner(x) > 0].sum()
+        return self.inner(x).unique().sum()
 
 class Frozen(torch.nn.Linear):
     def __init__(self):

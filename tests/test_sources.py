@@ -229,6 +229,7 @@ def test_chunked_loss_is_the_mean_over_parts(configured: Any, loss: str) -> None
     ids = torch.randint(0, 96, (2, 16))
     logits = module(input_ids=ids).logits
     wanted = torch.nn.functional.cross_entropy(logits.reshape(-1, 96), ids.reshape(-1))
+    losses.in_parts(module, checkpointed=loss == "chunk8-ckpt")
     torch.testing.assert_close(built.forward(module, {"input_ids": ids}), wanted)
 
 

@@ -15,54 +15,17 @@ from typing import Any, Final
 import numpy as np
 
 from graph.device import Profile
+from graph.workspaces.metadata import argument, in_order, size, up, upper, width
 from graph.workspaces.rules import Call, Plan, Rule, Step
 
 _LARGE_SHARED_MEMORY: Final = 160 << 10  # A100 and the data centre cards after it
-
-
-def _ceil_div(value: int, by: int) -> int:
-    return -(-value // by)
-
-
-def _round_up(value: int, to: int) -> int:
-    return _ceil_div(value, to) * to
-
-
-def _itemsize(tensor: Any) -> int:
-    return int(tensor.dtype.itemsize)
-
-
-def _bytes(shape: tuple[int, ...], itemsize: int) -> int:
-    return math.prod(shape) * itemsize
-
-
-def _nbytes(tensor: Any) -> int:
-    return _bytes(tuple(tensor.shape), _itemsize(tensor))
-
-
-def _contiguous(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
-    """Whether a tensor is contiguous; strides of dimensions of size 1 do not count."""
-    expected = 1
-    for size, step in zip(reversed(shape), reversed(stride), strict=True):
-        if size == 0:
-            return True
-        if size != 1:
-            if step != expected:
-                return False
-            expected *= size
-    return True
 
 
 def _contiguous_by_token(tensor: Any) -> bool:
     """Whether a tensor of (batch, heads, tokens, head) is contiguous as (batch, tokens, heads, head)."""
     b, h, s, d = tensor.shape
     sb, sh, ss, sd = tensor.stride()
-    return _contiguous((b, s, h, d), (sb, ss, sh, sd))
-
-
-def _argument(call: Call, index: int, name: str, default: Any = None) -> Any:
-    """Argument `index` of a call, or by its name, or its default."""
-    return call.args[index] if len(call.args) > index else call.kwargs.get(name, default)
+    return in_order((b, s, h, d), (sb, ss, sh, sd))
 
 
 class _Steps:
@@ -104,7 +67,7 @@ def flash_splits(blocks: int, processors: int, key_blocks: int, most: int = 128)
     most = min(most, processors, key_blocks)
     filling: dict[int, np.float32] = {}
     for splits in range(1, most + 1):
-        if splits > 1 and _ceil_div(key_blocks, splits) == _ceil_div(key_blocks, splits - 1):
+        if splits > 1 and up(key_blocks, splits) == up(key_blocks, splits - 1):
             continue
         waves = np.float32(blocks * splits) / np.float32(processors)
         filling[splits] = waves / np.ceil(waves)
@@ -116,7 +79,7 @@ def flash_splits(blocks: int, processors: int, key_blocks: int, most: int = 128)
 
 def _flash_head(head: int, profile: Profile) -> int:
     """A head dimension as flash attention's accumulators hold it: to 32, from 2.11 on above 128 to 64."""
-    return _round_up(head, 32 if head <= 128 or profile.release < (2, 11) else 64)
+    return upper(head, 32 if head <= 128 or profile.release < (2, 11) else 64)
 
 
 def flash_forward(call: Call) -> Plan | None:
@@ -127,7 +90,7 @@ def flash_forward(call: Call) -> Plan | None:
     grouped heads counts as one row a group of the key's heads. With dropout the random state is made twice.
     """
     query, key = call.args[0], call.args[1]
-    dropout = float(_argument(call, 3, "dropout_p", 0.0))
+    dropout = float(argument(call, 3, "dropout_p", 0.0))
     batch, heads, rows, head = query.shape
     key_heads, columns = key.shape[1], key.shape[2]
     if batch == 0:
@@ -138,8 +101,8 @@ def flash_forward(call: Call) -> Plan | None:
         if rows == 1 and heads > key_heads:
             rows, heads = heads // key_heads, key_heads
         block = 256 if head <= 64 else 128 if head <= 128 else 64
-        blocks = batch * heads * _ceil_div(rows, 64)
-        splits = flash_splits(blocks, 2 * call.profile.sm_count, _ceil_div(columns, block))
+        blocks = batch * heads * up(rows, 64)
+        splits = flash_splits(blocks, 2 * call.profile.sm_count, up(columns, block))
         if splits > 1:
             lines = splits * batch * heads * rows
             steps.alloc("lse_accum", lines * 4)
@@ -163,16 +126,16 @@ def flash_backward(call: Call) -> Plan | None:
     grad_out, query, key, out = call.args[0], call.args[1], call.args[2], call.args[4]
     batch, heads, rows, head = query.shape
     key_heads, columns = key.shape[1], key.shape[2]
-    rounded = _round_up(rows, 128)
+    rounded = upper(rows, 128)
     steps = _Steps()
     for name, tensor in (("grad_out", grad_out), ("out", out)):
         if not _contiguous_by_token(tensor):
-            steps.alloc(name, _nbytes(tensor))
+            steps.alloc(name, size(tensor))
     steps.out(0, 1, 2)
     steps.alloc("softmax_d", batch * heads * rounded * 4)
     steps.alloc("dq_accum", batch * rounded * heads * _flash_head(head, call.profile) * 4)
     if key_heads != heads:
-        expanded = _bytes((batch, columns, heads, head), _itemsize(query))
+        expanded = batch * columns * heads * head * width(query)
         steps.alloc("dk_expanded", expanded)
         steps.alloc("dv_expanded", expanded)
     steps.free("dv_expanded", "dk_expanded", "dq_accum", "softmax_d", "out", "grad_out")
@@ -189,14 +152,14 @@ def efficient_forward(call: Call) -> Plan | None:
     on the host.
     """
     query, value = call.args[0], call.args[2]
-    logsumexp = bool(_argument(call, 4, "compute_log_sumexp", False))
+    logsumexp = bool(argument(call, 4, "compute_log_sumexp", False))
     batch, heads, rows, head = query.shape
     value_head = value.shape[3]
     steps = _Steps()
     steps.out(0)
     if logsumexp:
         steps.out(1)
-    if _itemsize(query) == 2 and max(head, value_head) > 128:
+    if width(query) == 2 and max(head, value_head) > 128:
         steps.alloc("out_accum", batch * rows * heads * value_head * 4)
     steps.free("out_accum")
     return steps.plan()
@@ -230,11 +193,11 @@ def efficient_backward_workspace(
     """Bytes of the backward kernel's workspace (`Params::workspace_size`); `shape` is the query's."""
     batch, heads, rows, head = shape
     block_i, block_j, accumulates = efficient_blocks(profile, half, max(head, value_head), dropout)
-    elements = _ceil_div(rows, block_i) * _ceil_div(head, block_j) * (4 + block_i * block_j)
+    elements = up(rows, block_i) * up(head, block_j) * (4 + block_i * block_j)
     if accumulates:
-        splits = max(1, min(_ceil_div(columns, block_j), 200 // (batch * heads)))
-        elements += splits * block_j * (_round_up(head, block_i) + _round_up(value_head, block_i))
-    return batch * heads * _round_up(elements, 4) * 4
+        splits = max(1, min(up(columns, block_j), 200 // (batch * heads)))
+        elements += splits * block_j * (upper(head, block_i) + upper(value_head, block_i))
+    return batch * heads * upper(elements, 4) * 4
 
 
 def efficient_backward(call: Call) -> Plan | None:
@@ -244,15 +207,15 @@ def efficient_backward(call: Call) -> Plan | None:
     in fp32, their sum by token, and its copy by head; else by the kernel.
     """
     grad_out, query, key, value, bias, out = call.args[:6]
-    dropout = float(_argument(call, 9, "dropout_p", 0.0)) != 0.0
+    dropout = float(argument(call, 9, "dropout_p", 0.0)) != 0.0
     batch, heads, rows, head = query.shape
     value_head = value.shape[3]
-    half = _itemsize(query) == 2
+    half = width(query) == 2
     steps = _Steps()
     if not _contiguous_by_token(grad_out):
-        steps.alloc("grad_out", _nbytes(grad_out))
+        steps.alloc("grad_out", size(grad_out))
     steps.out(0, 1, 2)
-    if bias is not None and bool(_argument(call, 10, "grad_input_mask")[3]):
+    if bias is not None and bool(argument(call, 10, "grad_input_mask")[3]):
         steps.out(3)
     accumulates = efficient_blocks(call.profile, half, max(head, value_head), dropout)[2]
     sums = batch * heads * rows * 4
@@ -260,10 +223,11 @@ def efficient_backward(call: Call) -> Plan | None:
         steps.alloc("delta", sums)
     else:
         _delta(steps, out, half=half, copied=rows > 1 and heads > 1, sums=sums)
-    size = efficient_backward_workspace(
-        call.profile, (batch, heads, rows, head), key.shape[2], value_head, half, dropout
+    extents = (batch, heads, rows, head)
+    steps.alloc(
+        "workspace",
+        efficient_backward_workspace(call.profile, extents, key.shape[2], value_head, half, dropout),
     )
-    steps.alloc("workspace", size)
     steps.free("delta", "workspace", "grad_out")
     return steps.plan()
 
@@ -287,7 +251,7 @@ def _delta(steps: _Steps, out: Any, *, half: bool, copied: bool, sums: int) -> N
 def cudnn_forward(call: Call) -> Plan | None:
     """aten::_scaled_dot_product_cudnn_attention: seed and offset on the card first, then output and logsumexp."""
     steps = _Steps()
-    if bool(_argument(call, 4, "compute_log_sumexp", False)):
+    if bool(argument(call, 4, "compute_log_sumexp", False)):
         steps.out(2, 3, 0, 1)
     else:
         steps.out(1, 2, 0)

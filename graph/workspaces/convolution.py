@@ -1,47 +1,186 @@
-"""Convolutions through cuDNN: copies of strided gradients and the bias gradient's sum.
+"""Convolutions: copies of operands into the memory format that is computed in, and the bias gradient's sum.
 
 cuDNN's own workspace depends on the algorithm it chooses and is not known here; it is taken as zero.
-Source: aten/src/ATen/native/Convolution.cpp and cudnn/ConvShared.cpp.
+Source: aten/src/ATen/native/Convolution.cpp, cudnn/ConvShared.cpp, cuda/DepthwiseConv2d.cu and
+c10/core/MemoryFormat.h.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
-from graph.workspaces.metadata import dtype, elements, is_contiguous, is_half, shape, size, tensors, width
+from graph.workspaces.metadata import dtype, elements, in_order, is_half, shape, size, strides, width
 from graph.workspaces.reduction import merged, scratch
 from graph.workspaces.rules import Call, Plan, Rule, Step
+
+
+@dataclass(frozen=True)
+class _Operand:
+    """Sizes and strides of an operand as convolutions see it: a sequence is an image of height 1 (`view4d`)."""
+
+    sizes: tuple[int, ...]
+    steps: tuple[int, ...]
+    bytes: int
+
+    @classmethod
+    def of(cls, tensor: Any) -> _Operand:
+        sizes, steps = shape(tensor), strides(tensor)
+        if len(sizes) == 3:
+            sizes, steps = (*sizes[:2], 1, sizes[2]), (*steps[:2], sizes[2] * steps[2], steps[2])
+        return cls(sizes, steps, size(tensor))
+
+    @property
+    def channels_last(self) -> bool:
+        """Whether channels come last in memory, as strides suggest it (`is_channels_last_strides_2d_s4`)."""
+        least = 0
+        if len(self.sizes) not in (4, 5) or self.steps[1] == 0:
+            return False
+        for place in _order(len(self.sizes)):
+            if self.sizes[place] == 0 or self.steps[place] < least or (place == 0 and least == self.steps[1]):
+                return False
+            least = self.steps[place] * max(self.sizes[place], 1)
+        return True
+
+    def lies(self, channels_last: bool) -> bool:
+        """Whether it is contiguous in a memory format."""
+        if not channels_last:
+            return in_order(self.sizes, self.steps)
+        order = _order(len(self.sizes))[::-1]
+        return in_order([self.sizes[i] for i in order], [self.steps[i] for i in order])
+
+    def put(self, channels_last: bool) -> _Operand:
+        """Contiguous in a memory format."""
+        if self.lies(channels_last):
+            return self
+        step, steps = 1, [0] * len(self.sizes)
+        for place in _order(len(self.sizes)) if channels_last else range(len(self.sizes))[::-1]:
+            steps[place] = step
+            step *= max(self.sizes[place], 1)
+        return _Operand(self.sizes, tuple(steps), self.bytes)
+
+
+def _order(rank: int) -> tuple[int, ...]:
+    """Dimensions of a tensor whose channels come last, the fastest first."""
+    return (1, *range(rank - 1, 1, -1), 0)
+
+
+def _last(first: _Operand, second: _Operand, wide: bool) -> bool:
+    """Whether cuDNN computes with channels last (`cudnn_conv_suggest_memory_format`); `wide`: doubles, never."""
+    return not wide and (first.channels_last or second.channels_last)
+
+
+def _copies(operands: Sequence[tuple[str, _Operand]], channels_last: bool) -> tuple[list[Step], list[Step]]:
+    """Births and deaths of the operands that are copied into a memory format."""
+    copied = [(name, one) for name, one in operands if not one.lies(channels_last)]
+    return [("alloc", name, one.bytes) for name, one in copied], [("free", name) for name, _ in reversed(copied)]
+
+
+def cudnn_convolution(call: Call) -> Plan | None:
+    """`cudnn_convolution`: weight, then input, in cuDNN's format, after the output (`cudnn_convolution_forward`)."""
+    source, weight = (_Operand.of(tensor) for tensor in call.args[:2])
+    last = _last(source, weight, dtype(call.args[0]) == "float64")
+    born, gone = _copies([("weight", weight), ("input", source)], last)
+    return (("rest",), *born, *gone) if born else None
+
+
+def depthwise_convolution(call: Call) -> Plan | None:
+    """`_conv_depthwise2d`: contiguous operands, then the output (`conv_depthwise2d_cuda_out`)."""
+    source, weight = (_Operand.of(tensor) for tensor in call.args[:2])
+    born, gone = _copies([("input", source), ("weight", weight)], False)
+    return (*born, ("rest",), *gone) if born else None
 
 
 def convolution_backward(call: Call) -> Plan | None:
     """`convolution_backward`: gradients of input and weight, then the gradient summed for the bias.
 
-    A depthwise convolution goes around cuDNN, but for fp16, and makes the weight's gradient first.
-
     Arguments: gradient, input, weight, bias sizes, stride, padding, dilation, transposed, output padding, groups, mask.
     """
-    gradient = call.args[0]
     wanted = [bool(flag) for flag in call.args[10]]
-    outputs = list(tensors(call.out))
-    steps: list[Step] = []
-    number = sum(wanted[:2])
-    strided = not is_contiguous(gradient)
-    if strided:
-        steps.append(("alloc", "gradient", size(gradient)))
-    depthwise = number == 2 and int(call.args[9]) == shape(call.args[1])[1] > 1 and dtype(gradient) != "float16"
-    steps += [("out", i) for i in ((1, 0) if depthwise else range(number))]
-    if strided:
-        steps.append(("free", "gradient"))
+    gradient, source, weight = (_Operand.of(tensor) for tensor in call.args[:3])
+    steps, kept = _copies([("sequence", source)] if len(shape(call.args[1])) == 3 else [], False)
+    source = source.put(False) if steps else source
+    depthwise = _is_depthwise(call, source, weight)
+    wide = dtype(call.args[1]) == "float64"
+    steps += (_depthwise_backward if depthwise else _cudnn_backward)(gradient, source, weight, wanted, wide)
     if wanted[2]:
-        steps.append(("out", number))
-        dims = [i for i in range(len(shape(gradient))) if i != 1]
-        item = width(gradient)
-        accumulator = max(item, 4)
-        if elements(gradient) and outputs:
-            steps += scratch(
-                call.profile, merged(gradient, dims, item, item), item, accumulator, item, is_half(gradient)
-            )
-    return tuple(steps)
+        steps.append(("out", sum(wanted[:2])))
+        given = call.args[0]
+        item = width(given)
+        if elements(given):
+            loop = merged(given, [place for place in range(len(shape(given))) if place != 1], item, item)
+            steps += scratch(call.profile, loop, item, max(item, 4), item, is_half(given))
+    return (*steps, *kept)
 
 
-RULES: Mapping[str, Rule] = {"aten.convolution_backward.default": convolution_backward}
+def _cudnn_backward(
+    gradient: _Operand, source: _Operand, weight: _Operand, wanted: Sequence[bool], wide: bool
+) -> list[Step]:
+    """`cudnn_convolution_backward`: each of the two gradients copies what it needs into its own memory format."""
+    steps: list[Step] = []
+    kept: list[Step] = []
+    if wanted[1]:
+        last = _last(source, weight, wide)
+        steps, kept = _copies([("contiguous input", source)], last)
+        source = source.put(last)
+    if gradient.channels_last != source.channels_last:
+        steps, kept = [*steps, ("alloc", "gradient", gradient.bytes)], [("free", "gradient"), *kept]
+        gradient = gradient.put(source.channels_last)
+    if wanted[0]:
+        born, gone = _copies([("weight", weight), ("its gradient", gradient)], _last(gradient, weight, wide))
+        steps += [("out", 0), *born, *gone]
+    if wanted[1]:
+        born, gone = _copies([("weight's gradient", gradient), ("input", source)], _last(source, gradient, wide))
+        steps += [*born, ("out", int(wanted[0])), *gone]
+    return [*steps, *kept]
+
+
+def _depthwise_backward(
+    gradient: _Operand, source: _Operand, weight: _Operand, wanted: Sequence[bool], wide: bool
+) -> list[Step]:
+    """`conv_depthwise2d_cuda_backward_out`: the weight's gradient first, all of contiguous operands."""
+    steps, kept = _copies([("gradient", gradient)], False)
+    for place, operand in ((1, ("input", source)), (0, ("weight", weight))):
+        if wanted[place]:
+            born, gone = _copies([operand], False)
+            steps += [*born, ("out", place if wanted[0] else 0), *gone]
+    return [*steps, *kept]
+
+
+def _is_depthwise(call: Call, source: _Operand, weight: _Operand) -> bool:
+    """Whether a convolution goes around cuDNN: one filter a channel, channels first (`use_cudnn_depthwise`)."""
+    channels, groups = source.sizes[1], int(call.args[9])
+    if bool(call.args[7]) or len(source.sizes) != 4 or not 1 < groups == channels or weight.sizes[0] % channels:
+        return False
+    if _last(source, weight, dtype(call.args[1]) == "float64"):
+        return False
+    stride, dilation = ([*values] * 2 if len(values) == 1 else [*values] for values in (call.args[4], call.args[6]))
+    even = stride[0] == stride[-1] or source.sizes[2] == 1
+    if dtype(call.args[1]) != "float16" or max(dilation) > 1 or not even or channels < 32:
+        return True
+    return not _fast_in_cudnn(source, weight, stride[-1])
+
+
+def _fast_in_cudnn(source: _Operand, weight: _Operand, stride: int) -> bool:
+    """Whether cuDNN is taken for 16-bit depthwise convolutions (`check_cudnn_depthwise_workload_with_filter`)."""
+    batch, channels, height, wide = source.sizes
+    filter_size = weight.sizes[3]
+    if height == 1 and stride == 1:
+        return True
+    if weight.sizes[2] != filter_size or filter_size not in (1, 3, 5) or wide < 7 or stride > 2:
+        return False
+    if stride == 1:
+        return True
+    if batch == 1:
+        return filter_size > 1 or wide <= 28
+    if filter_size == 1:
+        return batch <= 16 and channels >= 128 and wide <= 7
+    return channels >= 512 or (channels >= 256 and wide >= 28)
+
+
+RULES: Mapping[str, Rule] = {
+    "aten.cudnn_convolution.default": cudnn_convolution,
+    "aten._conv_depthwise2d.default": depthwise_convolution,
+    "aten.convolution_backward.default": convolution_backward,
+}

@@ -1,4 +1,4 @@
-"""Temporary storage of CUB's device-wide algorithms, as PyTorch asks for it: radix sort, scan, unique-by-key.
+"""Temporary storage of CUB's device-wide algorithms, as PyTorch asks for it: radix sort, scan, selection, sum.
 
 An algorithm asks for one block that holds its parts, each rounded up to 256 bytes, plus 255 bytes to align the first
 (`AliasTemporaries`, cub/util_temporary_storage.cuh). Tile sizes are CUB's tuned policies by compute capability
@@ -64,8 +64,12 @@ def sort_rows(profile: Profile, count: int) -> int:
 
 def _spine(profile: Profile) -> int:
     """Counters of the sort that reads its keys twice, which CUB takes for keys of less than 4 bytes."""
-    blocks = 5 * profile.sm_count * (profile.max_threads_per_sm // 256)
-    return blocks * _DIGITS + 11264
+    return _blocks(profile) * _DIGITS + 11264
+
+
+def _blocks(profile: Profile) -> int:
+    """The most blocks that algorithms in two passes start: five waves of blocks of 256 threads."""
+    return 5 * profile.sm_count * (profile.max_threads_per_sm // 256)
 
 
 def segmented_sort(count: int, key: int, value: int) -> int:
@@ -95,3 +99,15 @@ def unique_by_key(profile: Profile, count: int, key: int) -> int:
         wide, narrow = 320, 704
     tile = wide if key == 8 else narrow
     return storage((up(count, tile) + 32) * 16, *_extra(profile))
+
+
+def total(profile: Profile, count: int) -> int:
+    """Bytes for `cub::DeviceReduce::Sum` of flags to 32 bits; one tile needs none: CUB asks for 1 byte."""
+    return 1 if count <= 4096 else storage(_blocks(profile) * 4)
+
+
+def selected(profile: Profile, count: int) -> int:
+    """Bytes for `cub::DeviceSelect::Flagged` of places of 8 bytes among `count` flags."""
+    tiles = {(8, 0): 2304, (9, 0): 4224}
+    tile = tiles.get(profile.arch, 3520 if profile.arch >= (10, 0) else 640)
+    return storage((up(count, tile) + 32) * 8, *_extra(profile))

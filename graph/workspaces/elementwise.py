@@ -1,14 +1,26 @@
 """Copies between host and device, and other operators that make a temporary for each element.
 
-Source: aten/src/ATen/native/cuda/Copy.cu (`copy_requires_temporaries`, `copy_kernel_cuda`).
+Source: aten/src/ATen/native/cuda/Copy.cu (`copy_requires_temporaries`, `copy_kernel_cuda`), TensorCompare.cpp
+(`where_self_out`), cuda/TensorTransformations.cu (`roll_cuda`), Pow.cpp.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from graph.workspaces.metadata import dtype, elements, is_contiguous, is_dense, on_device, shape, size, strides, width
-from graph.workspaces.rules import Call, Plan, Rule
+from graph.workspaces.metadata import (
+    dtype,
+    elements,
+    is_contiguous,
+    is_dense,
+    on_device,
+    shape,
+    size,
+    strides,
+    tensors,
+    width,
+)
+from graph.workspaces.rules import Call, Plan, Rule, Step
 
 
 def copy_(call: Call) -> Plan | None:
@@ -28,4 +40,50 @@ def copy_(call: Call) -> Plan | None:
     return (("alloc", "contiguous", nbytes), ("free", "contiguous")) if nbytes else None
 
 
-RULES: Mapping[str, Rule] = {"aten.copy_.default": copy_}
+def where(call: Call) -> Plan | None:
+    """`where`: values on the device are cast to the type of the output, then scalars on the host go there."""
+    condition, *values = call.args[:3]
+    out = next(tensors(call.out))
+    named = list(zip(("self", "other"), values, strict=True))
+    made = [(name, value) for name, value in named if on_device(value) and dtype(value) != dtype(out)]
+    made += [(name, value) for name, value in named if not on_device(value)]
+    steps: list[Step] = [("alloc", name, elements(value) * width(out)) for name, value in made]
+    if not on_device(condition) or dtype(condition) == "uint8":
+        steps.append(("alloc", "condition", elements(condition)))
+    if not steps:
+        return None
+    names = [step[1] for step in steps]
+    return (*steps, ("rest",), *(("free", name) for name in ("condition", "other", "self") if name in names))
+
+
+def roll(call: Call) -> Plan | None:
+    """`roll`: one dimension after the other, each from a contiguous input into a new tensor."""
+    source = call.args[0]
+    made = [f"dimension {number}" for number in range(len(call.args[1]) - 1)]
+    steps: list[Step] = [*(("alloc", name, size(source)) for name in made), ("rest",)]
+    if not is_contiguous(source):
+        steps.insert(0, ("alloc", "input", size(source)))
+        steps.insert(2, ("free", "input"))
+    return (*steps, *(("free", name) for name in reversed(made)))
+
+
+def power(call: Call) -> Plan | None:
+    """`pow` of a number: the base goes to the device, as 8 bytes, but for 1."""
+    return None if call.args[0] == 1 else (("rest",), ("alloc", "base", 8), ("free", "base"))
+
+
+def power_of(call: Call) -> Plan | None:
+    """`pow` with a number: integers are cast first where the exponent is none."""
+    source, out = call.args[0], next(tensors(call.out))
+    if dtype(source) == dtype(out) or call.args[1] in (0, 1):
+        return None
+    return (("alloc", "base", size(out)), ("rest",), ("free", "base"))
+
+
+RULES: Mapping[str, Rule] = {
+    "aten.copy_.default": copy_,
+    "aten.where.self": where,
+    "aten.roll.default": roll,
+    "aten.pow.Scalar": power,
+    "aten.pow.Tensor_Scalar": power_of,
+}

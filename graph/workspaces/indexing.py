@@ -8,8 +8,20 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from graph.workspaces.cub import sort_pairs
-from graph.workspaces.metadata import argument, dtype, elements, in_order, is_contiguous, product, shape, strides, width
+from graph.workspaces.cub import selected, sort_pairs, total
+from graph.workspaces.metadata import (
+    argument,
+    dtype,
+    elements,
+    in_order,
+    is_contiguous,
+    on_device,
+    product,
+    shape,
+    size,
+    strides,
+    width,
+)
 from graph.workspaces.reduction import flat, scratch
 from graph.workspaces.rules import Call, Plan, Rule, Step
 
@@ -37,7 +49,7 @@ def _copies(indices: Sequence[Any]) -> list[tuple[str, int]]:
     steps = [_expanded(index, target) for index in given]
     copies: list[tuple[str, int]] = []
     for position, index in enumerate(given):
-        if dtype(index) in ("int32", "uint8", "int16", "int8"):
+        if dtype(index) in ("int32", "uint8", "int16", "int8") and elements(index):
             copies.append((f"wide index {position}", elements(index) * 8))
     if len(given) > 1 and any(step != steps[0] for step in steps):
         for position, step in enumerate(steps):
@@ -51,7 +63,7 @@ def _bool(indices: Sequence[Any]) -> bool:
 
 
 def index(call: Call) -> Plan | None:
-    """`index`: copies of the indices, then the output. Masks depend on values and are not covered."""
+    """`index`: copies of the indices, then the output; masks have become indices before."""
     indices = call.args[1]
     if _bool(indices) or not any(given is not None for given in indices):
         return None
@@ -75,7 +87,16 @@ def _bounds(call: Call, number: int, count: int) -> list[Step]:
 
 
 def index_put(call: Call) -> Plan | None:
-    """`index_put`: where it accumulates, the linear indices are sorted with their places.
+    """`index_put`: a number on the host goes to the device first, for as long as the kernel runs."""
+    value = call.args[2]
+    steps = _put(call) or ()
+    if on_device(value) or shape(value) or _bool(call.args[1]):
+        return steps or None
+    return (("rest",), ("alloc", "value", width(value)), *(s for s in steps if s != ("rest",)), ("free", "value"))
+
+
+def _put(call: Call) -> Plan | None:
+    """Where it accumulates, the linear indices are sorted with their places.
 
     Only the bits that the indexed positions need are sorted (`index_put_with_sort_kernel`). The derivative of `index`
     is unsafe: its indices have been checked.
@@ -93,6 +114,8 @@ def index_put(call: Call) -> Plan | None:
     unsafe = "_impl_" in call.name and bool(argument(call, 4, "unsafe", False))
     given = [(place, index) for place, index in enumerate(indices) if index is not None]
     count = product(_broadcast([index for _, index in given]))
+    if not count:
+        return None
     steps: list[Step] = [("rest",)]
     for number in range(len(given)):
         nbytes = count * 8
@@ -124,6 +147,22 @@ def index_put(call: Call) -> Plan | None:
     return tuple(steps)
 
 
+def nonzero(call: Call) -> Plan | None:
+    """`nonzero`: flags are counted, then their places selected into the output (`nonzero_cuda_out_impl`, Nonzero.cu).
+
+    Checked on 2.9, 2.11 and 2.13, with compute capabilities 7.0, 7.5, 8.0, 8.6, 8.9, 9.0 and 10.0.
+    """
+    source = call.args[0]
+    steps: list[Step] = [("alloc", "count", 4), ("alloc", "sum", total(call.profile, elements(source)))]
+    steps += [("free", "sum"), ("rest",)]
+    if shape(source):
+        steps += [("alloc", "select", selected(call.profile, elements(source))), ("free", "select")]
+    steps.append(("free", "count"))
+    if is_contiguous(source):
+        return tuple(steps)
+    return (("alloc", "input", size(source)), *steps, ("free", "input"))
+
+
 def _slice(target: Any, places: Sequence[int]) -> int:
     """How many values an index selects."""
     return product([extent for place, extent in enumerate(shape(target)) if place not in places])
@@ -132,6 +171,7 @@ def _slice(target: Any, places: Sequence[int]) -> int:
 RULES: Mapping[str, Rule] = {
     "aten.index.Tensor": index,
     "aten._unsafe_index.Tensor": index,
+    "aten.nonzero.default": nonzero,
     **dict.fromkeys(
         ("aten.index_put.default", "aten.index_put_.default", "aten._index_put_impl_.default"),
         index_put,

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from graph.workspaces.metadata import argument, elements, is_contiguous, is_half, size, width
+from graph.workspaces.metadata import argument, elements, is_contiguous, is_half, size, tensors, width
 from graph.workspaces.reduction import flat, scratch
 from graph.workspaces.rules import Call, Plan, Rule, Step
 
@@ -26,17 +26,26 @@ def nll_loss2d_forward(call: Call) -> Plan | None:
     return (("out", 1), ("out", 0))
 
 
-def _reduced(call: Call, source: Any) -> list[Step]:
-    item = width(source)
-    return scratch(call.profile, flat(elements(source), item), item, max(item, 4), item, is_half(source))
+def _reduced(call: Call, source: Any, like: Any) -> list[Step]:
+    """The reduction of one value for each of `source`, of the type of `like`."""
+    item = width(like)
+    return scratch(call.profile, flat(elements(source), item), item, max(item, 4), item, is_half(like))
 
 
 def elementwise_loss(call: Call) -> Plan | None:
-    """`mse_loss`, `smooth_l1_loss`: with a reduction, the loss by element is made after the output."""
-    source = call.args[0]
+    """`mse_loss`, `smooth_l1_loss`: with a reduction, the loss by element is made after the output, in its type."""
+    source, out = call.args[0], next(tensors(call.out))
     if argument(call, 2, "reduction", 1) == 0 or elements(source) == 0:
         return None
-    return (("rest",), ("alloc", "loss", size(source)), *_reduced(call, source), ("free", "loss"))
+    return (("rest",), ("alloc", "loss", elements(source) * width(out)), *_reduced(call, source, out), ("free", "loss"))
+
+
+def binary_cross_entropy(call: Call) -> Plan | None:
+    """`binary_cross_entropy`: with a reduction, the result is made after the loss by element, which is the output."""
+    source = call.args[0]
+    if argument(call, 3, "reduction", 1) == 0 or elements(source) == 0:
+        return None
+    return (("rest",), ("alloc", "result", width(source)), *_reduced(call, source, source), ("free", "result"))
 
 
 def huber_loss(call: Call) -> Plan | None:
@@ -44,13 +53,14 @@ def huber_loss(call: Call) -> Plan | None:
     source = call.args[0]
     if argument(call, 2, "reduction", 1) == 0 or elements(source) == 0:
         return None
-    return (("alloc", "loss", size(source)), ("rest",), *_reduced(call, source), ("free", "loss"))
+    return (("alloc", "loss", size(source)), ("rest",), *_reduced(call, source, source), ("free", "loss"))
 
 
 RULES: Mapping[str, Rule] = {
     "aten.nll_loss_forward.default": nll_loss_forward,
     "aten.nll_loss_forward.output": nll_loss_forward,
     "aten.nll_loss2d_forward.default": nll_loss2d_forward,
+    "aten.binary_cross_entropy.default": binary_cross_entropy,
     "aten.mse_loss.default": elementwise_loss,
     "aten.smooth_l1_loss.default": elementwise_loss,
     "aten.huber_loss.default": huber_loss,
