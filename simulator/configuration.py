@@ -1,8 +1,8 @@
 """Configuration files for a case: how to start exactly the run that was simulated.
 
-Written are a start script with `torchrun` and the allocator's settings, an `accelerate` configuration, a DeepSpeed
-configuration where DeepSpeed runs, arguments of transformers' Trainer and of TRL's SFTTrainer, and FSDP2's settings
-for those who call `fully_shard` themselves. All are text; none of those libraries is needed to write them.
+Written are a start script with `torchrun` and the allocator's settings, the training script that it starts
+(`simulator.training_script`), an `accelerate` configuration, a DeepSpeed configuration where DeepSpeed runs, and
+arguments of transformers' Trainer and of TRL's SFTTrainer. Of a file that is not written `absent` has the reason.
 """
 
 from __future__ import annotations
@@ -12,19 +12,16 @@ import shlex
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
-from traces.errors import ConfigError
+from simulator.training_script import axes_of, script, why_not
 
 if TYPE_CHECKING:
     from graph.case import Case
 
 #: Every file that may be written.
-FILES: Final = ("launch.sh", "accelerate.yaml", "deepspeed.json", "training_args.json", "sft_args.json", "fsdp2.json")
+FILES: Final = ("launch.sh", "train.py", "accelerate.yaml", "deepspeed.json", "training_args.json", "sft_args.json")
+#: The most GPUs of one machine.
+MACHINE: Final = 8
 FSDP: Final = ("fsdp1", "fsdp2", "fsdp2-nr", "fsdp2-offload", "hsdp", "fsdp2-tp")
-#: Methods of which no launcher has files: Colossal-AI's booster and a pipeline are set up in code.
-IN_CODE: Final[Mapping[str, str]] = {
-    "gemini": "Colossal-AI's GeminiPlugin is set up in the training script",
-    "pp": "torch.distributed.pipelining is set up in the training script",
-}
 #: Optimizers by their names in transformers' `OptimizerNames`.
 OPTIMIZERS: Final[Mapping[str, str]] = {
     "adamw": "adamw_torch",
@@ -38,39 +35,148 @@ OPTIMIZERS: Final[Mapping[str, str]] = {
 
 
 def files(case: Mapping[str, Any] | Case) -> dict[str, str]:
-    """File name -> text, for a case; only those that its method takes.
+    """File name -> text, for a case: those of `FILES` for which `absent` has no reason.
 
-    Raises ConfigError for a case that cannot be, or whose method is set up in code.
+    Raises ConfigError for a case that cannot be.
     """
+    asked = _case(case)
+    made = {
+        "launch.sh": lambda: launch(asked),
+        "train.py": lambda: script(asked),
+        "accelerate.yaml": lambda: _yaml(accelerate(asked)),
+        "deepspeed.json": lambda: _json(deepspeed(asked)),
+        "training_args.json": lambda: _json(training_arguments(asked)),
+        "sft_args.json": lambda: _json(sft_arguments(asked)),
+    }
+    missing = absent(asked)
+    return {name: made[name]() for name in FILES if name not in missing}
+
+
+def _case(case: Mapping[str, Any] | Case) -> Case:
     from graph.case import Case
 
-    asked = case if isinstance(case, Case) else Case.of(case)
-    if asked.strategy in IN_CODE:
-        raise ConfigError(f"no configuration files for strategy {asked.strategy!r}: {IN_CODE[asked.strategy]}")
-    found = {"launch.sh": launch(asked), "accelerate.yaml": _yaml(accelerate(asked))}
-    if asked.strategy.startswith("deepspeed"):
-        found["deepspeed.json"] = _json(deepspeed(asked))
-    found["training_args.json"] = _json(training_arguments(asked))
-    found["sft_args.json"] = _json({**training_arguments(asked), "max_length": asked.seq, "packing": True})
-    if asked.strategy in FSDP and asked.strategy != "fsdp1":
-        found["fsdp2.json"] = _json(fsdp2(asked))
-    return found
+    return case if isinstance(case, Case) else Case.of(case)
+
+
+def absent(case: Mapping[str, Any] | Case) -> dict[str, str]:
+    """File name -> why a case has no such file, in one line."""
+    asked = _case(case)
+    trainer = _no_trainer(asked)
+    found = {
+        "train.py": why_not(asked),
+        "accelerate.yaml": _no_launcher(asked),
+        "deepspeed.json": "" if _deepspeed(asked) else "the method is not one of DeepSpeed's",
+        "training_args.json": trainer,
+        "sft_args.json": trainer or _no_sft(asked),
+    }
+    return {name: reason for name, reason in found.items() if reason}
+
+
+def _deepspeed(case: Case) -> bool:
+    return case.strategy.startswith("deepspeed")
+
+
+def _megatron(case: Case) -> bool:
+    return case.strategy.startswith("tp-megatron")
+
+
+def _no_launcher(case: Case) -> str:
+    """Why accelerate cannot start a case as it was simulated."""
+    axes = axes_of(case)
+    if case.strategy == "gemini":
+        return "Colossal-AI has a launcher of its own"
+    if "pp" in axes:
+        return "accelerate cuts no pipeline of stages"
+    if {"dp", "tp"} == set(axes):
+        return "accelerate has no replicas of tensor-parallel ranks without FSDP2's shards"
+    if case.strategy == "tp-sp":
+        return "accelerate keeps activations whole between tensor-parallel layers"
+    if case.strategy == "zero1":
+        return "accelerate has no ZeroRedundancyOptimizer"
+    if case.strategy == "ddp-view":
+        return "accelerate takes gradient_as_bucket_view only in code"
+    return ""
+
+
+def _no_trainer(case: Case) -> str:
+    """Why transformers' Trainer cannot run a case as it was simulated."""
+    if _megatron(case):
+        return "Megatron-LM trains, not transformers' Trainer"
+    reasons = {
+        "keeps chosen outputs (selective checkpointing)": case.checkpointing == "selective",
+        "checkpoints every n-th layer": case.every > 1,
+        "steps in backward": case.step_in_backward,
+        "offloads activations": case.offload in ("activations", "activations-pin", "checkpoints"),
+        f"has the loss {case.loss!r}": bool(case.loss),
+        "splits its loss by vocabulary": bool(case.tp_loss),
+        "is in inference": case.task != "train",
+    }
+    reason = next((text for text, so in reasons.items() if so), "")
+    return _no_launcher(case) or (f"transformers' Trainer has no setting for a run that {reason}" if reason else "")
+
+
+def _no_sft(case: Case) -> str:
+    if case.head not in ("", "causal-lm"):
+        return f"TRL's SFTTrainer is for decoders, and the head is {case.head}"
+    return ""
 
 
 def launch(case: Case) -> str:
     """A script that starts the run: the environment, then `torchrun` (its arguments go to `train.py`)."""
-    lines = ["#!/usr/bin/env bash", "# Starts the training script on all GPUs of this machine.", "set -euo pipefail"]
+    lines = ["#!/usr/bin/env bash"]
+    nodes, each = machines(case)
+    if nodes > 1:
+        lines += [
+            f"# Starts the training script on the {each} GPUs of this machine; run it on all {nodes} machines, with",
+            "# MASTER_ADDR set to the address of one of them.",
+        ]
+    else:
+        lines.append(f"# Starts the training script on {each} GPU{'s' if each > 1 else ''} of this machine.")
+    lines += ["set -euo pipefail", 'cd "$(dirname "$0")"']
     if case.alloc_conf:
         old = release_of(case) < (2, 9)  # the new name is known from 2.9 on
         name = "PYTORCH_CUDA_ALLOC_CONF" if old else "PYTORCH_ALLOC_CONF"
         lines.append(f"export {name}={shlex.quote(case.alloc_conf)}")
-    if case.strategy == "fsdp2" or case.strategy.startswith("fsdp2-"):
-        lines.append("# fully_shard takes the settings of fsdp2.json; with accelerate instead:")
-    else:
-        lines.append("# With accelerate instead:")
-    lines.append('#   accelerate launch --config_file accelerate.yaml train.py "$@"')
-    lines.append(f'torchrun --standalone --nproc-per-node={case.world} train.py "$@"')
-    return "\n".join(lines) + "\n"
+    lines += [f"# {line}" for line in _remarks(case)]
+    return "\n".join([*lines, _command(case)]) + "\n"
+
+
+def _remarks(case: Case) -> list[str]:
+    """What the start script says of the other files."""
+    missing = absent(case)
+    lines = []
+    if "train.py" in missing:
+        lines.append(f"train.py is yours: {missing['train.py']}.")
+    if "accelerate.yaml" not in missing:
+        lines.append('With accelerate instead: accelerate launch --config_file accelerate.yaml train.py "$@"')
+        if _distributed_type(case) == "FSDP" and case.autocast and case.strategy != "fsdp1":
+            lines.append(
+                f"  (the Trainer under it reduces gradients in {case.autocast}; simulated, and in train.py: fp32)"
+            )
+    if "sft_args.json" not in missing:
+        loaded = " --load_in_4bit" if case.quant == "nf4" else " --load_in_8bit" if case.quant == "int8" else ""
+        adapters = f" --use_peft --lora_r {case.lora}" if case.lora else ""
+        names = f" --lora_target_modules {' '.join(case.lora_targets)}" if case.lora_targets else ""
+        lines.append("With TRL instead: trl sft --config sft_args.json --accelerate_config accelerate.yaml \\")
+        lines.append(f"  --model_name_or_path MODEL --dataset_name YOUR_DATA{loaded}{adapters}{names}")
+    return lines
+
+
+def _command(case: Case) -> str:
+    nodes, each = machines(case)
+    if case.world == 1 and not _deepspeed(case):
+        return 'python train.py "$@"'
+    where = "--standalone"
+    if nodes > 1:
+        endpoint = '"${MASTER_ADDR:?set it to the address of one machine}:29500"'
+        where = f"--nnodes={nodes} --rdzv-backend=c10d --rdzv-endpoint={endpoint}"
+    return f'torchrun {where} --nproc-per-node={each} train.py "$@"'
+
+
+def machines(case: Case) -> tuple[int, int]:
+    """How many machines there are, and GPUs on each: as many as divide the world, 8 at most."""
+    each = max(count for count in range(1, MACHINE + 1) if case.world % count == 0)
+    return case.world // each, each
 
 
 def release_of(case: Case) -> tuple[int, int]:
@@ -86,29 +192,33 @@ def precision(case: Case) -> str:
 
 def accelerate(case: Case) -> dict[str, Any]:
     """The configuration of `accelerate launch` (accelerate/commands/config/config_args.py, ClusterConfig)."""
+    kind = _distributed_type(case)
+    nodes, _ = machines(case)
     found: dict[str, Any] = {
         "compute_environment": "LOCAL_MACHINE",
         "debug": False,
-        "distributed_type": _distributed_type(case),
+        "distributed_type": kind,
         "downcast_bf16": "no",
         "enable_cpu_affinity": False,
         "machine_rank": 0,
         "main_training_function": "main",
         "mixed_precision": precision(case),
-        "num_machines": 1,
+        "num_machines": nodes,
         "num_processes": case.world,
-        "rdzv_backend": "static",
+        "rdzv_backend": "static" if nodes == 1 else "c10d",
         "same_network": True,
         "use_cpu": False,
     }
-    if case.strategy in FSDP:
+    if kind == "FSDP":
         found["fsdp_config"] = _fsdp(case)
-    if case.strategy.startswith("deepspeed"):
+    if kind == "DEEPSPEED":
         del found["mixed_precision"]  # the file says it, and accelerate refuses to be told twice
         found["deepspeed_config"] = {
             "deepspeed_config_file": "deepspeed.json",
             "zero3_init_flag": case.init == "zero.Init",
         }
+    if kind == "MEGATRON_LM":
+        found["megatron_lm_config"] = _megatron_lm(case)
     split = _split(case)
     if split:
         found["parallelism_config"] = split
@@ -116,11 +226,13 @@ def accelerate(case: Case) -> dict[str, Any]:
 
 
 def _distributed_type(case: Case) -> str:
+    if _deepspeed(case):
+        return "DEEPSPEED"
     if case.world == 1:
         return "NO"
-    if case.strategy in FSDP:
-        return "FSDP"
-    return "DEEPSPEED" if case.strategy.startswith("deepspeed") else "MULTI_GPU"
+    if _megatron(case):
+        return "MEGATRON_LM"
+    return "FSDP" if case.strategy == "fsdp1" or "fsdp2" in axes_of(case) else "MULTI_GPU"
 
 
 def _fsdp(case: Case) -> dict[str, Any]:
@@ -138,19 +250,25 @@ def _fsdp(case: Case) -> dict[str, Any]:
     return {**two, **common, "fsdp_state_dict_type": "SHARDED_STATE_DICT"}
 
 
+def _megatron_lm(case: Case) -> dict[str, Any]:
+    return {
+        "megatron_lm_tp_degree": case.world,
+        "megatron_lm_pp_degree": 1,
+        "megatron_lm_num_micro_batches": case.accum,
+        "megatron_lm_sequence_parallelism": case.strategy.endswith("-sp"),
+        "megatron_lm_recompute_activations": bool(case.checkpointing),
+        "megatron_lm_use_distributed_optimizer": False,
+        "megatron_lm_gradient_clipping": case.clip,
+    }
+
+
 def _split(case: Case) -> dict[str, int]:
-    """accelerate's ParallelismConfig: the sizes of the mesh, for methods that have more than one dimension, or tp."""
-    half = case.world // 2
-    sizes = {
-        "hsdp": (2, half, 1),
-        "fsdp2-tp": (1, half, 2),
-        "tp": (1, 1, case.world),
-        "tp-sp": (1, 1, case.world),
-    }.get(case.strategy)
-    if sizes is None:
+    """accelerate's ParallelismConfig: the sizes of the mesh, where FSDP2's shards are not its only dimension."""
+    axes = axes_of(case)
+    if "fsdp2" not in axes or len(axes) == 1:
         return {}
-    names = ("dp_replicate_size", "dp_shard_size", "tp_size")
-    return {f"parallelism_config_{name}": size for name, size in zip(names, sizes, strict=True)}
+    names = {"dp": "dp_replicate_size", "fsdp2": "dp_shard_size", "tp": "tp_size"}
+    return {f"parallelism_config_{name}": axes.get(axis, 1) for axis, name in names.items()}
 
 
 def deepspeed(case: Case) -> dict[str, Any]:
@@ -168,15 +286,18 @@ def deepspeed(case: Case) -> dict[str, Any]:
     found: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": case.batch,
         "gradient_accumulation_steps": case.accum,
+        "gradient_clipping": case.clip,  # always: DeepSpeed clips to 1.0 where it is not told
         "zero_optimization": zero,
     }
+    if not case.optimizer.startswith("adamw"):
+        found["zero_allow_untested_optimizer"] = True
+    if "offload_optimizer" in zero:
+        found["zero_force_ds_cpu_optimizer"] = False  # PyTorch's optimizer steps on the host
     short = case.autocast or (case.dtype if case.dtype != "fp32" else "")
     if short:
         found[short] = {"enabled": True}
     if case.grad_accum_dtype:
         found["data_types"] = {"grad_accum_dtype": case.grad_accum_dtype}
-    if case.clip:
-        found["gradient_clipping"] = case.clip
     return found
 
 
@@ -194,29 +315,23 @@ def training_arguments(case: Case) -> dict[str, Any]:
     }
     if found["gradient_checkpointing"]:
         found["gradient_checkpointing_kwargs"] = {"use_reentrant": case.checkpointing == "reentrant"}
-    if case.strategy.startswith("deepspeed"):
+    if case.accum > 1 and case.grad_sync == "each" and case.world > 1 and not _deepspeed(case):
+        found["accelerator_config"] = {"gradient_accumulation_kwargs": {"sync_each_batch": True}}
+    if _deepspeed(case):
         found["deepspeed"] = "deepspeed.json"
         found["bf16"] = found["bf16"] or case.dtype == "bf16"
         found["fp16"] = found["fp16"] or case.dtype == "fp16"
     return found
 
 
-def fsdp2(case: Case) -> dict[str, Any]:
-    """Settings of `torch.distributed.fsdp.fully_shard`: what to wrap, the mesh and the policies."""
-    half = case.world // 2
-    meshes = {"hsdp": [2, half], "fsdp2-tp": [half, 2]}
-    types = {"bf16": "torch.bfloat16", "fp16": "torch.float16"}
-    return {
-        "wrap": "every item of the model's lists of layers (torch.nn.ModuleList), then the model",
-        "mesh": meshes.get(case.strategy, [case.world]),
-        "reshard_after_forward": case.strategy != "fsdp2-nr",
-        "set_reshard_after_backward": case.reshard_backward,
-        "mp_policy": {
-            "param_dtype": types.get(case.autocast),
-            "reduce_dtype": "torch.float32" if case.autocast else None,
-        },
-        "offload_policy": "CPUOffloadPolicy" if case.strategy == "fsdp2-offload" else None,
-    }
+def sft_arguments(case: Case) -> dict[str, Any]:
+    """Arguments of TRL's SFTTrainer (`SFTConfig`): packed sequences, and how the model is loaded."""
+    model: dict[str, Any] = {"dtype": {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}[case.dtype]}
+    if case.attn != "default":
+        model["attn_implementation"] = case.attn
+    if "tp" in axes_of(case):
+        model["tp_plan"] = "auto"
+    return {**training_arguments(case), "max_length": case.seq, "packing": True, "model_init_kwargs": model}
 
 
 def _json(document: Mapping[str, Any]) -> str:
