@@ -356,7 +356,12 @@ def attend(
     )
 
 
-def _choice(
+def _choice(card: Profile, *args: Any, scale: float | None = None, **kwargs: Any) -> int:
+    """`aten::_fused_sdp_choice` on the GPU of `card`."""
+    return int(_chosen(card, *args, **kwargs)[0])
+
+
+def _chosen(
     card: Profile,
     query: Any,
     key: Any,
@@ -364,16 +369,7 @@ def _choice(
     attn_mask: Any = None,
     dropout_p: float = 0.0,
     is_causal: bool = False,
-    *,
-    scale: float | None = None,
     enable_gqa: bool = False,
-) -> int:
-    """`aten::_fused_sdp_choice` on the GPU of `card`."""
-    return int(_chosen(card, query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)[0])
-
-
-def _chosen(
-    card: Profile, query: Any, key: Any, value: Any, mask: Any, dropout: float, is_causal: bool, enable_gqa: bool
 ) -> tuple[Backend, bool]:
     """The kernel for a call, and whether it is to keep what its derivative needs."""
     import torch
@@ -382,8 +378,8 @@ def _chosen(
         Operand.of(query),
         Operand.of(key),
         Operand.of(value),
-        None if mask is None else Operand.of(mask),
-        dropout,
+        None if attn_mask is None else Operand.of(attn_mask),
+        dropout_p,
         is_causal,
         enable_gqa,
         torch.is_grad_enabled(),

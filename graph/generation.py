@@ -102,13 +102,15 @@ def _by_generate(model: Any, ids: torch.Tensor, case: Case) -> Any:
 
 
 def _by_hand(model: Any, ids: torch.Tensor, case: Case) -> Any:
-    """A plain loop: logits of all positions of the prompt, then one token after another."""
+    """A plain loop: logits of all positions of the prompt, which go with the first token, then token after token."""
     past = _cache(model, case)
     token = ids
-    for _ in range(case.new):
+    for turn in range(case.new):
         out = model(input_ids=token, past_key_values=past, use_cache=True)
         past = out.past_key_values
         token = out.logits[:, -1:].argmax(-1)
+        if turn == 0:
+            out = None
     return past, out, token
 
 

@@ -8,6 +8,7 @@ With LLMEM_TRACEBACK=1 in the environment an unexpected error shows its tracebac
 from __future__ import annotations
 
 import contextlib
+import errno
 import importlib
 import os
 import sys
@@ -83,6 +84,9 @@ def _guarded(run: Any) -> int:
     except MemoryError:
         return _say("not enough memory on this machine for the job", 1)
     except Exception as error:
+        if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+            _silence_stdout()
+            return _say("the output cannot be written: no space left on device", 1)
         if os.environ.get("LLMEM_TRACEBACK") == "1":
             raise
         detail = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

@@ -194,22 +194,24 @@ class Comparison:
     limit: Limit | None = None
 
     def regressions(self) -> list[str]:
-        """What grew more than allowed, one sentence each."""
+        """What grew more than allowed, one sentence each, the largest growth first."""
         if self.limit is None:
             return []
         from simulator.ranks import format_ranks
         from simulator.settings import format_bytes
 
         found = []
-        if self.before.verdict == "fits" and self.after.verdict == "oom":
-            found.append("it runs out of memory, which it did not")
         for pair in self.pairs:
             rank = f"rank {format_ranks(pair.after.ranks)}: " if len(self.pairs) > 1 else ""
             for change in pair.figures():
                 if change.name in WATCHED and change.exceeds(self.limit):
                     sizes = f"{format_bytes(change.before or 0)} to {format_bytes(change.after or 0)}"
-                    found.append(f"{rank}{change.name.replace('_', ' ')} grew by {growth(change)} ({sizes})")
-        return found
+                    words = f"{rank}{change.name.replace('_', ' ')} grew by {growth(change)} ({sizes})"
+                    found.append((change.share or 0.0, words))
+        told = [words for _, words in sorted(found, key=lambda one: -one[0])]
+        if self.before.verdict == "fits" and self.after.verdict == "oom":
+            told.insert(0, "it runs out of memory, which it did not")
+        return told
 
 
 def growth(change: Change) -> str:

@@ -202,10 +202,13 @@ def local_pool(
     `prepare(*arguments)` is called in every worker before it works.
     """
     forks = "forkserver" in multiprocessing.get_all_start_methods()
-    context = multiprocessing.get_context("forkserver" if forks else "spawn")
+    context: Any = multiprocessing.get_context("forkserver" if forks else "spawn")
     if forks:
         context.set_forkserver_preload(list(modules))
         _start_server()
+        ready = context.Process(target=_nothing, daemon=True)
+        ready.start()  # Ctrl-C while the server imports meets no worker that is half started
+        ready.join()
     return ProcessPoolExecutor(jobs, mp_context=context, initializer=_begin, initargs=(prepare, *arguments))
 
 
@@ -221,6 +224,10 @@ def _start_server() -> None:
         forkserver.ensure_running()
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+def _nothing() -> None:
+    """What the first process does."""
 
 
 def _begin(prepare: Callable[..., object] | None = None, *arguments: Any) -> None:

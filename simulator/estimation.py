@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from graph.method import Method
     from graph.model import StepGraph
     from simulator.closed_form import ClosedForm
-    from simulator.steptime import StepTime
+    from simulator.steptime import GenerationTime, StepTime
     from strategies.timing import Clock
 
 #: Keys of a case that change nothing in the captured graph, only its replay.
@@ -43,6 +43,8 @@ ANSWER_KEYS: Final = (
     "step_time_ns",
     "tokens_per_second",
     "tokens_per_second_per_gpu",
+    "first_token_ns",
+    "decode_tokens_per_second",
     "step_time_note",
     "estimators",
 )
@@ -64,7 +66,8 @@ class Estimate:
 
     `outside` are the terms that `verdict_with_context` sets aside; `result` is of a device less the context that was
     asked for (none by default). `min_fit` is the smallest device in bytes, context apart, where it was asked for;
-    `step` the time of a steady iteration, likewise; `closed` the closed-form estimates that were asked for.
+    `step` the time of a steady iteration, or of an inference run, likewise; `closed` the closed-form estimates that
+    were asked for.
     """
 
     case: Mapping[str, Any]
@@ -75,7 +78,7 @@ class Estimate:
     assumptions: tuple[str, ...]
     seconds: float
     min_fit: int | None = None
-    step: StepTime | None = None
+    step: StepTime | GenerationTime | None = None
     closed: tuple[ClosedForm, ...] = ()
 
     @property
@@ -166,7 +169,7 @@ def estimate(
     clock = _clock(asked, interconnect) if time_steps else None
     trace = trace_of(asked, graph_of, clock=clock)
     if not isinstance(context, int):
-        terms += communicator_terms(_communicators(trace))
+        terms += communicator_terms(communicators(trace))
     aside = sum(term.bytes for term in terms)
     found = replay(
         trace,
@@ -322,11 +325,23 @@ def _terms(case: Case, context: int | Literal["auto"] | None) -> tuple[OutsideTe
     )
 
 
-def _communicators(trace: Trace) -> int:
-    """The most process groups that a rank shares with others."""
-    ranks = [rank for entry in trace.ranks for rank in entry.ranks]
-    shared = [{rank for part in parts if len(part) > 1 for rank in part} for parts in trace.groups.values()]
-    return max(sum(rank in members for members in shared) for rank in ranks)
+def communicators(trace: Trace) -> int:
+    """The most NCCL communicators that a rank has: process groups that it shares with others and whose collectives it
+    takes part in. Messages inside a group (`NAME:FROM>TO`) are the group's.
+    """
+    found = 0
+    for entry in trace.ranks:
+        column = entry.events.strings("group")
+        used = {column.table[code].partition(":")[0] for code in {*column.codes.tolist()} - {-1}}
+        groups = {name: parts for name, parts in trace.groups.items() if name.partition(":")[0] in used}
+        for rank in entry.ranks:
+            met = {name.partition(":")[0] for name, parts in groups.items() if _meets(rank, parts)}
+            found = max(found, len(met))
+    return found
+
+
+def _meets(rank: int, parts: Iterable[tuple[int, ...]]) -> bool:
+    return any(rank in part and len(part) > 1 for part in parts)
 
 
 def _clock(case: Case, interconnect: str) -> Clock:

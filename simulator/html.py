@@ -143,7 +143,9 @@ def _header(result: Result) -> str:
     badge = '<span class="badge fits">Fits</span>' if fits else '<span class="badge oom">Out of memory</span>'
     world = sum(len(rank.ranks) for rank in result.ranks)
     name = _name(result)
+    case = result.metadata.get("case")
     facts = [
+        *([_words(case)] if isinstance(case, Mapping) else []),
         f"{world:,} rank{'s' * (world != 1)}",
         f"PyTorch {result.release}",
         f"allocator settings: {result.conf or 'default'}",
@@ -151,7 +153,7 @@ def _header(result: Result) -> str:
     return (
         f"<h1>{badge} {text(name) if name else 'Memory over time'}</h1>"
         f"<p class=lead>{_lead(result)}</p>"
-        f"<p class=facts>{' · '.join(text(fact) for fact in facts)}</p>"
+        f"<p class=facts>{' · '.join(text(fact, 400) for fact in facts)}</p>"
     )
 
 
@@ -178,14 +180,23 @@ def _notes(result: Result) -> str:
         notes.append(f"{len(result.notes) - MAX_NOTES:,} further notes are left out.")
     if len(result.ranks) > MAX_RANKS:
         notes.append(f"The {MAX_RANKS} worst of {len(result.ranks):,} distinct ranks are drawn; the others peak lower.")
-    metadata = [(key, value) for key, value in result.metadata.items() if isinstance(value, (str, int, float))][:20]
+    metadata = [(key, words) for key, value in result.metadata.items() if (words := _words(value))][:20]
     html = ""
     if notes:
         html += f"<h2>Notes</h2><ul>{''.join(f'<li>{text(note, 600)}</li>' for note in notes)}</ul>"
     if metadata:
-        rows = "".join(f"<dt>{text(str(key))}</dt><dd>{text(str(value), 300)}</dd>" for key, value in metadata)
+        rows = "".join(f"<dt>{text(str(key))}</dt><dd>{text(value, 600)}</dd>" for key, value in metadata)
         html += f"<h2>Trace</h2><dl class=metadata>{rows}</dl>"
     return html
+
+
+def _words(value: Any) -> str:
+    """A value of the trace's metadata as text; those of a mapping or a list one after the other."""
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key} {words}" for key, one in value.items() if (words := _words(one)))
+    if isinstance(value, list | tuple):
+        return "; ".join(words for one in value[:20] if (words := _words(one)))
+    return str(value) if isinstance(value, str | int | float) else ""
 
 
 # One rank -------------------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from simulator.result import Result
 
 __all__ = ["Bar", "Chart", "Dots", "Grid", "Part", "Sheet", "Size", "render_sheet", "write_sheet"]
 
-_WORDS: Final = {"fits": "Fits", "oom": "Out of memory"}
+_WORDS: Final = {"fits": "Fits", "oom": "Out of memory", "regression": "Regression"}
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Sheet:
 
     title: str
     lead: str
-    badge: Literal["fits", "oom", ""] = ""
+    badge: Literal["fits", "oom", "regression", ""] = ""
     facts: tuple[str, ...] = ()
     parts: tuple[Part, ...] = ()
     results: tuple[tuple[str, Result], ...] = ()
@@ -48,25 +48,27 @@ def render_sheet(sheet: Sheet) -> str:
     badge = f'<span class="badge {sheet.badge}">{_WORDS[sheet.badge]}</span> ' if sheet.badge else ""
     facts = " · ".join(text(fact, 300) for fact in sheet.facts)
     header = f"<h1>{badge}{text(sheet.title)}</h1><p class=lead>{text(sheet.lead, 600)}</p><p class=facts>{facts}</p>"
+    most = MAX_RANKS // max(1, len(sheet.results))
     ranks = [
         (label if len(result.ranks) == 1 else f"{label}: {label_of(rank.ranks)}", rank)
         for label, result in sheet.results
-        for rank in result.ranks
+        for rank in result.ranks[:most]
     ]
+    left_out = sum(max(0, len(result.ranks) - most) for _, result in sheet.results)
     if ranks and sheet.parts:
         header += "<p class=facts><a href=#one>Memory over time, blocks and modules, one by one</a></p>"
     together = overlay([(label, result.ranks[0]) for label, result in sheet.results if result.ranks])
     notes = list(sheet.notes[:MAX_NOTES])
     if len(sheet.notes) > MAX_NOTES:
         notes.append(f"{len(sheet.notes) - MAX_NOTES:,} further notes are left out.")
-    if len(ranks) > MAX_RANKS:
-        notes.append(f"The first {MAX_RANKS} of {len(ranks):,} event sequences are drawn.")
+    if left_out:
+        notes.append(f"The {most} worst event sequences of each are drawn; {left_out:,} others peak lower.")
     lines = "".join(f"<li>{text(note, 600)}</li>" for note in notes)
     return bounded(
         sheet.title,
         header,
         f"<div class=side>{together}{parts(sheet.parts)}</div><a id=one></a>",
-        ranks[:MAX_RANKS],
+        ranks,
         f"<h2>Notes</h2><ul>{lines}</ul>" if notes else "",
         chooser="Shown",
     )

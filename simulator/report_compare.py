@@ -21,6 +21,8 @@ SCHEMA_VERSION: Final = 1
 #: Rows of a table of categories, modules or tensors, and pairs of ranks shown.
 MOST_ROWS: Final = 12
 MOST_PAIRS: Final = 8
+#: Regressions told in one line.
+MOST_TOLD: Final = 3
 
 #: Figures whose names would say less to people.
 _WORDS: Final = {"num_alloc_retries": "retries", "num_ooms": "out of memory"}
@@ -31,6 +33,7 @@ _TITLES: Final[Mapping[_What, str]] = {
     "modules": "Alive at the peak, by module",
     "tensors": "Alive at the peak, by tensor",
 }
+_SINGULAR: Final[Mapping[_What, str]] = {"categories": "category", "modules": "module", "tensors": "tensor"}
 
 
 def _value(change: Change, value: int | None) -> str:
@@ -74,7 +77,8 @@ def verdict(comparison: Comparison) -> str:
         return f"peak reserved {growth(change)}"
     if not grown:
         return f"no regression over {comparison.limit}"
-    return f"regression over {comparison.limit}: {'; '.join(grown)}"
+    rest = f"; and {len(grown) - MOST_TOLD} more" if len(grown) > MOST_TOLD else ""
+    return f"regression over {comparison.limit}: {'; '.join(grown[:MOST_TOLD])}{rest}"
 
 
 def shown(comparison: Comparison) -> tuple[list[Pair], int]:
@@ -100,7 +104,7 @@ def tables(pair: Pair) -> Iterable[tuple[str, str, list[tuple[str, ...]]]]:
         changes = pair.changes(what)
         if changes:
             part = "" if what == "categories" or (pair.before.whole and pair.after.whole) else ", of the largest"
-            yield title + part, what, [_cells(change, change.name) for change in changes[:MOST_ROWS]]
+            yield title + part, _SINGULAR[what], [_cells(change, change.name) for change in changes[:MOST_ROWS]]
 
 
 # ----------------------------------------------------------------------------------------------------------- JSON
@@ -170,7 +174,12 @@ def _table(title: str, first: str, rows: Iterable[Sequence[str]]) -> Table:
 def render_markdown(comparison: Comparison) -> str:
     """The comparison as Markdown for a pull request: figures at once, all else folded."""
     mark = "" if comparison.limit is None else "❌ " if comparison.regressions() else "✅ "
-    lines = [f"### {mark}Memory: {_escaped(verdict(comparison))}", ""]
+    return f"### {mark}Memory: {_escaped(verdict(comparison))}\n\n{_body(comparison)}"
+
+
+def _body(comparison: Comparison) -> str:
+    """What stands under the heading."""
+    lines: list[str] = []
     names = f"`{_code(comparison.before.name)}` to `{_code(comparison.after.name)}`"
     pairs, hidden = shown(comparison)
     for pair in pairs:
@@ -211,9 +220,9 @@ def check_line(check: Check) -> str:
         state = "out of memory"
     needed = check.needed
     text = f"check: {state}: {one_line(check.side.name)}"
-    if needed is None:
-        text += " runs out of memory"
-    else:
+    if check.side.verdict == "oom":
+        text += " does not fit its GPU"
+    elif needed is not None:
         text += f" needs {format_bytes(needed)}"
         if check.budget is not None:
             text += f" of {format_bytes(check.budget)} ({100 * needed / check.budget:.1f}%)"
@@ -242,5 +251,5 @@ def check_markdown(check: Check) -> str:
     mark = "✅" if check.exit_code == 0 else "❌"
     text = f"### {mark} {_escaped(check_line(check).removeprefix('check: '))}\n"
     if check.comparison is not None:
-        text += "\n" + render_markdown(check.comparison)
+        text += "\n" + _body(check.comparison)
     return text

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from simulator.estimation import Estimate
+    from simulator.steptime import GenerationTime, StepTime
 
 #: Keys of a case that the headline does not repeat: the report shows them elsewhere, or the model begins the line.
 _SHOWN_ELSEWHERE: Final = frozenset({"model", "gpu", "memory", "alloc_conf", "release"})
@@ -41,16 +42,23 @@ def _head(estimate: Estimate) -> Iterable[RenderableType]:
         meaning = {"fits": "it fits", "oom": "it runs out of memory"}[estimate.verdict_with_context]
         yield f"with {format_bytes(aside)} outside the allocator: {meaning}"
     if estimate.step is not None:
-        step = estimate.step
-        per_gpu = f", {step.tokens_per_second / step.ranks:,.0f} a GPU" if step.ranks > 1 else ""
-        yield (
-            f"step time: {report.format_time(step.step_ns)}, {step.tokens_per_second:,.0f} tokens/s{per_gpu}"
-            " (a model, not a measurement)"
-        )
+        yield _time(estimate.step)
     if estimate.min_fit is not None:
         yield f"smallest GPU: {format_bytes(estimate.min_fit)} ({estimate.min_fit:,} B), context apart"
     if estimate.closed:
         yield _closed(estimate)
+
+
+def _time(step: StepTime | GenerationTime) -> str:
+    """The time of a step, or of the first token and those after it."""
+    from simulator.steptime import StepTime
+
+    speed = f"{step.tokens_per_second:,.0f} tokens/s"
+    if not isinstance(step, StepTime):
+        rest = f", then {speed}" if step.tokens else ""
+        return f"first token: {report.format_time(step.first_token_ns)}{rest} (a model, not a measurement)"
+    per_gpu = f", {step.tokens_per_second / step.ranks:,.0f} a GPU" if step.ranks > 1 else ""
+    return f"step time: {report.format_time(step.step_ns)}, {speed}{per_gpu} (a model, not a measurement)"
 
 
 def _closed(estimate: Estimate) -> Table:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from simulator.selection import Outcome, Selection
 
-_COLUMNS = ("method", "micro-batch", "accum", "samples/step", "peak reserved", "left", "step", "tokens/s")
+_COLUMNS = ("method", "batch", "samples", "reserved", "left", "step", "tokens/s")
 
 
 def render_json(found: Selection) -> dict[str, Any]:
@@ -70,6 +70,8 @@ def _method(one: Outcome) -> dict[str, Any]:
 def reason(found: Selection) -> str:
     """Why the winner is it, in a sentence."""
     winner, second = found.winner, found.runner_up
+    if not found.outcomes:
+        return "no method is finished"
     if winner is None:
         return f"no method fits a single sample; {found.advice}" if found.advice else "no method fits"
     if found.asked.policy == "llmem":
@@ -117,11 +119,10 @@ def lines(found: Selection) -> Iterator[str]:
 
 def _cells(one: Outcome) -> tuple[str, ...]:
     if not one.fits:
-        return (one.name, "-", "", "", format_bytes(one.peak_reserved) if one.peak_reserved else "", "", "", "")
+        return (one.name, "-", "", format_bytes(one.peak_reserved) if one.peak_reserved else "", "", "", "")
     return (
         one.name,
-        str(one.batch),
-        str(one.accum),
+        f"{one.accum} x {one.batch}" if one.accum > 1 else str(one.batch),
         str(one.samples),
         format_bytes(one.peak_reserved),
         _signed(one.slack),
@@ -139,18 +140,12 @@ def _title(found: Selection) -> str:
 
 def render_table(found: Selection, console: Console | None = None) -> None:
     """Print the ranked table and what is to be said about it."""
-    from rich.console import Console as Plain
-    from rich.table import Table
+    from simulator.report import add_row, print_parts, table_of
 
-    console = console or Plain()
-    table = Table(title=_title(found), title_justify="left", box=None, pad_edge=False)
-    for name in _COLUMNS:
-        table.add_column(name, justify="left" if name == "method" else "right")
+    table = table_of(_title(found), *_COLUMNS, right=range(1, len(_COLUMNS)))
     for one in found.outcomes:
-        table.add_row(*_cells(one))
-    console.print(table, markup=False)
-    for line in lines(found):
-        console.print(line, markup=False, highlight=False)
+        add_row(table, *_cells(one))
+    print_parts((table, "", *lines(found)), console)
 
 
 def render_html(found: Selection) -> str:

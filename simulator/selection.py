@@ -1,55 +1,59 @@
 """Which method, and which micro-batch, for a model on given GPUs: every method is simulated at its largest batch.
 
-`select` is the whole of it: for each method and split of the GPUs it captures the step at a batch, replays it on the
-device less what lies outside the allocator, and searches the largest micro-batch that fits; a straight line through
-what it has seen only says where to look next. Methods are searched in parallel, each in one worker.
+`select` is the whole of it: for each method and split of the GPUs it captures the step at a micro-batch, replays it on
+the device less what lies outside the allocator, and searches the largest one that fits (`simulator.probing`). Methods
+are searched in parallel, each in one worker.
 """
 
 from __future__ import annotations
 
+import gc
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final
 
-import numpy as np
-
 from simulator.dispatching import Dispatch, MakeExecutor, local_pool
+from simulator.probing import Probe, largest
 from simulator.result import OutsideTerm
 from traces.errors import ConfigError, LLMemError
-from traces.model import Events
 from traces.text import one_line
 
 if TYPE_CHECKING:
-    from graph.case import Case
-    from graph.method import Method
-    from graph.model import StepGraph
-    from simulator.result import Result
-    from traces.model import Trace
+    from strategies.timing import Clock
 
 POLICIES: Final = ("throughput", "llmem")
 #: The share of a device that stays free beside the likely size of what lies outside the allocator.
 MARGIN: Final = 0.02
-#: A device on which peaks are taken where nothing fits.
-AMPLE: Final = 1 << 42
 #: Largest micro-batch that is tried.
 MOST: Final = 4096
-#: The micro-batches that are tried first: by the two steps the largest is guessed (one of a single sample has other
-#: operators than those of more).
-FIRST: Final = 2
-SECOND: Final = 8
-#: How many times the largest that fits is tried at most.
-LEAP: Final = 8
-#: Methods whose kinds of rank differ only in the sizes of their shards: the one that needs most at one batch needs most
-#: at all, and only it is searched; the answer is checked with all of them.
-UNIFORM: Final = frozenset({"zero1", "fsdp1", "fsdp2", "fsdp2-nr", "fsdp2-offload", "hsdp", "fsdp2-tp"})
-#: What is tried where a method does not fit with one sample, in this order: what it is called, keys of the case.
-REMEDIES: Final = (
-    ("expandable_segments:True", {"alloc_conf": "expandable_segments:True"}),
-    ("activation checkpointing", {"checkpointing": "nonreentrant"}),
+#: GPUs of a machine: tensor parallelism stays inside one.
+MACHINE: Final = 8
+#: What is tried where a method does not fit with one sample: what it is called, keys of the case, the methods that can.
+REMEDIES: Final[tuple[tuple[str, Mapping[str, Any], tuple[str, ...]], ...]] = (
+    ("expandable_segments:True", {"alloc_conf": "expandable_segments:True"}, ()),
+    ("the fused AdamW", {"optimizer": "adamw-fused"}, ()),
+    ("activation checkpointing", {"checkpointing": "nonreentrant"}, ()),
+    ("the optimizer's states on the host", {"offload": "optimizer"}, ("deepspeed-1", "deepspeed-2", "deepspeed-3")),
+    ("parameters and states on the host", {"strategy": "fsdp2-offload"}, ("fsdp2",)),
+    ("activations on the host", {"offload": "activations"}, ()),
 )
+#: What the fork server imports once for all workers.
+PRELOADED: Final = (
+    "simulator.prepared",
+    "simulator.estimation",
+    "graph.capture",
+    "graph.sources",
+    "strategies.native",
+    "transformers.modeling_layers",
+    "torch.distributed.fsdp",
+    "torch.distributed.pipelining",
+    "torch.distributed.tensor.parallel",
+)
+#: Objects that a worker makes before Python's collector looks through the young ones.
+COLLECTED: Final = 50_000
 #: LLMem's methods in the order in which its Algorithm 1 breaks ties: name, mesh of 4 GPUs, samples' weight.
 CDP_BONUS: Final = 1.5
 
@@ -155,18 +159,25 @@ class Selection:
         return self.outcomes[1] if len(self.outcomes) > 1 and self.outcomes[1].fits else None
 
 
+class Interrupted(KeyboardInterrupt):
+    """Ctrl-C while methods were searched; `found` is what was finished."""
+
+    def __init__(self, found: Selection) -> None:
+        super().__init__("interrupted")
+        self.found = found
+
+
 def select(
     asked: Asked,
     *,
     jobs: int | None = None,
     executor: Executor | MakeExecutor | None = None,
     progress: Callable[[int, int, str], None] | None = None,
-    partial: Callable[[Selection], None] | None = None,
 ) -> Selection:
     """Search every method on the GPUs that were asked for and rank them.
 
     `jobs` worker processes (default: one a core) or `executor` do it; `progress(done, total, name)` is called after
-    every method. On KeyboardInterrupt `partial` gets what was finished. Raises ConfigError for a bad case or GPU.
+    every method. Raises ConfigError for a bad case or GPU, and Interrupted with what is finished on KeyboardInterrupt.
     """
     started = time.perf_counter()
     _check(asked)
@@ -195,9 +206,7 @@ def select(
         else:
             Dispatch(_work, None, finished, jobs, executor, pool=_pool, most=1).run(work)
     except KeyboardInterrupt:
-        if partial is not None:
-            partial(selection())
-        raise
+        raise Interrupted(selection()) from None
     return selection()
 
 
@@ -210,10 +219,10 @@ def ranked(asked: Asked, outcomes: Sequence[Outcome], missing: tuple[str, ...], 
         outcomes = [replace(one, score=one.tokens_per_second) for one in outcomes]
         best = sorted(outcomes, key=lambda one: (-one.score, one.short))
     advice = ""
-    if not any(one.fits for one in best):
+    if best and not any(one.fits for one in best):
         advice = "CPU offload" if asked.policy == "llmem" else _advice(best)
     seconds = time.perf_counter() - started
-    return Selection(asked, tuple(best), outside_of(asked), seconds, missing, advice)
+    return Selection(asked, tuple(best), outside_of(asked, min(1, asked.world - 1)), seconds, missing, advice)
 
 
 def llmem_score(outcome: Outcome) -> float:
@@ -246,28 +255,54 @@ def _check(asked: Asked) -> None:
 
 def candidates(asked: Asked) -> tuple[Candidate, ...]:
     """Every method and split of the GPUs, those that are dear to search first; those of LLMem for its policy."""
-    from strategies.lowering import MODULES
-
     world = asked.world
     keys = _shared_keys(asked)
     if asked.policy == "llmem":
         return tuple(_llmem_candidates(keys, world))
     if world == 1:
         return (Candidate("single", keys, 1),)
-    found = []
-    for strategy in ("ddp", "zero1", "deepspeed-1", "deepspeed-2", "deepspeed-3", "fsdp1", "fsdp2", "fsdp2-offload"):
-        if strategy in MODULES:
-            found.append(Candidate(strategy, {**keys, "strategy": strategy, "world": world}, world))
+    plain = ("ddp", "zero1", "deepspeed-1", "deepspeed-2", "deepspeed-3", "fsdp1", "fsdp2", "fsdp2-offload")
+    tensor = ("tp", "tp-sp", "tp-megatron", "tp-megatron-sp") if world <= MACHINE else ()
+    found = [Candidate(name, {**_mixed(keys, name), "strategy": name, "world": world}, world) for name in plain]
+    found += [Candidate(name, {**keys, "strategy": name, "world": world}, 1) for name in tensor]
     if world % 2 == 0 and world > 2:
         found.append(Candidate("hsdp", {**keys, "strategy": "hsdp", "world": world}, world))
-        found.append(Candidate("fsdp2-tp", {**keys, "strategy": "fsdp2-tp", "world": world}, world // 2))
-    for strategy in ("tp", "tp-sp"):
-        found.append(Candidate(strategy, {**keys, "strategy": strategy, "world": world}, 1))
-    if "pp" in MODULES:
-        microbatches = max(int(keys.get("microbatches", 0)), world)
-        piped = {**keys, "strategy": "pp", "world": world, "microbatches": microbatches}
-        found.append(Candidate("pp", piped, 1))
-    return tuple(found)
+    micro = int(keys.get("microbatches", 0))
+    quiet = {"return_outputs": False}  # nobody looks at the logits of all micro-batches
+    piped = {**keys, **quiet, "strategy": "pp", "world": world, "microbatches": max(micro, world)}
+    splits = []
+    for axes in meshes(world):
+        more = {**quiet, "microbatches": max(micro, axes["pp"])} if "pp" in axes else {}
+        name = ",".join(f"{axis}={size}" for axis, size in axes.items())
+        shares = axes.get("dp", 1) * axes.get("fsdp2", 1)
+        splits.append(Candidate(name, {**keys, "mesh": axes, "world": world, **more}, shares))
+    return (Candidate("pp", piped, 1), *splits[::-1], *found)
+
+
+def _mixed(keys: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """DeepSpeed's mixed precision has weights in 16 bits beside fp32 copies of its own, where others have autocast."""
+    if name.startswith("deepspeed") and keys.get("autocast"):
+        return {**keys, "dtype": keys["autocast"], "autocast": ""}
+    return keys
+
+
+def meshes(world: int) -> list[dict[str, int]]:
+    """Every split of GPUs over pipeline stages, replicas or shards, and tensor parallelism, two or three of them."""
+    found: list[dict[str, int]] = []
+    for stages in _divisors(world):
+        for tensor in _divisors(world // stages):
+            data = world // stages // tensor
+            inner = {"tp": tensor} if tensor > 1 else {}
+            outer = {"pp": stages} if stages > 1 else {}
+            if tensor > MACHINE or len(outer) + len(inner) + (data > 1) < 2:
+                continue
+            kinds = ("dp", "fsdp2") if data > 1 else ("",)
+            found += [{**outer, **({kind: data} if kind else {}), **inner} for kind in kinds]
+    return found
+
+
+def _divisors(number: int) -> list[int]:
+    return [one for one in range(1, number + 1) if number % one == 0]
 
 
 def _shared_keys(asked: Asked) -> dict[str, Any]:
@@ -342,273 +377,138 @@ def _one(candidate: Candidate, asked: Asked) -> dict[str, Any]:
 
 
 def _pool(jobs: int) -> Executor:
-    heavy = ["graph.capture", "graph.sources", "transformers", "strategies.native"]
-    return local_pool(jobs, ["simulator.prepared", "simulator.estimation", *heavy])
+    return local_pool(jobs, PRELOADED, _ready)
 
 
-class _Probe:
-    """Simulates a method at one micro-batch after the other; keeps what it saw."""
-
-    def __init__(self, candidate: Candidate, asked: Asked) -> None:
-        from simulator.devices import device
-
-        self.candidate = candidate
-        self.asked = asked
-        self.worst: tuple[int, ...] = ()
-        self.tried: dict[int, bool] = {}
-        self.traces: dict[int, Trace] = {}
-        self.best: tuple[int, Result] | None = None
-        self.least = min(device(name).total_bytes for name in asked.gpus)
-
-    def case(self, batch: int, **more: Any) -> Case:
-        """The case of the method at a micro-batch."""
-        from graph.case import Case
-
-        return Case.of({**self.candidate.keys, "batch": batch, **more}, where=self.candidate.name)
-
-    def replayed(self, case: Case, *, limited: bool = True) -> Result:
-        """Simulate a case on its devices less what lies outside and the margin (`limited`), or on ample ones."""
-        from simulator.replay import replay
-
-        made = self.trace(case if limited else replace(case, memory=AMPLE))
-        return self._replay(made, case) if limited else replay(made, context=0, analyse=False)
-
-    def aside(self, case: Case) -> int:
-        """Bytes of a device that the allocator may not have: the likely size of what lies outside, and the margin."""
-        outside = sum(term.bytes for term in outside_of(self.asked, groups_of(case)))
-        margin = 0.0 if self.asked.policy == "llmem" else self.asked.margin  # Algorithm 1 has none
-        return outside + round(margin * self.least)
-
-    def fits(self, batch: int) -> bool:
-        """Whether a micro-batch fits."""
-        if batch not in self.tried:
-            self._try(batch)
-        return self.tried[batch]
-
-    def _try(self, batch: int) -> None:
-        case = self.case(batch)
-        whole = case.strategy not in UNIFORM or not self.worst
-        made = self.trace(case, whole=whole)
-        found = self._replay(made, case)
-        self.tried[batch] = found.verdict == "fits"
-        if not self.tried[batch] and not self.worst and batch <= FIRST:
-            return
-        if self.tried[batch] and whole and batch >= max(self.traces, default=0):
-            self.best = (batch, found)
-        if not self.worst:
-            self.worst = max(found.ranks, key=lambda rank: rank.peak_allocated).ranks
-            if case.strategy in UNIFORM and len(made.ranks) > 1:
-                made = self.trace(case, whole=False)
-        self.traces[batch] = made
-
-    def trace(self, case: Case, *, whole: bool = True) -> Trace:
-        """The trace of a case: of all kinds of rank, or (not `whole`) of the one that needs most alone."""
-        from strategies.tracing import trace
-
-        narrow = not whole and self.worst and case.strategy in UNIFORM
-        return self._worst_trace(case) if narrow else trace(case, shared_graph)
-
-    def _replay(self, trace: Trace, case: Case) -> Result:
-        from simulator.replay import replay
-
-        return replay(trace, context=self.aside(case), analyse=False)
-
-    def at(self, batch: int) -> Result:
-        """The replay of all kinds of rank at a micro-batch."""
-        if self.best is None or self.best[0] != batch:
-            self.best = (batch, self.replayed(self.case(batch)))
-        return self.best[1]
-
-    def guess(self) -> tuple[int, bool]:
-        """Where the largest batch may be: by replays of the two largest captured steps, with every size on the line
-        through its sizes in both. False where they differ in more than sizes, so that a line says nothing.
-        """
-        if len(self.traces) < 2:
-            return 2 * max(self.traces, default=1), False
-        first, last = sorted(self.traces)[-2:]
-        case = self.case(1)
-
-        def fits(batch: int) -> bool:
-            made = between(self.traces[first], self.traces[last], (batch - first) / (last - first))
-            return made is not None and self._replay(made, case).verdict == "fits"
-
-        if between(self.traces[first], self.traces[last], 1.0) is None:
-            return (2 * last if self.tried[last] else (first + last) // 2), False
-        low, high = (last, LEAP * last) if self.tried[last] else (first, last)
-        while fits(high) and high < MOST:
-            low, high = high, 2 * high
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (middle, high) if fits(middle) else (low, middle)
-        return low, True
-
-    def _worst_trace(self, case: Case) -> Trace:
-        """The trace of a job all whose ranks do what the worst one does."""
-        import importlib
-
-        from strategies.lowering import MODULES, Lowered, finish
-        from strategies.single import events_of
-        from traces.model import RankEvents
-
-        module: Any = importlib.import_module(MODULES[case.strategy])
-        method = module.method(case, self.worst[0])
-        graph = shared_graph(method.captured_case(), method)
-        entry = RankEvents(tuple(range(case.world)), events_of(graph, late=case.deferred == "late"))
-        groups = module.groups(case) if hasattr(module, "groups") else {"default_pg": (tuple(range(case.world)),)}
-        return finish(Lowered((entry,), groups), graph, case)
-
-
-def shared_graph(case: Case, method: Method | None) -> StepGraph:
-    """Captures a case; the graph of one GPU that a strategy rewrites is shared by all its meshes."""
-    from simulator.estimation import captured
-
-    if method is None:
-        case = replace(case, world=1, mesh={}, memory=None)
-    return captured(case, None, method)
-
-
-def between(first: Trace, last: Trace, place: float) -> Trace | None:
-    """A trace whose sizes lie on the lines through those of two: `place` 0 is the first, 1 the last, 2 as far beyond.
-
-    None where the two differ in anything but sizes.
-    """
-    ranks = []
-    if len(first.ranks) != len(last.ranks):
-        return None
-    for one, other in zip(first.ranks, last.ranks, strict=True):
-        same = len(one.events) == len(other.events) and np.array_equal(one.events.op, other.events.op)
-        if not same or not np.array_equal(one.events.ints("id"), other.events.ints("id")):
-            return None
-        start, end = one.events.ints("bytes"), other.events.ints("bytes")
-        sizes = np.maximum(np.rint(start + place * (end - start)), np.minimum(start, 1)).astype(np.int64)
-        events = Events(one.events.op, {**one.events.columns, "bytes": sizes})
-        ranks.append(replace(one, events=events))
-    return replace(first, ranks=tuple(ranks))
+def _ready() -> None:
+    """In a worker: the collector does not look through what was imported again and again."""
+    gc.freeze()
+    gc.set_threshold(COLLECTED)
 
 
 def search(candidate: Candidate, asked: Asked) -> Outcome:
     """The largest micro-batch of a method that fits, and what it does at it. Raises what `estimate` raises."""
     started = time.perf_counter()
-    probe = _Probe(candidate, asked)
+    probe = _probe(candidate, asked)
     most = MOST
     if asked.global_batch is not None:
         most = asked.global_batch // (candidate.shares * int(candidate.keys.get("microbatches", 1)))
         if most < 1:
             raise ConfigError(f"a global batch of {asked.global_batch} is less than a sample for each of the ranks")
     outcome = Outcome(candidate.name, candidate.keys, candidate.shares)
-    batch = largest(probe.fits, probe.guess, most)
-    while batch and probe.at(batch).verdict != "fits":  # all kinds of rank have to
-        batch -= 1
+    batch = largest(probe.fits, probe.guess, most, probe.first())
     outcome = replace(outcome, tried=dict(sorted(probe.tried.items())))
-    if not batch:
-        outcome = _too_large(outcome, probe)
-    else:
-        batch, accum = _divided(batch, most)
-        outcome = _measured(outcome, probe, batch, accum)
+    found = None
+    for micro, accum in _divided(batch, most):
+        found = _measured(outcome, candidate, asked, probe, micro, accum)
+        if found is not None:
+            break
+    outcome = _too_large(outcome, probe, asked) if found is None else found
     return replace(outcome, seconds=time.perf_counter() - started)
 
 
-def largest(fits: Callable[[int], bool], guess: Callable[[], tuple[int, bool]], most: int) -> int:
-    """The largest whole number up to `most` that fits, 0 for none.
+def _divided(batch: int, most: int) -> Iterator[tuple[int, int]]:
+    """Micro-batches up to `batch`, largest first, and how many of them make a step.
 
-    `guess()` says, after a try or two, where it may be, and whether that is worth following: if not, it is asked again
-    after the next try. What fits is taken to be monotonous. From the guess it goes up or down by 1, 2, 4 ..., and what
-    is left between two bounds is halved: two tries are enough where the guess is right.
+    Where the global batch was asked for (`most` samples a rank) gradients that stay while micro-batches pass may make
+    the largest one too large.
     """
-    if most >= SECOND and fits(SECOND):  # no need of less
-        low, high = SECOND, most + 1
-    elif most < FIRST or not fits(FIRST):
-        return int(fits(1))
-    else:
-        low, high = FIRST, min(most + 1, SECOND)
-    middle, stride, turned, sure = low, 1, False, False
-    before: bool | None = None
-    while high - low > 1:
-        if not sure:
-            middle, sure = guess()
-            stride, before = 1, None
-        good = fits(middle := min(max(middle, low + 1), high - 1))
-        low, high = (middle, high) if good else (low, middle)
-        turned = turned or before is (not good)
-        middle = (low + high) // 2 if turned else (low + stride if good else high - stride)
-        stride, before = 2 * stride, good
-    return low
-
-
-def _divided(batch: int, most: int) -> tuple[int, int]:
-    """Micro-batch and accumulation for `most` samples a rank, where the global batch was asked for."""
     if most == MOST:
-        return batch, 1
-    best = next(one for one in range(min(batch, most), 0, -1) if most % one == 0)
-    return best, most // best
+        yield from [(batch, 1)] * (batch > 0)
+    else:
+        yield from ((micro, most // micro) for micro in range(batch, 0, -1) if most % micro == 0)
 
 
-def _too_large(outcome: Outcome, probe: _Probe) -> Outcome:
+def _probe(candidate: Candidate, asked: Asked) -> Probe:
+    margin = 0 if asked.policy == "llmem" else round(asked.margin * _least(asked))  # Algorithm 1 has none
+    return Probe(candidate.keys, candidate.name, lambda groups: outside_of(asked, groups), margin)
+
+
+def _least(asked: Asked) -> int:
+    """Bytes of the smallest GPU."""
+    from simulator.devices import device
+
+    memory = asked.keys.get("memory")
+    return min(device(name).total_bytes for name in asked.gpus) if memory is None else int(memory)
+
+
+def _too_large(outcome: Outcome, probe: Probe, asked: Asked) -> Outcome:
     """What a method lacks with one sample, and what would make it fit."""
     case = probe.case(1)
-    found = probe.replayed(case, limited=False)
+    found = probe.unlimited(case)
     top = max(found.ranks, key=lambda rank: rank.peak_reserved)
-    limit = probe.least - probe.aside(case)
-    remedies = _remedies(probe) if probe.asked.remedies and probe.asked.policy != "llmem" else ()
+    limit = _least(asked) - probe.aside(probe.trace(case))
     return replace(
         outcome,
         peak_allocated=top.peak_allocated,
         peak_reserved=top.peak_reserved,
-        worst=top.ranks,
+        worst=top.ranks if probe.alone is None else (probe.alone,),
         limit=limit,
         short=top.peak_reserved - limit,
-        remedies=remedies,
+        remedies=_remedies(probe, asked) if asked.remedies and asked.policy != "llmem" else (),
     )
 
 
-def _remedies(probe: _Probe) -> tuple[str, ...]:
-    """What makes one sample fit, of the settings that the case does not have yet, and of one GPU more."""
+def _remedies(probe: Probe, asked: Asked) -> tuple[str, ...]:
+    """What makes one sample fit, of the settings that the case does not have yet, else one GPU more."""
+    strategy = probe.case(1).strategy
     found = []
-    for name, keys in REMEDIES:
-        if any(probe.candidate.keys.get(key) for key in keys):
-            continue
-        try:
-            fits = probe.replayed(probe.case(1, **keys)).verdict == "fits"
-        except LLMemError:
-            continue
-        if fits:
+    for name, keys, methods in REMEDIES:
+        given = any(probe.keys.get(key) for key in keys if key != "strategy")
+        if not given and (not methods or strategy in methods) and _would_fit(probe, {**probe.keys, **keys}):
             found.append(name)
-    return tuple(found) or _larger(probe)
+    return tuple(found) or _larger(probe, asked)
 
 
-def _larger(probe: _Probe) -> tuple[str, ...]:
-    """One GPU more (of the smallest kind), or two where the method needs pairs."""
-    case = probe.case(1)
+def _larger(probe: Probe, asked: Asked) -> tuple[str, ...]:
+    """One GPU more (of the smallest kind), or two where the method needs pairs.
+
+    It is no help to a method that keeps all on every GPU, and a mesh has its splits already.
+    """
+    if probe.keys.get("mesh") or probe.case(1).strategy == "ddp":
+        return ()
+    memory = probe.keys.get("memory")
+    alone = {"strategy": "fsdp2"} if asked.world == 1 else {}
     for more in (1, 2):
-        world = case.world + more
-        memory = (*case.memory, *[probe.least] * more) if isinstance(case.memory, tuple) else case.memory
-        try:
-            wider = replace(case, world=world, memory=memory)
-            if probe.replayed(wider).verdict == "fits":
-                return (f"{more} GPU{'s' * (more > 1)} more",)
-        except LLMemError:
-            continue
+        keys = {**probe.keys, **alone, "world": asked.world + more}
+        if isinstance(memory, list):
+            keys["memory"] = [*memory, *[min(memory)] * more]
+        if _would_fit(probe, keys):
+            return (f"{more} GPU{'s' * (more > 1)} more{' and fsdp2' * bool(alone)}",)
     return ()
 
 
-def _measured(outcome: Outcome, probe: _Probe, batch: int, accum: int) -> Outcome:
-    """Peaks, slack and speed of a method at its largest batch."""
+def _would_fit(probe: Probe, keys: Mapping[str, Any]) -> bool:
+    """Whether a sample would fit with other keys; not where the method cannot have them."""
+    other = Probe(keys, probe.name, probe.outside, probe.margin)
+    try:
+        return other.fits(1)
+    except LLMemError:
+        return False
+
+
+def _measured(
+    outcome: Outcome, candidate: Candidate, asked: Asked, probe: Probe, batch: int, accum: int
+) -> Outcome | None:
+    """Peaks, slack and speed of a method at a micro-batch, with so many of them a step; None if that does not fit."""
+    if accum > 1 and "microbatches" in candidate.keys:  # a pipeline accumulates over its micro-batches
+        keys = {**candidate.keys, "microbatches": accum * int(candidate.keys["microbatches"])}
+        outcome, accum = replace(outcome, keys=keys), 1
+        probe = _probe(replace(candidate, keys=keys), asked)
     case = probe.case(batch)
     if accum > 1:
         case = replace(case, accum=2)
-    found = probe.at(batch) if accum == 1 else probe.replayed(case)
-    if found.verdict != "fits":  # gradients that stay while micro-batches pass: a smaller micro-batch does
-        if batch == 1:
-            return _too_large(outcome, probe)
-        per_rank = batch * accum
-        smaller = next(one for one in range(batch - 1, 0, -1) if per_rank % one == 0)
-        return _measured(outcome, probe, smaller, per_rank // smaller)
-    terms = outside_of(probe.asked, groups_of(case))
+    trace = probe.trace(case)
+    found = probe.results[batch] if accum == 1 and batch in probe.results else probe.replayed(trace)
+    if found.verdict != "fits":
+        return None
+    terms = probe.terms(trace)
     top = max(found.ranks, key=lambda rank: rank.peak_reserved - rank.device.total_bytes)
     total = top.device.total_bytes
-    seconds = _seconds(case, probe.asked)
+    clock = _clock(asked)
+    seconds = probe.seconds(case, clock)
     if accum > 1:
-        once = _seconds(replace(case, accum=1), probe.asked)
+        once = probe.seconds(replace(case, accum=1), clock)
         seconds = once + (accum - 1) * max(0.0, seconds - once)
     done = replace(
         outcome,
@@ -616,8 +516,8 @@ def _measured(outcome: Outcome, probe: _Probe, batch: int, accum: int) -> Outcom
         accum=accum,
         peak_allocated=top.peak_allocated,
         peak_reserved=top.peak_reserved,
-        worst=top.ranks,
-        limit=total - probe.aside(case),
+        worst=top.ranks if probe.alone is None else (probe.alone,),
+        limit=total - probe.aside(trace),
         slack=total - top.peak_reserved - sum(term.bytes for term in terms),
         slack_low=total - top.peak_reserved - sum(term.bytes if term.high is None else term.high for term in terms),
         slack_high=total - top.peak_reserved - sum(term.bytes if term.low is None else term.low for term in terms),
@@ -627,31 +527,19 @@ def _measured(outcome: Outcome, probe: _Probe, batch: int, accum: int) -> Outcom
     return replace(done, tokens_per_second=done.samples * case.seq / seconds)
 
 
-def _seconds(case: Case, asked: Asked) -> float:
-    """Seconds of a step of a case; the slowest card and the slowest rank decide."""
+def _clock(asked: Asked) -> Clock:
+    """The speeds of the slowest card: it decides."""
     from simulator.devices import device
-    from simulator.throughput import speed_of, step_seconds
     from strategies.timing import Clock
-    from strategies.tracing import trace
 
     clocks = [Clock.of(device(name).name) for name in asked.gpus]
-    slowest = min(clocks, key=lambda clock: (clock.card.half, clock.card.memory))
-    timed = trace(case, shared_graph, speed=speed_of(case, slowest))
-    return step_seconds(timed, case, [slowest])
+    return min(clocks, key=lambda clock: (clock.card.half, clock.card.memory))
 
 
 # --- outside ------------------------------------------------------------------------------------------------------
 
 
-def groups_of(case: Case) -> int:
-    """The process groups in which a rank meets others."""
-    if case.world == 1:
-        return 0
-    axes = sum(size > 1 for size in case.mesh.values())
-    return 2 if axes > 1 or case.strategy in ("hsdp", "fsdp2-tp") else 1
-
-
-def outside_of(asked: Asked, groups: int = 1) -> tuple[OutsideTerm, ...]:
+def outside_of(asked: Asked, groups: int) -> tuple[OutsideTerm, ...]:
     """What lies outside the allocator on the card that has most of it."""
     from graph.device import profile
     from simulator.devices import device
@@ -663,4 +551,4 @@ def outside_of(asked: Asked, groups: int = 1) -> tuple[OutsideTerm, ...]:
         terms = outside_terms(device(name).name, card.sm_count * card.max_threads_per_sm)
         if sum(term.bytes for term in terms) > sum(term.bytes for term in best):
             best = terms
-    return best + communicator_terms(groups if asked.world > 1 else 0)
+    return best + communicator_terms(groups)

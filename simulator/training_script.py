@@ -379,25 +379,23 @@ def _fsdp1(text: _Text) -> list[str]:
 
 
 def _mesh(text: _Text) -> list[str]:
-    """Tensor parallelism, shards, replicas, in this order."""
-    case, axes = text.case, text.axes
-    lines = [] if ("fsdp2" in axes and "tp" not in axes) or case.quant else ["module.to(DEVICE)"]
-    if not axes:
-        return lines
-    if set(axes) != {"dp"}:
+    """Tensor parallelism, shards, replicas, in this order; what these do not move to the GPU follows."""
+    axes = text.axes
+    lines: list[str] = []
+    if set(axes) - {"dp"}:
         text.needs("torch.distributed.device_mesh", "init_device_mesh")
         sizes, names = (", ".join(map(str, one)) for one in (axes.values(), map(_quoted, axes)))
         comma = "," if len(axes) == 1 else ""
         lines.append(f"mesh = init_device_mesh(DEVICE, ({sizes}{comma}), mesh_dim_names=({names}{comma}))")
     spread = [axis for axis in ("dp", "fsdp2") if axis in axes]
-    text.data = "dist.get_rank()" if "tp" not in axes else f"dist.get_rank() // {axes['tp']}" if spread else "0"
+    if spread:
+        text.data = f"dist.get_rank() // {axes['tp']}" if "tp" in axes else "dist.get_rank()"
     if "tp" in axes:
         lines += _split(text)
     if "fsdp2" in axes:
-        lines += _sharded(text, spread)
-    elif "dp" in axes:
-        lines += _replicated(text)
-    return lines
+        return [*lines, *_sharded(text, spread)]
+    lines += [] if text.case.quant else ["module.to(DEVICE)"]
+    return [*lines, *_replicated(text)] if "dp" in axes else lines
 
 
 def _sharded(text: _Text, spread: Sequence[str]) -> list[str]:

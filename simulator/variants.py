@@ -23,6 +23,8 @@ Deferred = Literal["recorded", "prompt", "late"]
 
 #: Lengths of batches in a mix, as parts of the recorded one.
 FACTORS: Final = (0.25, 0.5, 0.75, 1.0)
+#: Movable steps without which there is nothing to draw.
+LEAST: Final = {"orders": 2, "lengths": 1}
 #: A mix of lengths has at least so many iterations: recorded ones come again where there are fewer.
 ITERATIONS: Final = 8
 #: Categories whose bytes follow the length of the batch; of `unknown` what lives and dies in one step.
@@ -167,10 +169,11 @@ def _mixed(trace: Trace, variant: Variant) -> Trace:
     """The trace with its movable steps in another order or with other lengths; the same for all ranks."""
     cuts = [_Steps(rank) for rank in trace.ranks]
     runs = {cut.movable for cut in cuts}
-    if len(runs) != 1 or len(next(iter(runs))) < 2:
+    least = LEAST["orders" if variant.order is not None else "lengths"]
+    if len(runs) != 1 or len(next(iter(runs))) < least:
         raise ConfigError(
-            "the trace has fewer than two steps that could change places: orders and lengths need phases with steps, "
-            "the same ones on every rank, and at least three steps where the first one makes the optimizer's state"
+            f"the trace has fewer than {least} steps that could change places: orders and lengths need phases with "
+            "steps, the same ones on every rank, and one more where the first one makes the optimizer's state"
         )
     plan = _plan(list(next(iter(runs))), variant)
     entries = (_composed(rank, cut, plan) for rank, cut in zip(trace.ranks, cuts, strict=True))

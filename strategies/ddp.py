@@ -2,7 +2,7 @@
 
 Every rank holds the whole model; gradients meet in buckets, which DDP lays out anew after the first backward
 (torch/csrc/distributed/c10d/reducer.cpp). `ddp-view` is `gradient_as_bucket_view=True`; `zero1` puts torch's
-ZeroRedundancyOptimizer around AdamW, so that each rank holds the states of its share of the parameters.
+ZeroRedundancyOptimizer around the optimizer, so that each rank holds the states of its share of the parameters.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ class DataParallel(Native):
     """One rank under DistributedDataParallel."""
 
     kept = frozenset({"all_reduce"})
+    real_steps = 3  # DDP rebuilds its buckets in the second iteration, so that the third is the first usual one
 
     def wrap(self, recorder: Any, built: Any) -> torch.nn.Module:
         """The whole model, wrapped; without the check that all ranks have the same shapes, which asks the others."""
@@ -51,14 +52,15 @@ class ShardedOptimizer(DataParallel):
     """DistributedDataParallel with ZeroRedundancyOptimizer (torch/distributed/optim/zero_redundancy_optimizer.py)."""
 
     def optimizer(self, case: Case, parameters: list[torch.nn.Parameter]) -> Any:
-        """AdamW over this rank's share of the parameters."""
-        import torch
+        """The case's optimizer over this rank's share of the parameters."""
+        from graph.training import optimizer_class
 
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # its package scripts functions as it is imported
             from torch.distributed.optim import ZeroRedundancyOptimizer
 
-        return ZeroRedundancyOptimizer(parameters, optimizer_class=torch.optim.AdamW, lr=1e-5)
+        kind, options = optimizer_class(case)
+        return ZeroRedundancyOptimizer(parameters, optimizer_class=kind, **options)
 
 
 def method(case: Case, rank: int) -> Method:
@@ -71,3 +73,18 @@ def distinct(case: Case) -> tuple[tuple[int, ...], ...]:
     if case.strategy == "zero1":
         return tuple((rank,) for rank in range(case.world))
     return (tuple(range(case.world)),)
+
+
+def heaviest(case: Case) -> int:
+    """The rank whose share of the optimizer's states is the largest under `zero1`.
+
+    ZeroRedundancyOptimizer hands out the parameters, largest first, to the rank that has least
+    (torch/distributed/optim/zero_redundancy_optimizer.py, _partition_parameters).
+    """
+    from graph.sources import build
+
+    held = [0] * case.world
+    parameters = (one for one in build(case).module.parameters() if one.requires_grad)
+    for size in sorted((one.numel() for one in parameters), reverse=True):
+        held[held.index(min(held))] += size
+    return held.index(max(held))

@@ -23,12 +23,10 @@ if TYPE_CHECKING:
 class Zero(Native):
     """One rank under DeepSpeed's engine."""
 
-    #: The host waits when three gathers or reductions are under way, none of which ends by itself.
-    late = False
-
     def __init__(self, case: Case, rank: int) -> None:
         super().__init__(case, rank)
         self.settings = settings(case, rank)
+        self.real_steps = 3 if self.settings.stage == 3 else 2  # stage 3 fetches ahead by the iterations it has seen
         self.engine: Any = None
 
     @contextlib.contextmanager
@@ -63,7 +61,7 @@ class Zero(Native):
         from strategies.zero_bf16 import Bf16
         from strategies.zero_flat import Flat
 
-        module = place_all(recorder, built)
+        module = self._cast(recorder, built)
         trainable = [parameter for parameter in module.parameters() if parameter.requires_grad]
         return (Bf16 if self.settings.bf16_optimizer else Flat)(self.settings, trainable, self._make)
 
@@ -74,9 +72,21 @@ class Zero(Native):
         if self.case.init == "zero.Init":
             shards = partitioned_while_built(self.settings, recorder, module)
         else:
-            module = place_all(recorder, built)
+            module = self._cast(recorder, built)
             shards = partitioned(self.settings, module)
-        return Sharded(self.settings, module, shards, self._make, late=self.late)
+        return Sharded(self.settings, module, shards, self._make)
+
+    def _cast(self, recorder: Any, built: Any) -> torch.nn.Module:
+        """The model on the device, all of it in one type (runtime/engine.py, _configure_distributed_model).
+
+        On the way there, or afterwards where quantization has put it there.
+        """
+        from graph.inputs import DTYPES
+
+        if built.loader is None:
+            built.module.to(DTYPES[self.case.dtype])
+        module = place_all(recorder, built)
+        return module if built.loader is None else module.to(DTYPES[self.case.dtype])
 
     def _make(self, parameters: list[torch.nn.Parameter]) -> Any:
         return super().optimizer(self.case, parameters)
@@ -105,16 +115,10 @@ class Zero(Native):
         self.engine.backward_begins()
 
 
-class LateZero(Zero):
-    """The same where what runs on the device ends only when the host waits for it."""
-
-    late = True
-
-
 def method(case: Case, rank: int) -> Zero:
     """How rank `rank` runs, or the rank that stands for it (`distinct`)."""
     stand_in = next(members for members in _stand_ins(case) if rank in members[1])[0]
-    return (LateZero if case.deferred == "late" else Zero)(case, stand_in)
+    return Zero(case, stand_in)
 
 
 def distinct(case: Case) -> tuple[tuple[int, ...], ...]:

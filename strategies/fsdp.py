@@ -2,8 +2,9 @@
 
 Each layer and the root are units: a unit's parameters are gathered before it computes and its gradients are
 reduce-scattered after. Autocast becomes a mixed-precision policy with that parameter dtype and fp32 reduction.
-`fsdp2-nr` keeps what forward gathered (`reshard_after_forward=False`), `fsdp2-offload` keeps shards on the host
-(`CPUOffloadPolicy`), `hsdp` shards over half of the ranks and replicates over two (torch/distributed/fsdp).
+`fsdp2-nr` keeps what forward gathered (`reshard_after_forward=False`), `fsdp2-offload`, or any with `offload` of
+parameters, keeps shards on the host (`CPUOffloadPolicy`), `hsdp` shards over half of the ranks and replicates over two
+(torch/distributed/fsdp).
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class FullyShard(Native):
             fully_shard(layer, **options)
         fully_shard(module, **options)
         if not whole:
-            materialize(recorder, module, offload=self.case.strategy == "fsdp2-offload")
+            materialize(recorder, module, offload=on_host(self.case))
         return module
 
     def mesh(self, module: torch.nn.Module) -> Any:
@@ -63,12 +64,16 @@ class FullyShard(Native):
             "mesh": self.mesh(module),
             "reshard_after_forward": self.case.strategy != "fsdp2-nr",
         }
-        if self.case.strategy == "fsdp2-offload":
+        if on_host(self.case):
             options["offload_policy"] = CPUOffloadPolicy()
         if self.case.autocast:
             dtype = torch.bfloat16 if self.case.autocast == "bf16" else torch.float16
             options["mp_policy"] = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
         return options
+
+    def optimizer(self, case: Case, parameters: list[torch.nn.Parameter]) -> Any:
+        """Where parameters are on the host the step is the host's and touches nothing on the device: it is left out."""
+        return without_step(super().optimizer(case, parameters), self.case)
 
     def micro_step(self, module: Any, micro: int, last: bool) -> contextlib.AbstractContextManager[Any]:
         """Gradients stay whole on each rank before the last micro-batch, where the case says so."""
@@ -114,6 +119,18 @@ class FullyShardedDataParallel(Native):
             quiet: contextlib.AbstractContextManager[Any] = module.no_sync()
             return quiet
         return contextlib.nullcontext()
+
+
+def on_host(case: Case) -> bool:
+    """Whether shards of parameters, with their gradients and states, are kept on the host."""
+    return case.strategy == "fsdp2-offload" or case.offload == "parameters"
+
+
+def without_step(optimizer: Any, case: Case) -> Any:
+    """An optimizer that does nothing, where it would work on the host."""
+    if on_host(case):
+        optimizer.step = lambda *_, **__: None
+    return optimizer
 
 
 def _empty(part: torch.nn.Module, device: Any) -> None:

@@ -15,6 +15,11 @@ from traces.errors import ConfigError
 
 TERA: Final = 1e12
 GIGA: Final = 1e9
+#: The share of the peak that large products reach on tensor cores. The best shapes reach 86.9 % on an A100 SXM and
+#: 80.3 % on an H100 SXM, whose clock its power limits (stas00/ml-engineering, "Maximum Achievable Matmul FLOPS", bf16);
+#: what models multiply is taken to reach the same part of that on both.
+TENSOR_SHARE: Final = 0.75
+HOPPER_SHARE: Final = TENSOR_SHARE * 80.3 / 86.9
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +27,8 @@ class Gpu:
     """A GPU's peak FLOP/s by kind of number, its memory's bandwidth, the link between GPUs in a machine, the source.
 
     `half`: fp16 and bf16 on tensor cores; where `brain` is false, bf16 is not, and has fp32's speed.
-    `tf32` is 0 where the card has none; PyTorch uses it only where asked.
+    `tf32` is 0 where the card has none; PyTorch uses it only where asked. `reached` is the share of the tensor cores'
+    peak that large matrix products of models reach.
     """
 
     half: float
@@ -34,6 +40,7 @@ class Gpu:
     link: str
     source: str
     brain: bool = True
+    reached: float = TENSOR_SHARE
 
     def flops(self, dtype: str) -> float:
         """Peak FLOP/s for matrices of `dtype` as torch prints it; fp32's where it is not known."""
@@ -48,7 +55,7 @@ class Gpu:
 
 def _gpu(
     half: float, single: float, tf32: float, double: float, eight: float, memory: float, link: str, source: str, *,
-    brain: bool = True,
+    brain: bool = True, reached: float = TENSOR_SHARE,
 ) -> Gpu:  # fmt: skip
     """A card in TFLOP/s and GB/s."""
     return Gpu(
@@ -61,6 +68,7 @@ def _gpu(
         link=link,
         source=f"NVIDIA {source}",
         brain=brain,
+        reached=reached,
     )
 
 
@@ -75,9 +83,15 @@ GPUS: Final[Mapping[str, Gpu]] = {
     "RTX3090-24GB": _gpu(71, 35.6, 35.6, 0.56, 284, 936, "pcie4", "GA102 white paper (2020), table 2"),
     "RTX4090-24GB": _gpu(165.2, 82.6, 82.6, 1.3, 330.3, 1008, "pcie4", "Ada white paper (2022), table 2"),
     "L4-24GB": _gpu(121, 30.3, 60, 0.47, 242.5, 300, "pcie4", "L4 data sheet (2023), halved for no sparsity"),
-    "H100-80GB": _gpu(989.4, 66.9, 494.7, 33.5, 1978.9, 3352, "nvlink4", "H100 white paper (2022), SXM5"),
-    "H200-141GB": _gpu(989.4, 66.9, 494.7, 33.5, 1978.9, 4800, "nvlink4", "H200 data sheet (2024), SXM"),
-    "B200-192GB": _gpu(2250, 75, 1125, 37, 4500, 7700, "nvlink5", "HGX B200 data sheet (2025), a GPU's eighth"),
+    "H100-80GB": _gpu(
+        989.4, 66.9, 494.7, 33.5, 1978.9, 3352, "nvlink4", "H100 white paper (2022), SXM5", reached=HOPPER_SHARE
+    ),
+    "H200-141GB": _gpu(
+        989.4, 66.9, 494.7, 33.5, 1978.9, 4800, "nvlink4", "H200 data sheet (2024), SXM", reached=HOPPER_SHARE
+    ),
+    "B200-192GB": _gpu(
+        2250, 75, 1125, 37, 4500, 7700, "nvlink5", "HGX B200 data sheet (2025), a GPU's eighth", reached=HOPPER_SHARE
+    ),
 }
 
 

@@ -93,7 +93,7 @@ class MeshRank(Pipeline):
 
     def wrap(self, recorder: Any, built: Any) -> torch.nn.Module:
         """Cut, split, sharded or replicated, in this order."""
-        from strategies.fsdp import materialize
+        from strategies.fsdp import materialize, on_host
         from strategies.stages import cut, decoder
         from strategies.tp import parallelize
 
@@ -113,7 +113,7 @@ class MeshRank(Pipeline):
             self._shard(module, blocks)
         if not whole:
             if self.tensor > 1 or self.sharded > 1:
-                materialize(recorder, module)
+                materialize(recorder, module, offload=self.sharded > 1 and on_host(self.case))
             else:
                 module = place_all(recorder, built)
         return self._replicate(module) if self.replicated else module
@@ -134,7 +134,7 @@ class MeshRank(Pipeline):
 
     def _shard(self, module: torch.nn.Module, blocks: list[torch.nn.Module]) -> None:
         import torch
-        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+        from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
         names = set(self.mesh.mesh_dim_names)
         if "replicate" in names:
@@ -144,6 +144,8 @@ class MeshRank(Pipeline):
         else:
             over = self.mesh["fsdp2"]
         options: dict[str, Any] = {"mesh": over, "reshard_after_forward": self.stages == 1}
+        if self.case.offload == "parameters":
+            options["offload_policy"] = CPUOffloadPolicy()
         if self.case.autocast:
             dtype = torch.bfloat16 if self.case.autocast == "bf16" else torch.float16
             options["mp_policy"] = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
@@ -169,9 +171,11 @@ class MeshRank(Pipeline):
     def optimizer(self, case: Case, parameters: list[torch.nn.Parameter]) -> Any:
         """Split and whole parameters apart, where there are both."""
         from graph.training import make_optimizer
+        from strategies.fsdp import without_step
         from strategies.tp import apart
 
-        return apart(case, parameters) if self.tensor > 1 else make_optimizer(case, parameters)
+        made = apart(case, parameters) if self.tensor > 1 else make_optimizer(case, parameters)
+        return without_step(made, case)
 
     def micro_step(self, module: Any, micro: int, last: bool) -> contextlib.AbstractContextManager[Any]:
         """Gradients are not synchronized before the last micro-batch, where the case says so."""

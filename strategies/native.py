@@ -8,6 +8,7 @@ gathered parameters, buckets and the order of all events are then PyTorch's own.
 from __future__ import annotations
 
 import contextlib
+import logging
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -28,7 +29,6 @@ class Native(Method):
 
     #: Kinds of collective whose works nobody waits for.
     kept: frozenset[str] = frozenset()
-    real_steps = 3  # DDP rebuilds its buckets in the second iteration, so that the third is the first usual one
 
     def __init__(self, case: Case, rank: int) -> None:
         self.case = case
@@ -49,8 +49,10 @@ class Native(Method):
         from graph.fake_collectives import process_group
 
         runtime.host_copies_keep = True  # what rank 0 broadcast to itself comes back as it went
+        runtime.late = self.case.deferred == "late"
         with (
             warnings.catch_warnings(),
+            _quiet("torch.distributed.tensor"),
             process_group(runtime, recorder, self.rank, self.case.world, self.kept) as collectives,
         ):
             warnings.simplefilter("ignore", UserWarning)  # advice of FSDP to whoever writes the model's code
@@ -73,6 +75,18 @@ class Native(Method):
                 self._collectives.settle_late()
             else:
                 self._collectives.settle()
+
+
+@contextlib.contextmanager
+def _quiet(name: str) -> Iterator[None]:
+    """No advice on a logger, on how collectives could be merged."""
+    logger = logging.getLogger(name)
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
 
 
 def storages(recorder: Any, module: torch.nn.Module) -> dict[str, int]:

@@ -27,7 +27,6 @@ class Pipeline(Native):
     """One stage of a pipeline over all ranks."""
 
     phases: tuple[str, ...] = ("load", "pipe", "step", "end")
-    real_steps = 2
     #: The group of ranks that make a pipeline; None: all.
     group: Any = None
 

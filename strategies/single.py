@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from graph.case import Case
 from graph.model import Int32Array, Int64Array, Kind, StepGraph
+from strategies.host import copies, one_way, optimizer_ns
 from strategies.lowering import Lowered
 from traces.errors import ConfigError
 from traces.model import Column, Events, Op, RankEvents, Strings
@@ -32,19 +33,23 @@ OPS: Final[Mapping[Kind, Op]] = {
     Kind.EMPTY_CACHE: Op.EMPTY_CACHE,
 }
 _NONE: Final = 255
+#: The phase in which an optimizer on the host runs.
+OPTIMIZER: Final = "optimizer"
 
 
 @dataclass(frozen=True, slots=True)
 class Speed:
     """How fast a GPU is, for durations of kernels: the longer of computing and of moving bytes, plus a fixed part.
 
-    `by_dtype` are FLOP/s by the type of an operator's operands; `flops_per_second` those of other types.
+    `by_dtype` are FLOP/s by the type of an operator's operands; `flops_per_second` those of other types. Copies between
+    host and device carry `host_bytes_per_second`; where that is 0 neither they nor the host's optimizer are reckoned.
     """
 
     flops_per_second: float
     bytes_per_second: float
     fixed_ns: int = 2_000
     by_dtype: Mapping[str, float] = field(default_factory=dict)
+    host_bytes_per_second: float = 0.0
 
     def duration_ns(self, flops: Int64Array, moved: Int64Array) -> Int64Array:
         """Nanoseconds of kernels that do `flops` and move `moved` bytes (arrays of equal length)."""
@@ -62,6 +67,9 @@ class Speed:
         moved = graph.operators.moved if moved is None else moved
         rates = np.asarray([self.by_dtype.get(name, self.flops_per_second) for name in (*graph.names, "")])
         busy = np.maximum(flops / rates[_dtypes(graph)], moved / self.bytes_per_second)
+        if self.host_bytes_per_second:
+            over = copies(graph)
+            busy[over] = one_way(graph, over) / self.host_bytes_per_second
         return np.where((flops > 0) | (moved > 0), np.rint(busy * 1e9).astype(np.int64) + self.fixed_ns, 0)
 
 
@@ -93,7 +101,8 @@ def events_of(graph: StepGraph, speed: Speed | None = None, *, late: bool = Fals
     index = graph.index[source]
     stream = np.zeros(count, dtype=np.int64)
     stream[alloc] = graph.storages.stream[index[alloc]]
-    stream[op == Op.SYNCHRONIZE] = -1
+    waits = op == Op.SYNCHRONIZE
+    stream[waits] = np.where(index[waits] > 0, index[waits], -1)
     used = op == Op.RECORD_STREAM
     stream[used] = graph.value[source[used]]
     step = np.full(count, -1, dtype=np.int64)
@@ -112,6 +121,9 @@ def events_of(graph: StepGraph, speed: Speed | None = None, *, late: bool = Fals
         size[kernel] = moved
         columns |= {"flops": _placed(kernel, flops), "duration_ns": _placed(kernel, speed.kernels_ns(graph)[calls])}
         labels.append((kernel, *_labels(graph.operators.module, graph.operators.name, graph.names, calls)))
+        if speed.host_bytes_per_second and (host := optimizer_ns(graph, speed.host_bytes_per_second)):
+            starts = np.asarray([name == OPTIMIZER for name in graph.phases])[index[phase]]
+            columns["host_ns"] = _placed(phase, np.where(starts, host, 0))
     columns["name"] = _joined(count, labels)
     columns |= _meetings(graph, op, source, stream, size, timed=speed is not None)
     events = Events(op, columns)

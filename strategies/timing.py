@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from strategies.hardware import Gpu, Link, gpu, link, ways
+from strategies.hardware import LINKS, Gpu, Link, gpu, link, ways
 from traces.errors import ConfigError
 from traces.model import Column, Events, Op, RankEvents, Strings, Trace
 
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from traces.model import Int64Array
 
 NANO: Final = 1e9
-#: The shares of the peak that large kernels reach: cuBLAS on tensor cores and without, and streaming through memory.
-TENSOR_SHARE: Final = 0.75
+#: The shares of the peak that large kernels reach: cuBLAS without tensor cores, and streaming through memory (with
+#: them: `Gpu.reached`).
 PLAIN_SHARE: Final = 0.90
 MEMORY_SHARE: Final = 0.85
 #: Seconds that a kernel takes beside its work. With it a matrix product reaches half of its share where the work lasts
@@ -59,13 +59,17 @@ class Topology:
         return len({rank // self.machine for rank in ranks}) > 1
 
 
+def reached(card: Gpu, dtype: str) -> float:
+    """FLOP/s that large matrix products of `dtype` reach."""
+    peak = card.flops(dtype)
+    return peak * (card.reached if peak > card.single else PLAIN_SHARE)
+
+
 def kernel_ns(card: Gpu, flops: int, moved: int, dtype: str = "float32") -> int:
     """Nanoseconds of a kernel with `flops` operations on `dtype` that moves `moved` bytes; 0 for no work at all."""
     if flops <= 0 and moved <= 0:
         return 0
-    peak = card.flops(dtype)
-    share = TENSOR_SHARE if peak > card.single else PLAIN_SHARE
-    work = max(flops / (peak * share), moved / (card.memory * MEMORY_SHARE))
+    work = max(flops / reached(card, dtype), moved / (card.memory * MEMORY_SHARE))
     return round((work + START) * NANO)
 
 
@@ -96,15 +100,18 @@ def collective_ns(kind: str, size: int, ranks: int, way: Link) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Clock:
-    """The speeds of one run: a card and how its ranks are wired. Strategies ask it for every duration."""
+    """The speeds of one run: a card, how its ranks are wired, and its way to the host. Strategies ask it for every
+    duration.
+    """
 
     card: Gpu
     topology: Topology
+    host: Link = LINKS["pcie4"]
 
     @classmethod
     def of(cls, name: str, *, between: str = "infiniband-hdr", machine: int = 8) -> Clock:
         """The clock of a GPU by its name in traces, in machines as `Topology.of` has them."""
-        return cls(gpu(name), Topology.of(name, between=between, machine=machine))
+        return cls(gpu(name), Topology.of(name, between=between, machine=machine), link(ways(name, "pcie")[0]))
 
     @classmethod
     def connected(cls, name: str, interconnect: str = "") -> Clock:
@@ -117,21 +124,20 @@ class Clock:
         """
         inside, between = ways(name, interconnect)
         alone = interconnect.lower().partition("-")[0] in ("infiniband", "ethernet")
-        return cls(gpu(name), Topology(link(inside), link(between), 1 if alone else 8))
+        topology = Topology(link(inside), link(between), 1 if alone else 8)
+        return cls(gpu(name), topology, link(ways(name, "pcie")[0]))
 
     def speed(self) -> Speed:
         """The kernels' speed, by type of number."""
         from strategies.single import Speed
 
-        def reached(peak: float) -> float:
-            return peak * (TENSOR_SHARE if peak > self.card.single else PLAIN_SHARE)
-
         names = ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int8", "float64")
         return Speed(
-            reached(self.card.single),
+            reached(self.card, "float32"),
             self.card.memory * MEMORY_SHARE,
             round(START * NANO),
-            {name: reached(self.card.flops(name)) for name in names},
+            {name: reached(self.card, name) for name in names},
+            1 / self.host.beta,
         )
 
     def kernel(self, flops: int, moved: int, dtype: str = "float32") -> int:

@@ -11,6 +11,7 @@ from graph.case import Case
 from graph.method import Method
 from graph.model import StepGraph
 from strategies.lowering import MODULES, Lowered, finish, lower
+from strategies.modifiers import check
 from strategies.single import Speed, events_of
 from strategies.timing import Clock, timed
 from traces.errors import ConfigError
@@ -32,6 +33,7 @@ def trace(case: Case, capture: Capture, *, speed: Speed | None = None, clock: Cl
     """
     if clock is not None:
         return timed(trace(case, capture, speed=speed or clock.speed()), clock)
+    check(case)
     if case.mesh and case.strategy != "gemini":
         return _native(case, importlib.import_module(MESHES), capture, speed)
     if case.strategy not in MODULES:

@@ -151,14 +151,11 @@ class Mode(enum.Enum):
 class Throttle:
     """Keeps the host from running far ahead: it waits when more than two events are under way."""
 
-    def __init__(self, late: bool) -> None:
-        self.late = late  # events are over only when they are waited for
+    def __init__(self) -> None:
         self.events: collections.deque[Any] = collections.deque()
 
     def before(self) -> None:
-        """Wait for the oldest event if there are too many."""
-        if not self.late:
-            self.events.clear()
+        """Wait for the oldest event if there are too many (DeepSpeed forgets complete ones first: it waits no less)."""
         if len(self.events) > MOST_UNDER_WAY:
             self.events.popleft().synchronize()
 
@@ -173,10 +170,10 @@ class Throttle:
 class Coordinator:
     """Gathers and drops the parameters of modules as they run."""
 
-    def __init__(self, settings: Settings, stream: Any, late: bool) -> None:
+    def __init__(self, settings: Settings, stream: Any) -> None:
         self.settings = settings
         self.stream = stream
-        self.throttle = Throttle(late)
+        self.throttle = Throttle()
         self.mode = Mode.NOTHING
         self.step = 0
         self.here = 0  # elements gathered, as DeepSpeed counts them

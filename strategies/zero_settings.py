@@ -72,8 +72,6 @@ class Settings:
 def settings(case: Case, rank: int) -> Settings:
     """The settings of rank `rank` of a case; raises ConfigError for a key that is unknown or not modelled."""
     stage = int(case.strategy.removeprefix("deepspeed-"))
-    if case.offload not in ("", "optimizer"):
-        raise ConfigError(f"key 'offload': {case.strategy} has the optimizer's states on the host or nothing")
     if case.init == "zero.Init" and stage != 3:
         raise ConfigError("key 'init': zero.Init is for deepspeed-3, which alone partitions parameters")
     found = dict(DEFAULTS)

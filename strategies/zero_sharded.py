@@ -70,8 +70,6 @@ class Sharded:
         module: torch.nn.Module,
         shards: list[Shard],
         make: MakeOptimizer,
-        *,
-        late: bool = False,
     ) -> None:
         self.settings = settings
         self.module = module
@@ -85,10 +83,10 @@ class Sharded:
         self.micro = 0
         self.norm: torch.Tensor | None = None
         self.noted: torch.Tensor | None = None  # the engine's own reference to the norm of the last step
-        self.throttle = Throttle(late)
+        self.throttle = Throttle()
         self._mark_persistent()
         stream = new_stream() if settings.overlap else torch.cuda.default_stream()
-        self.coordinator = Coordinator(settings, stream, late)
+        self.coordinator = Coordinator(settings, stream)
         module.register_forward_pre_hook(lambda module, args: self.coordinator.restart())
         for part in _in_order(module):
             Hooks(self.coordinator, part)

@@ -12,9 +12,10 @@ from click.testing import CliRunner
 import traces
 from simulator.cli import main
 from simulator.comparing import Change, Figures, Limit, Side, compare, load, module_of, unwrapped
+from simulator.html_compare import sheet_of
 from simulator.replay import replay
 from simulator.report import render_json as result_json
-from simulator.report_compare import render_json, render_markdown
+from simulator.report_compare import render_json, render_markdown, verdict
 from tests.test_stress import training
 from traces.errors import ConfigError, TraceError
 from traces.model import Trace
@@ -166,6 +167,23 @@ def test_growth_over_the_limit(pair: tuple[str, str]) -> None:
     assert invoke(*pair, "--fail-over", "10MiB")[0] == 0
     assert invoke(*pair, "--fail-over", "9.9MiB")[0] == 4
     assert invoke(*reversed(pair), "--fail-over", "0%")[0] == 0  # less is no regression
+
+
+def test_many_regressions_are_told_in_one_line() -> None:
+    """By hand: eight ranks whose peaks grew by 10 % to 80 %, the largest growth first and five left out."""
+
+    def side(name: str, grows: int) -> Side:
+        peaks = {rank: 100 + grows * (rank + 1) for rank in range(8)}
+        return Side(name, "answer", tuple(Figures((n,), "fits", {"peak_reserved": size}) for n, size in peaks.items()))
+
+    found = compare(side("a", 0), side("b", 10), Limit.parse("5%"))
+    assert len(found.regressions()) == 8
+    assert verdict(found) == (
+        "regression over 5%: rank 7: peak reserved grew by +80.00% (100 B to 180 B); rank 6: peak reserved grew by "
+        "+70.00% (100 B to 170 B); rank 5: peak reserved grew by +60.00% (100 B to 160 B); and 5 more"
+    )
+    assert sheet_of(found).badge == "regression"
+    assert render_markdown(found).count("###") == 1
 
 
 def test_out_of_memory_is_a_regression(tmp_path: Path) -> None:

@@ -178,7 +178,6 @@ def test_one_rank_stands_for_those_that_hold_no_more() -> None:
     [
         ({"strategy": "deepspeed-2", "init": "zero.Init"}, "key 'init'"),
         ({"strategy": "deepspeed-2", "zero_extra": {"stage3_prefetch": 1}}, "'stage3_prefetch' is not modelled"),
-        ({"strategy": "deepspeed-3", "offload": "activations"}, "key 'offload'"),
         ({"strategy": "deepspeed-1", "autocast": "bf16", "dtype": "fp32"}, "key 'autocast'"),
     ],
 )

@@ -74,6 +74,17 @@ def test_a_collective_of_the_current_stream_needs_no_wait() -> None:
     assert step_time(made) == pytest.approx(3_000_000 + all_reduce(4), abs=5 * LAUNCH_NS)
 
 
+def test_collectives_without_durations_make_no_time() -> None:
+    out = EventBuilder()
+    for step in range(2):
+        out.phase("forward", step)
+        out.collective("all_reduce", "dp", 1 << 20, stream=0)
+    plain = job(out.events())
+    assert replay(plain).ranks[0].duration_ns is None
+    assert step_time(plain) is None
+    assert replay(timed(plain, Clock.connected("A100-80GB"))).ranks[0].duration_ns is not None
+
+
 def test_replays_of_timed_traces_are_alike() -> None:
     made = timed(job(builder(900).events()), Clock.connected("A100-80GB"))
     first, second = (replay(made, analyse=False).ranks[0].duration_ns for _ in range(2))

@@ -11,13 +11,23 @@ import pytest
 
 from graph.case import Case
 from graph.model import StepGraph
-from simulator.estimation import ANSWER_KEYS, KEPT_GRAPHS, answer, capture_key, captured, estimate, forget_graphs
+from simulator.estimation import (
+    ANSWER_KEYS,
+    KEPT_GRAPHS,
+    answer,
+    capture_key,
+    captured,
+    communicators,
+    estimate,
+    forget_graphs,
+)
 from simulator.fitting import smallest_memory
 from strategies import lower
+from strategies.events import EventBuilder
 from tests.accuracy.recordings import Recording, recordings
 from tests.step_graphs import Writer, training
 from traces.errors import ConfigError
-from traces.model import Device, Trace
+from traces.model import Device, RankEvents, Trace
 
 MIB = 1 << 20
 UNIT = 3 * MIB
@@ -233,6 +243,26 @@ def test_a_model_of_one_s_own(tmp_path: Path) -> None:
     assert found["peak_reserved"] % (2 * MIB) == 0
 
 
+@pytest.mark.parametrize(
+    ("met", "count"),
+    [
+        ((), 0),
+        (("dp",), 1),
+        (("dp", "tp", "own"), 2),  # of rank 1 and 2, in two groups with others
+        (("dp", "dp:0>1", "dp:1>0"), 1),  # messages inside a group are the group's
+        (("dp:0>1",), 1),
+    ],
+)
+def test_communicators_are_groups_that_meet(met: tuple[str, ...], count: int) -> None:
+    out = EventBuilder()
+    for name in met:
+        out.collective("all_reduce", name, 1 << 20, stream=0)
+    pair = ((0, 1),)
+    groups = {"dp": ((0, 1, 2),), "tp": ((0,), (1, 2)), "own": ((0,),), "dp:0>1": pair, "dp:1>0": pair}
+    trace = Trace((RankEvents((0, 1, 2), out.events()),), devices=(Device("a", 1 << 30),), groups=groups)
+    assert communicators(trace) == count
+
+
 def test_every_kind_of_rank_has_its_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two ranks that do the same on cards of different sizes: one of them runs out of memory."""
 
@@ -245,7 +275,7 @@ def test_every_kind_of_rank_has_its_figures(monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr("strategies.tracing.trace", two)
     whole = estimate({"model": "m", "strategy": "ddp", "world": 3}, analyse=False)
-    assert whole.outside[-1].name == "NCCL buffers, 2"  # of rank 1, in two groups with others
+    assert not any(term.name.startswith("NCCL") for term in whole.outside)  # groups that never meet
     found = whole.document()
     assert (found["verdict"], found["peak_allocated"]) == ("oom", None)
     assert [(kind["ranks"], kind["verdict"], kind["peak_allocated"]) for kind in found["ranks"]] == [

@@ -21,6 +21,7 @@ from graph.device import profile
 from graph.errors import CaptureError, UnsupportedTorch
 from graph.fake_cuda import Runtime
 from graph.fake_kernels import cuda_operators
+from graph.fake_stubs import FIRST_POINT
 from tests import recorded_steps
 
 A100 = profile("A100", "2.13")
@@ -58,6 +59,9 @@ class Log:
 
     def wait_stream(self, stream: int, on: int) -> None:
         self.told.append(("wait_stream", stream, on))
+
+    def reached(self, stream: int) -> None:
+        self.told.append(("reached", stream))
 
 
 def _backward(result: torch.Tensor) -> None:
@@ -537,13 +541,34 @@ def test_streams_and_storages_that_change_their_size(log: Log) -> None:
     tensor.untyped_storage().resize_(0)
     assert (tensor.untyped_storage().nbytes(), log.runtime.bytes(1)) == (0, 0)
     tensor.untyped_storage().resize_(400)
+    point = FIRST_POINT  # an event is a stream of its own
     assert log.told == [
         ("wait_stream", 1, 0),
-        ("wait_stream", 0, 1),
+        ("wait_stream", point, 1),
+        ("wait_stream", 0, point),
         ("record_stream", 1, 1),
         ("resized", 1, 0),
         ("resized", 1, 400),
     ]
+
+
+def test_the_host_waits_for_an_event_alone(log: Log) -> None:
+    cuda: Any = torch.cuda
+    first, second = cuda.Event(), cuda.Event()
+    first.record()
+    second.record()
+    first.record()  # anew: its number was free again
+    second.synchronize()
+    del second
+    third = cuda.Event()
+    third.record()
+    waits = [("wait_stream", FIRST_POINT + at, 0) for at in (0, 1, 0)]
+    assert log.told == [*waits, ("reached", FIRST_POINT + 1), ("wait_stream", FIRST_POINT + 1, 0)]
+    waited = []
+    log.runtime.synchronizations = lambda: waited.append(True)
+    log.runtime.late = True  # work ends only as the host waits: for any event, then for all of it
+    first.synchronize()
+    assert waited == [True]
 
 
 def test_backward_goes_to_the_stream_of_its_forward(log: Log) -> None:

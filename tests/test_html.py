@@ -16,6 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from simulator import estimation
 from simulator.comparing import compare, side_of_replay
 from simulator.devices import device
 from simulator.html import MAX_PAGE, MAX_RANKS, render_html, write_html
@@ -30,6 +31,7 @@ from simulator.report import CAUSES
 from simulator.selection import Asked, Outcome, Selection
 from simulator.settings import format_bytes
 from tests.handmade import GIB, busy_trace, out_of_memory, rank_result, result, timeline
+from tests.step_graphs import stub
 from traces.errors import OutputError
 from traces.model import Int64Array
 from traces.timeline import Timeline
@@ -423,13 +425,12 @@ def test_a_selection_draws_methods_over_time() -> None:
         assert f"{format_bytes(rank.peak_reserved)} reserved at most" in page.text
 
 
-def test_methods_are_drawn_as_they_were_searched() -> None:
-    pytest.importorskip("torch")
-    aside = 3 * GIB
-    keys = {"model": "opt-125m", "dtype": "bf16", "gpu": "T4-16GB", "seq": 64}
-    limit = device("T4-16GB").total_bytes - aside
+def test_methods_are_drawn_as_they_were_searched(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(estimation, "captured", lambda case, progress=None, method=None: stub(case))
+    limit = device("T4-16GB").total_bytes - 3 * GIB
+    keys = {"model": "m", "gpu": "T4-16GB"}
     outcomes = (Outcome("single", keys, 1, batch=2, worst=(0,), limit=limit, tokens_per_second=1.0),)
-    ((name, found),) = drawn(Selection(Asked({"model": "opt-125m"}, ("T4-16GB",)), outcomes))
+    ((name, found),) = drawn(Selection(Asked({"model": "m"}, ("T4-16GB",)), outcomes))
     assert (name, found.verdict) == ("single", "fits")
     assert found.ranks[0].timeline.limit_bytes == limit
     assert found.ranks[0].picture is not None
@@ -507,3 +508,22 @@ def test_millions_of_events_on_one_axis_take_little_room() -> None:
     html = overlay([(HOSTILE, rank)] * 6)
     assert len(html) < 200_000
     assert "<img" not in html
+
+
+def test_the_case_of_an_estimate_is_told() -> None:
+    one = replace(
+        result(rank_result(timeline(10))),
+        metadata={"model": "m", "case": {"model": "m", "batch": 4, "mesh": {"tp": 2}}, "assumptions": ["a", HOSTILE]},
+    )
+    page = Page(render_html(one))
+    assert "model m, batch 4, mesh tp 2" in page.text
+    assert "a; </script>" in page.text
+    assert not any(tag == "img" for tag, _ in page.tags)
+
+
+def test_many_ranks_of_both_sides_are_drawn() -> None:
+    one = result(*(rank_result(timeline(20, ranks=[place])) for place in range(50)))
+    page = Page(render_sheet(Sheet("t", "l", results=(("before", one), ("after", one)))))
+    labels = [rank["label"].partition(":")[0] for rank in page.data["ranks"]]
+    assert labels == ["before"] * (MAX_RANKS // 2) + ["after"] * (MAX_RANKS // 2)
+    assert "The 32 worst event sequences of each are drawn; 36 others peak lower." in page.text

@@ -27,11 +27,12 @@ ESTIMATING = (
     "simulator/closed_form.py",
     "simulator/configuration.py",
     "simulator/estimation.py",
+    "simulator/probing.py",
     "simulator/results_file.py",
     "simulator/selection.py",
     "simulator/steptime.py",
     "simulator/sweeping.py",
-    "simulator/throughput.py",
+    "simulator/training_script.py",
 )
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
 

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
+import subprocess
+import sys
+import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +19,20 @@ from click.testing import CliRunner
 
 from simulator import selection
 from simulator.cli import main
+from simulator.probing import largest
 from simulator.report_select import closeness, reason, render_html, render_json
-from simulator.selection import Asked, Outcome, Selection, between, candidates, largest, ranked
+from simulator.scaling import Line, prime_for, sizes_in
+from simulator.selection import Asked, Outcome, Selection, candidates, meshes, ranked
 from traces.model import Events, Op, RankEvents, Strings, Trace
 
+ROOT = Path(__file__).parent.parent
 KEYS = {"model": "gpt2", "seq": 128}
 
 
 @pytest.mark.parametrize("limit", [0, 1, 2, 3, 7, 8, 9, 40, 63, 64])
 @pytest.mark.parametrize("offset", [-20, -3, -1, 0, 1, 5, 1000])
-@pytest.mark.parametrize("sure", [True, False])
-def test_largest_finds_the_limit_wherever_the_guess_is(limit: int, offset: int, sure: bool) -> None:
+@pytest.mark.parametrize("first", [1, 7, 64, 100])
+def test_largest_finds_the_limit_wherever_the_guess_is(limit: int, offset: int, first: int) -> None:
     tried: list[int] = []
 
     def fits(batch: int) -> bool:
@@ -33,18 +41,34 @@ def test_largest_finds_the_limit_wherever_the_guess_is(limit: int, offset: int, 
         tried.append(batch)
         return batch <= limit
 
-    assert largest(fits, lambda: (limit + offset, sure), 64) == limit
+    def guess(low: int, high: int) -> tuple[int, bool]:
+        assert low == max((batch for batch in tried if batch <= limit), default=0)
+        assert high == min((batch for batch in tried if batch > limit), default=65)
+        return limit + offset, offset >= 0
+
+    assert largest(fits, guess, 64, first) == limit
 
 
-def test_a_right_guess_takes_two_tries_more() -> None:
+def test_a_right_guess_takes_one_try_more() -> None:
     tried: list[int] = []
 
     def fits(batch: int) -> bool:
         tried.append(batch)
         return batch <= 37
 
-    assert largest(fits, lambda: (37, True), 4096) == 37
-    assert tried == [8, 37, 38]
+    assert largest(fits, lambda low, high: (37, len(tried) > 1), 4096, 7) == 37
+    assert tried == [7, 37]
+
+
+def test_a_guess_that_is_not_sure_is_tried() -> None:
+    tried: list[int] = []
+
+    def fits(batch: int) -> bool:
+        tried.append(batch)
+        return batch <= 38
+
+    assert largest(fits, lambda low, high: (37, len(tried) > 2), 4096, 7) == 38
+    assert tried == [7, 37, 38]
 
 
 def outcome(name: str, batch: int, shares: int, **more: Any) -> Outcome:
@@ -84,6 +108,11 @@ def test_algorithm_1_advises_offload_where_nothing_fits() -> None:
     assert "CPU offload" in reason(found)
 
 
+def test_nothing_is_finished() -> None:
+    found = ranked(Asked(KEYS, ("A100-40GB",) * 4), [], ("ddp", "tp"), 0.0)
+    assert (found.winner, found.advice, reason(found)) == (None, "", "no method is finished")
+
+
 def test_throughput_ranks_and_says_why() -> None:
     asked = Asked(KEYS, ("A100-40GB",) * 4)
     outcomes = [
@@ -118,12 +147,59 @@ def trace_of(rows: list[tuple[Op, dict[str, Any]]], world: int = 4) -> Trace:
     return Trace((RankEvents(ranks, Events(op, columns)),), groups={"all": (ranks,)})
 
 
-def test_sizes_between_two_traces() -> None:
-    first, last = (trace_of([(Op.ALLOC, {"id": 0, "bytes": size}), (Op.FREE, {"id": 0})]) for size in (2048, 8192))
-    made = between(first, last, 2.0)
-    assert made is not None
-    assert made.ranks[0].events.ints("bytes").tolist() == [14336, 0]
-    assert between(first, trace_of([(Op.ALLOC, {"id": 0, "bytes": 1})]), 0.5) is None
+def sizes_of(trace: Trace) -> list[int]:
+    events = trace.ranks[0].events
+    return events.ints("bytes")[events.op == Op.ALLOC].tolist()
+
+
+def made(batch: int, *extra: int) -> Trace:
+    """A weight, an activation, a loss with a part that does not grow, and workspaces of one name."""
+    sizes = [("weight", 7000), ("hidden", 2048 * batch), ("loss", 4 * batch + 512), *(("work", one) for one in extra)]
+    rows = [(Op.ALLOC, {"id": place, "bytes": size, "name": name}) for place, (name, size) in enumerate(sizes)]
+    return trace_of(rows)
+
+
+def test_a_line_through_two_traces_gives_each_size_by_name() -> None:
+    line = Line.through(made(7), 7, made(3), 3)
+    assert sizes_of(line.at(12)) == [7000, 2048 * 12, 4 * 12 + 512]
+    assert sizes_of(line.at(1)) == [7000, 2048, 516]
+    more = Line.through(made(7, 64, 128), 7, made(3, 64), 3)  # one workspace more: both stay, the others are found
+    assert sizes_of(more.at(12)) == [7000, 2048 * 12, 4 * 12 + 512, 64, 128]
+
+
+def test_of_one_trace_grows_what_is_a_multiple_of_its_batch() -> None:
+    rows = [
+        (Op.ALLOC, {"id": 0, "bytes": 1001, "name": "a"}),  # 7 x 143
+        (Op.ALLOC, {"id": 1, "bytes": 1000, "name": "b"}),
+    ]
+    assert sizes_of(Line.of(trace_of(rows), 7).at(14)) == [2002, 1000]
+
+
+def test_the_first_batch_divides_no_size_of_the_model() -> None:
+    bloom = {"vocab_size": 250880, "hidden_size": 1024, "bos_token_id": 7, "sub": {"width": 11 * 64}, "name": "x"}
+    assert sizes_in(bloom) == [250880, 1024, 704]
+    assert prime_for(sizes_in(bloom)) == 13  # 250880 = 7 x 35840, 704 = 11 x 64
+
+
+def test_every_split_of_the_gpus_is_a_candidate() -> None:
+    assert meshes(2) == []
+    assert meshes(4) == [
+        {"dp": 2, "tp": 2},
+        {"fsdp2": 2, "tp": 2},
+        {"pp": 2, "dp": 2},
+        {"pp": 2, "fsdp2": 2},
+        {"pp": 2, "tp": 2},
+    ]
+    whole = meshes(16)
+    assert {"pp": 2, "fsdp2": 4, "tp": 2} in whole
+    assert all(np.prod(list(axes.values())) == 16 and axes.get("tp", 1) <= 8 for axes in whole)
+    names = [one.name for one in candidates(Asked(KEYS, ("A100-40GB",) * 4))]
+    assert len(names) == len(set(names)) == 19
+    mixed = {one.name: one.keys for one in candidates(Asked({**KEYS, "autocast": "bf16"}, ("A100-40GB",) * 4))}
+    assert (mixed["ddp"].get("dtype"), mixed["ddp"]["autocast"]) == (None, "bf16")
+    assert (mixed["deepspeed-3"]["dtype"], mixed["deepspeed-3"]["autocast"]) == ("bf16", "")
+    shares = {one.name: one.shares for one in candidates(Asked(KEYS, ("A100-40GB",) * 4))}
+    assert (shares["dp=2,tp=2"], shares["pp=2,fsdp2=2"], shares["pp=2,tp=2"], shares["fsdp2"]) == (2, 2, 1, 4)
 
 
 # --- end to end ---------------------------------------------------------------------------------------------------
@@ -143,24 +219,57 @@ def few(names: tuple[str, ...]) -> Callable[[Asked], tuple[selection.Candidate, 
 
 
 def test_the_batch_found_is_the_largest(small: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """At the batch that was found every rank fits, at the next one some rank does not: both are captured here."""
     from simulator.estimation import estimate
 
-    monkeypatch.setattr(selection, "candidates", few(("ddp", "fsdp2")))
-    options = ["--memory", "1600MiB", "--seq", "128", "--global-batch", "4000", "--jobs", "1", "--json"]
-    words = ["select", small, "--gpus", "2", "--gpu", "T4-16GB", *options, "--config", str(tmp_path / "c")]
-    shown = CliRunner().invoke(main, [*words, "--margin", "0"])
+    monkeypatch.setattr(selection, "candidates", few(("ddp", "zero1", "fsdp2", "pp")))
+    options = ["--memory", "1600MiB", "--seq", "128", "--margin", "0", "--jobs", "1", "--json"]
+    shown = CliRunner().invoke(main, ["select", small, "--gpus", "2", "--gpu", "T4-16GB", *options])
     document = json.loads(shown.stdout)
-    assert {one["method"] for one in document["methods"]} == {"ddp", "fsdp2"}
-    best = document["methods"][0]
-    assert best["verdict"] == "fits"
-    assert best["batch"] * best["accum"] == 2000
+    assert {one["method"] for one in document["methods"]} == {"ddp", "zero1", "fsdp2", "pp"}
     aside = sum(term["bytes"] for term in document["outside"])
-    top = max(int(batch) for batch, fits in best["tried"].items() if fits)
-    for batch, verdict in ((top, "fits"), (top + 1, "oom")):
-        if best["tried"].get(str(batch)) is not None:
-            case = {**best["case"], "batch": batch, "accum": 1}
-            assert estimate(case, context=aside, analyse=False).verdict == verdict
+    for one in document["methods"]:
+        assert one["verdict"] == "fits"
+        assert one["tried"][str(one["batch"])], "the answer itself was captured"
+        for batch, verdict in ((one["batch"], "fits"), (one["batch"] + 1, "oom")):
+            assert estimate({**one["case"], "batch": batch}, context=aside, analyse=False).verdict == verdict, one
+
+
+def test_a_global_batch_is_divided(small: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """23 samples would fit DDP, 24 the pipeline: of 120 it takes a part that divides them."""
+    monkeypatch.setattr(selection, "candidates", few(("ddp", "pp")))
+    room = sum(term.bytes for term in selection.outside_of(Asked(KEYS, ("T4-16GB",) * 2), 1)) + (100 << 20)
+    options = ["--memory", f"{room}B", "--seq", "128", "--margin", "0", "--jobs", "1", "--json"]
+    words = ["select", small, "--gpus", "2", "--gpu", "T4-16GB", "--global-batch", "120", *options]
+    words += ["--config", str(tmp_path / "c")]
+    shown = CliRunner().invoke(main, words)
+    found = {one["method"]: one for one in json.loads(shown.stdout)["methods"]}
+    assert [(one["batch"], one["accum"], one["samples"]) for one in found.values()] == [(20, 3, 120), (20, 1, 120)]
+    assert found["pp"]["case"]["microbatches"] == 6
     assert (tmp_path / "c/launch.sh").read_text("utf-8").count("--nproc-per-node=2") == 1
+
+
+@pytest.mark.parametrize(
+    ("method", "room", "remedies"),
+    [
+        ("ddp", 400, ("activation checkpointing", "activations on the host")),  # needs 478 MiB; with them 304 and 300
+        ("deepspeed-2", 1350, ("the optimizer's states on the host",)),  # 2278 MiB; 1322, with segments that grow 1382
+    ],
+)
+def test_what_would_make_a_method_fit(tmp_path: Path, method: str, room: int, remedies: tuple[str, ...]) -> None:
+    """MiB are reserved bytes by `llmem estimate` on a large GPU."""
+    config = {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "n_layer": 6, "n_embd": 512, "n_head": 8}
+    (tmp_path / "config.json").write_text(json.dumps({**config, "vocab_size": 8000, "n_positions": 512}), "utf-8")
+    keys = {"model": str(tmp_path / "config.json"), "seq": 512, "dtype": "bf16"}
+    asked = Asked(keys, ("T4-16GB",) * 2, margin=0)
+    aside = sum(term.bytes for term in selection.outside_of(asked, 1))
+    asked = replace(asked, keys={**keys, "memory": aside + (room << 20)})
+    candidate = next(one for one in candidates(asked) if one.name == method)
+    found = selection.search(candidate, asked)
+    assert not found.fits
+    assert found.remedies == remedies
+    assert found.limit == room << 20
+    assert found.short == found.peak_reserved - found.limit > 0
 
 
 def test_gpus_of_two_sizes_are_limited_by_the_smaller(small: str) -> None:
@@ -182,6 +291,46 @@ def test_interruption_keeps_what_is_finished(small: str, monkeypatch: pytest.Mon
     assert shown.exit_code == 130
     document = json.loads(shown.stdout)
     assert (document["winner"], document["unfinished"]) == ("ddp", ["fsdp2"])
+
+
+def slow_work(documents: Any, _: Any) -> list[dict[str, Any]]:
+    """In a worker: the first method has an answer at once, the others take long."""
+    candidate = documents[0][0]
+    if candidate.name != "ddp":
+        Path(os.environ["STARTED"], candidate.name).touch()
+        time.sleep(60)
+    return [{"outcome": outcome(candidate.name, 3, 2, tokens_per_second=9.0, step_seconds=1.0)}]
+
+
+def test_ctrl_c_while_workers_are_busy(small: str, tmp_path: Path) -> None:
+    """As a terminal does it: parent, fork server and workers get the signal; the answer that is there is printed."""
+    script = (
+        "import simulator.selection as s; from simulator.cli import main; from simulator.dispatching import local_pool;"
+        "from tests.test_select import few, slow_work; s._work = slow_work; s._pool = lambda jobs: local_pool(jobs);"
+        f"s.candidates = few(('ddp', 'fsdp2', 'zero1')); main(['select', {small!r}, '--gpus', '2', '--gpu', 'T4',"
+        " '--jobs', '2', '--json'])"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", script],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        env={**os.environ, "STARTED": str(tmp_path)},
+    )
+    try:
+        deadline = time.monotonic() + 100
+        while not {"fsdp2", "zero1"} <= {path.name for path in tmp_path.iterdir()} and time.monotonic() < deadline:
+            assert process.poll() is None, process.communicate()
+            time.sleep(0.05)
+        os.killpg(process.pid, signal.SIGINT)
+        printed, said = process.communicate(timeout=30)  # ends when the last worker has closed it
+    finally:
+        process.kill()
+    assert (process.returncode, said) == (130, "note: interrupted: 1 of 3 methods are finished\n")
+    document = json.loads(printed)
+    assert (document["winner"], sorted(document["unfinished"])) == ("ddp", ["fsdp2", "zero1"])
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
+import traces
 from simulator.cli import main
 from simulator.fitting import smallest_memory
 from simulator.html_stress import drawn, render_html
@@ -80,6 +81,28 @@ def test_predicts_recordings_from_the_events_of_the_default_one(workload: str) -
     assert best is not None
     assert figures[best.conf] == least
     assert found.saved() == figures[""][0] - least[0]
+
+
+#: Peak reserved of real training under each setting: the run of the snapshot below (PyTorch 2.11.0+cu130, its own
+#: allocator, as tests/data/training/README.md tells) once more with PYTORCH_CUDA_ALLOC_CONF set.
+TRAINED = {
+    "": 3_342_860_288,
+    "expandable_segments:True": 2_686_451_712,
+    "max_split_size_mb:128": 3_529_506_816,
+    "roundup_power2_divisions:4": 3_573_547_008,
+    "large_segment_size_mb:128": 3_246_391_296,
+    "garbage_collection_threshold:0.6,per_process_memory_fraction:0.05": 2_915_041_280,
+}
+
+
+def test_a_recorded_training_run_says_which_setting_helps() -> None:
+    snapshot = ROOT / "tests/data/training/snapshots/opt-125m_fp32_sdpa_b2_s512_adamw_A100.pickle.gz"
+    found = stress(traces.read(snapshot), Axes(settings=list(TRAINED)))
+    assert {row.conf: row.most("peak_reserved") for row in found.rows()} == TRAINED
+    best = found.best()
+    assert best is not None
+    assert best.conf == "expandable_segments:True"
+    assert found.saved() == TRAINED[""] - TRAINED["expandable_segments:True"]
 
 
 # A training run by hand -----------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 import click
 
 from traces.errors import ConfigError, LLMemError
-from traces.text import number, quoted
+from traces.text import number
 
 if TYPE_CHECKING:
     from graph.case import Case
@@ -157,8 +157,6 @@ def _memory(text: str) -> int | list[int]:
 
 def _mesh(text: str) -> dict[str, int]:
     """`fsdp2=4,tp=2`."""
-    try:
-        parts = [part.split("=") for part in text.split(",")]
-        return {name.strip(): int(size) for name, size in parts}
-    except ValueError:
-        raise ConfigError(f"--mesh {quoted(text)}: write the size of each dimension, as in fsdp2=4,tp=2") from None
+    from strategies.mesh import Mesh
+
+    return dict(Mesh.parse(text).axes)

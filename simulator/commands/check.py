@@ -44,11 +44,11 @@ def command(
     It is a trace, a snapshot, a result, a file with a case (a JSON object with "model"), or a model with its options.
     """
     from simulator.checking import check
-    from simulator.commands.common import announce, print_json, working
+    from simulator.commands.common import announce, print_json, size_option, working
     from simulator.comparing import Limit, load
     from simulator.report_compare import check_json, check_line, check_markdown
-    from simulator.settings import parse_size
     from traces.errors import ConfigError
+    from traces.text import quoted
 
     if budget is None and against is None:
         raise click.UsageError("give --budget, --against or both")
@@ -56,9 +56,9 @@ def command(
         raise click.UsageError("--json and --markdown exclude each other")
     if fail_over is not None and against is None:
         raise click.UsageError("--fail-over needs a baseline: give --against")
-    size = None if budget is None else parse_size(budget)
-    if size == 0:
-        raise ConfigError("--budget: a budget of 0 holds nothing")
+    size = size_option("--budget", budget)
+    if size is not None and size < 1 << 20:
+        raise ConfigError(f"--budget {quoted(budget)}: {size} bytes hold nothing; write a size such as 80GiB")
     limit = None if fail_over is None else Limit.parse(fail_over)
     with working("working", quiet, compiles=True):
         base = None if against is None else load(against)
@@ -88,18 +88,36 @@ def _side(run: str, context: str | None, options: dict[str, Any]) -> Side:
     if given:
         raise click.UsageError(f"--{given[0].replace('_', '-')} belongs to a model; {path_text(run)} is a file")
     name = path_text(Path(run).name)
-    if document is not None and "model" in document and "verdict" not in document:
+    if document is not None and "model" in document and not {"verdict", "error"} & document.keys():
         from graph.case import Case
 
         return _estimated(Case.of(document, name), name, context)
     if document is not None:
-        return side_of_document(document, name)
+        return _answered(side_of_document(document, name), context)
     return _replayed(run, name, context)
 
 
 def _is_config(document: Any) -> bool:
     """Whether it is a model's config.json."""
     return "model_type" in document or "architectures" in document
+
+
+def _answered(side: Side, context: str | None) -> Side:
+    """A result or an answer: what it has outside the allocator counts only as far as --context says."""
+    from dataclasses import replace
+
+    from simulator.commands.common import sizes
+
+    _, outside = sizes(None, context)
+
+    def total(reserved: int | None) -> int | None:
+        return None if reserved is None else reserved + (outside or 0)
+
+    ranks = (
+        replace(rank, values={**rank.values, "device_total": total(rank.values["peak_reserved"])})
+        for rank in side.ranks
+    )
+    return replace(side, ranks=tuple(ranks))
 
 
 def _replayed(run: str, name: str, context: str | None) -> Side:

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from simulator.commands.case_options import case_options
+from simulator.commands.shared_options import check_workers, worker_options, workers
 
 if TYPE_CHECKING:
-    from simulator.selection import Selection
+    from simulator.selection import Asked, Selection
 
 _EPILOG = (
     "--gpu may name a GPU for each rank, as in --gpu A100-80GB,A100-40GB. --policy llmem is LLMem's Algorithm 1 in its "
-    "own setting (Gemini, fp16, PyTorch 2.0). The exit code is 3 when no method fits."
+    "own setting (Gemini, fp16, PyTorch 2.0). The exit code is 3 when no method fits. Ctrl-C keeps what is finished."
 )
 
 
@@ -27,11 +27,11 @@ _EPILOG = (
 @click.option("--global-batch", metavar="N", type=click.IntRange(1), help="Samples of an optimizer step, of all GPUs.")
 @click.option("--margin", metavar="SHARE", type=float, default=0.02, help="Share of each GPU to stay free (0.02).")
 @click.option("--config", metavar="FOLDER", help="Write configuration files for the winner.")
-@click.option("--jobs", metavar="N", type=click.IntRange(1, 4096), help="Worker processes (default: one a core).")
+@worker_options
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead of a table.")
-@click.option("--html", metavar="FILE", help="Write a page with the table.")
+@click.option("--html", metavar="FILE", help="Write a page: methods side by side, the best two over time.")
 @click.option("--force", is_flag=True, help="Replace files that exist.")
-@click.option("-q", "--quiet", is_flag=True, help="No progress on stderr.")
+@click.option("-q", "--quiet", is_flag=True, help="No notes and no progress on stderr.")
 @case_options
 def command(
     model: str,
@@ -41,6 +41,8 @@ def command(
     margin: float,
     config: str | None,
     jobs: int | None,
+    executor: str | None,
+    dask: str | None,
     as_json: bool,
     html: str | None,
     force: bool,
@@ -49,30 +51,31 @@ def command(
 ) -> int:
     """Find the fastest method and its largest micro-batch for MODEL on these GPUs."""
     from simulator.commands.case_options import case_from
-    from simulator.selection import Asked, select
+    from simulator.commands.common import print_json
+    from simulator.report_select import render_json, render_table
+    from simulator.selection import Asked
 
+    check_workers(executor, dask)
     names = [part.strip() for part in (options.pop("gpu", None) or "A100-80GB").split(",")]
     cards = _cards(names, gpus)
     for key in ("batch", "strategy", "world", "mesh", "accum"):
         if options.pop(key, None) is not None:
             raise click.UsageError(f"--{key} is what select finds; leave it out")
     case = case_from(model, {**options, "gpu": cards[0]})
-    targets = _targets(html, config)
-    _check_files(targets, force)
+    _check_files(html, config, force)
     asked = Asked(case.document(), cards, policy, global_batch, margin)
-
-    def show(found: Selection) -> None:
-        _show(found, as_json)
-
-    with _bar(quiet) as say:
-        found = select(asked, jobs=jobs, progress=say, partial=show)
-    show(found)
+    found, interrupted = _selected(asked, (jobs, executor, dask), quiet)
+    if as_json:  # before files are drawn and written: this much is safe
+        print_json(render_json(found))
+    else:
+        render_table(found)
+    sys.stdout.flush()
     if html is not None:
-        from simulator.report_select import render_html
-
-        Path(html).write_text(render_html(found), "utf-8")
+        _draw(found, html, force, quiet)
     if config is not None and found.winner is not None:
-        _configure(found, Path(config), quiet)
+        _configure(found, Path(config), force, quiet)
+    if interrupted:
+        return 130
     return 0 if found.winner is not None else 3
 
 
@@ -87,61 +90,62 @@ def _cards(names: list[str], gpus: int | None) -> tuple[str, ...]:
     return tuple(cards)
 
 
-def _targets(html: str | None, config: str | None) -> list[Path]:
+def _check_files(html: str | None, config: str | None, force: bool) -> None:
+    """Refuse what could not be written, before the long work."""
     from simulator.configuration import FILES
-
-    pages = [] if html is None else [Path(html)]
-    return pages if config is None else [*pages, *(Path(config) / name for name in FILES)]
-
-
-def _check_files(targets: list[Path], force: bool) -> None:
+    from simulator.outputs import check_output
     from traces.errors import OutputError
     from traces.text import path_text
 
-    for path in targets:
-        if path.exists() and not force:
-            raise OutputError(f"{path_text(str(path))}: exists already; choose another name or add --force")
+    if html is not None:
+        check_output(html, force=force)
+    if config is None:
+        return
+    folder = Path(config)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OutputError(f"{path_text(config)}: cannot be written: {(error.strerror or '').lower()}") from None
+    for name in FILES:
+        check_output(str(folder / name), force=force)
 
 
-def _show(found: Selection, as_json: bool) -> None:
-    from simulator.commands.common import print_json
-    from simulator.report_select import render_json, render_table
+def _selected(asked: Asked, who: tuple[int | None, str | None, str | None], quiet: bool) -> tuple[Selection, bool]:
+    """The selection, and whether it was interrupted."""
+    from simulator.commands.common import progress_bar
+    from simulator.selection import Interrupted, select
 
-    if as_json:
-        print_json(render_json(found))
-    else:
-        render_table(found)
+    with workers(*who) as (jobs, chosen), progress_bar("methods", quiet) as say:
+        try:
+            return select(asked, jobs=jobs, executor=chosen, progress=say), False
+        except Interrupted as error:
+            found = error.found
+    if not quiet:
+        total = len(found.outcomes) + len(found.unfinished)
+        print(f"note: interrupted: {len(found.outcomes)} of {total} methods are finished", file=sys.stderr)
+    return found, True
 
 
-def _configure(found: Selection, folder: Path, quiet: bool) -> None:
+def _draw(found: Selection, html: str, force: bool, quiet: bool) -> None:
+    from simulator.commands.common import working
+    from simulator.html_page import write_page
+    from simulator.html_select import drawn, render_select
+
+    with working("drawing", quiet):
+        write_page(render_select(found, drawn(found)), html, force=force)
+
+
+def _configure(found: Selection, folder: Path, force: bool, quiet: bool) -> None:
     from simulator.commands.common import announce
-    from simulator.configuration import files
-    from traces.errors import OutputError
+    from simulator.configuration import absent, files
+    from traces.files import write_atomically
     from traces.text import path_text
 
     assert found.winner is not None
-    written = files(found.winner.case)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for name, text in written.items():
-            (folder / name).write_text(text, "utf-8")
-    except OSError as error:
-        raise OutputError(f"{path_text(str(folder))}: {error.strerror}") from None
-    announce((f"wrote {', '.join(written)} to {path_text(str(folder))}",), quiet)
-
-
-@contextlib.contextmanager
-def _bar(quiet: bool) -> Iterator[Callable[[int, int, str], None]]:
-    """A progress bar on stderr, where that is a terminal."""
-    from simulator.commands.common import shows_progress
-
-    if quiet or not shows_progress():
-        yield lambda done, total, name: None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True, redirect_stdout=False) as progress:
-        task = progress.add_task("methods", total=None)
-        yield lambda done, total, name: progress.update(task, completed=done, total=total, description=name)
+    case = found.winner.case
+    written = files(case)
+    for name, text in written.items():
+        with write_atomically(folder / name, force=force) as file:
+            file.write(text.encode())
+    missing = [f"no {name}: {reason}" for name, reason in absent(case).items()]
+    announce((f"wrote {', '.join(written)} to {path_text(str(folder))}", *missing), quiet)

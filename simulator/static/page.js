@@ -407,27 +407,41 @@
       ctx.restore();
     }
 
-    drawBands() {
+    /** The phases in view: each with its edges in pixels. */
+    *phasesInView(area, x) {
       const { phases } = this.columns, [from, to] = this.range;
+      for (let i = 0; i < phases.length; i++) {
+        const start = this.place(phases[i].start), stop = this.place(phases[i].stop);
+        if (stop < from || start > to) continue;
+        const left = Math.max(x(start), area.left), right = Math.min(x(stop), area.left + area.width);
+        if (right - left >= 1) yield [phases[i], left, right, i];
+      }
+    }
+
+    drawBands() {
       this.paint((ctx, area, x) => {
-        ctx.textBaseline = "top";
-        let clear = -Infinity; // where the next label may begin
-        for (let i = 0; i < phases.length; i++) {
-          const start = this.place(phases[i].start), stop = this.place(phases[i].stop);
-          if (stop < from || start > to) continue;
-          const left = Math.max(x(start), area.left), right = Math.min(x(stop), area.left + area.width);
-          if (right - left < 1) continue;
-          if (i % 2) {
-            ctx.fillStyle = this.colour.band;
-            ctx.fillRect(left, area.top, right - left, area.height);
-          }
-          if (right - left < 22 || left < clear) continue;
-          const text = fitted(ctx, [phaseText(phases[i]), phases[i].name], right - left - 8);
-          ctx.fillStyle = this.colour.soft;
-          if (text) ctx.fillText(text, left + 4, area.top + 4);
-          clear = left + 20;
-        }
+        ctx.fillStyle = this.colour.band;
+        for (const [, left, right, i] of this.phasesInView(area, x)) if (i % 2) ctx.fillRect(left, area.top, right - left, area.height);
       });
+    }
+
+    /** The names of the phases, above the lines of the grid. */
+    drawNames(ctx, area, x) {
+      ctx.textBaseline = "top";
+      let clear = -Infinity; // where the next label may begin
+      for (const [phase, left, right] of this.phasesInView(area, x)) {
+        if (right - left < 22 || left < clear) continue;
+        const text = fitted(ctx, [phaseText(phase), phase.name], right - left - 8);
+        if (text) {
+          ctx.globalAlpha = 0.85;
+          ctx.fillStyle = this.colour.page;
+          ctx.fillRect(left + 2, area.top + 2, ctx.measureText(text).width + 4, 16);
+          ctx.globalAlpha = 1;
+          ctx.fillStyle = this.colour.soft;
+          ctx.fillText(text, left + 4, area.top + 4);
+        }
+        clear = left + 20;
+      }
     }
 
     drawMarks() {
@@ -435,6 +449,7 @@
       this.paint((ctx, area, x, y) => {
         const right = area.left + area.width;
         const taken = [];
+        this.drawNames(ctx, area, x);
         const label = (text, atX, atY, ink, below) => {
           const width = ctx.measureText(text).width, bottom = area.top + area.height;
           const left = Math.min(Math.max(atX - width / 2, area.left + 5), right - width - 5);

@@ -5,7 +5,7 @@
 TABLE is single, seq2seq, inference (these by default), min_fit, multi, offload, pipeline or deepspeed, or the path of
 such a table with `--kind TABLE`. Finished cases are kept in --results and not run again. `gemini [MODEL]...` prints
 errors on recorded runs of Gemini beside those of LLMem's own estimator, by setting; `table2 [MODEL]...` the paper's
-Table 2.
+Table 2; `published` peaks that others measured on real GPUs.
 """
 
 from __future__ import annotations
@@ -189,6 +189,10 @@ def main() -> None:
         from tests.accuracy import published
 
         return published.main(sys.argv[2:])
+    if sys.argv[1:2] == ["gemini_fit"]:
+        from tests.accuracy import gemini_fit
+
+        return gemini_fit.main(sys.argv[2:])
     if sys.argv[1:2] == ["gemini"]:
         from tests import gemini_accuracy
 

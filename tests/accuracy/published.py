@@ -28,6 +28,8 @@ import numpy as np
 #: The whole collection, where it stands beside the project, and the part of it that the project has.
 COLLECTION: Final = Path(__file__).resolve().parents[3] / "shared" / "published" / "peaks.csv"
 TABLE: Final = Path(__file__).resolve().parents[1] / "data" / "published" / "peaks.csv"
+#: Tokens of Alpaca's longest sample, by Llama 2's tokenizer.
+ALPACA: Final = 1304
 #: median and worst relative error that are allowed for the judged rows
 GOAL: Final = (0.03, 0.10)
 MIB: Final = 1 << 20
@@ -152,7 +154,8 @@ def _method(reading: Reading) -> None:
 _LLAMA: Final = {
     "query": ("q_proj",), "q": ("q_proj",), "key": ("k_proj",), "k": ("k_proj",), "value": ("v_proj",),
     "v": ("v_proj",), "projection": ("o_proj",), "o": ("o_proj",), "head": ("lm_head",), "output": ("lm_head",),
-    "mlp": ("gate_proj", "up_proj", "down_proj"), "w1": ("up_proj",), "w2": ("gate_proj",),
+    "mlp": ("gate_proj", "up_proj", "down_proj"), "gate": ("gate_proj",), "up": ("up_proj",), "down": ("down_proj",),
+    "w1": ("up_proj",), "w2": ("gate_proj",),
     "c_attn": ("q_proj", "k_proj", "v_proj"), "c_proj": ("o_proj", "down_proj"),
 }  # fmt: skip
 _PHI: Final = {**_LLAMA, "projection": ("dense",), "o": ("dense",), "mlp": ("fc1", "fc2")}
@@ -187,13 +190,17 @@ def _precision(reading: Reading) -> None:
     if "mixed" in text:
         reading.assume("FSDP's mixed precision as autocast over fp32 weights")
     quantized = reading.row["quantization"].casefold()
-    if not quantized:
+    if quantized in ("", "none", "no"):
         if "qlora" in reading.row["method"]:
             reading.assume("quantization not stated: bitsandbytes' nf4", quant="nf4")
         return
-    if "nf4" not in quantized:
+    if "nf4" in quantized:
+        double = _has(quantized, "dq", "double")
+        reading.case |= {"quant": "nf4", "compute": half or "fp16", "double_quant": double}
+    elif "int8" in quantized and "gptq" not in quantized:
+        reading.case["quant"] = "int8"
+    else:
         raise LeftOutError(f"the quantization {reading.row['quantization']!r} is not simulated")
-    reading.case |= {"quant": "nf4", "compute": half or "fp16", "double_quant": "dq" in quantized}
     if "torchao" in quantized:
         reading.assume("bitsandbytes' nf4 instead of torchao's", double_quant=True)
     if not _has(reading.row["framework"], "transformers", "hf"):
@@ -209,6 +216,9 @@ def _sizes(reading: Reading) -> None:
     row = reading.row
     for key, column in (("batch", "micro_batch"), ("seq", "seq_len")):
         number = _number(row[column])
+        if number is None and key == "seq" and _has(row[column], "alpaca"):
+            reading.assume(f"{row[column]}: {ALPACA} tokens, the longest of it as LitGPT's tables say", seq=ALPACA)
+            continue
         if number is None:
             raise LeftOutError(f"{column} is not stated ({row[column] or 'empty'!s})")
         reading.case[key] = number
@@ -224,6 +234,8 @@ _OPTIMIZERS: Final = (("8bit", "adamw-8bit"), ("fused", "adamw-fused"), ("adafac
 def _optimizer(reading: Reading) -> None:
     text = reading.row["optimizer"].casefold()
     reading.case["optimizer"] = next((name for word, name in _OPTIMIZERS if word in text), "adamw")
+    if "momentum" in text:
+        reading.assume("momentum 0.9", sgd_momentum=0.9)
     if "backward" in text:
         reading.case["step_in_backward"] = True
 

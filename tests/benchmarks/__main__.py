@@ -2,7 +2,8 @@
 
     python -m tests.benchmarks [--only NAME]... [--cold] [--events N] [--rounds N] [--json]
 
-`--only estimate` measures `estimate` beside torch's own MemTracker, which needs torch and transformers.
+`--only estimate` measures `estimate` beside torch's own MemTracker, `--only ranks` its 1,024 ranks beside 8; both need
+torch and transformers.
 
 Times of kernels and replays are CPU time of this process, fastest of several rounds; times of whole commands are wall
 time; the first compilation shows both and is judged by CPU time. On a machine that others use too, compare two runs
@@ -144,9 +145,13 @@ PARTS: Final[dict[str, tuple[str, Callable[[Options], list[Figure]]]]] = {
         f"`estimate` beside torch's MemTracker in fresh processes, beyond imports: {processes.CASE_NAME}",
         lambda options: processes.beside_mem_tracker(min(options.rounds, 3)),
     ),
+    "ranks": (
+        "1,024 ranks beside 8: `estimate` of Llama 2 70B in fresh processes",
+        lambda options: processes.by_ranks(min(options.rounds, 2)),
+    ),
 }
 #: Parts that run only where they are asked for.
-ASKED: Final = ("cold", "estimate")
+ASKED: Final = ("cold", "estimate", "ranks")
 
 
 def about(options: Options) -> dict[str, Any]:

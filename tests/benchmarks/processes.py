@@ -30,6 +30,11 @@ CASE: Final = {"model": "opt-1.3b", "dtype": "bf16", "batch": 4, "seq": 512}
 CASE_NAME: Final = "OPT-1.3B, bf16, AdamW, batch 4 x 512"
 ESTIMATE_GOAL_S: Final = 5.0
 STRESS_GOAL_S: Final = 60.0
+#: Meshes of 8 ranks beside one of 1,024, and the most that the latter may take, as many times the former.
+FEW_RANKS: Final = ("fsdp2=4,tp=2", "fsdp2=8")
+MANY_RANKS: Final = "fsdp2=128,tp=8"
+RANKS_MODEL: Final = ("llama-2-70b", "--dtype", "bf16", "--checkpointing", "nonreentrant", "--memory", "200GiB")
+RANKS_GOAL: Final = 2.0
 #: Values of settings; together a thousand.
 STRESS_GRID: Final = (
     "max_split_size_mb=none/32/40/48/56/64/80/96/112/128/160/192/224/256/320/384/448/512/768/1024",
@@ -162,3 +167,22 @@ def beside_mem_tracker(rounds: int) -> list[Figure]:
         Figure("peak of live bytes, MemTracker", theirs.said["peak"] / GIB, "GiB"),
         Figure("memory of the process of estimate", ours.peak / GIB, "GiB"),
     ]
+
+
+def by_ranks(rounds: int) -> list[Figure]:
+    """`estimate` of a 70 B model on 1,024 ranks and on 8, in fresh processes: CPU, and peak memory of the process."""
+
+    def estimate(mesh: str) -> Usage:
+        words = ("-m", "simulator", "estimate", *RANKS_MODEL, "--mesh", mesh, "-q")
+        return min((launch(*words) for _ in range(rounds)), key=lambda usage: usage.cpu)
+
+    many = estimate(MANY_RANKS)
+    details = {"s of wall time": many.wall, "GiB": many.peak / GIB}
+    figures = [Figure(f"estimate, {MANY_RANKS}", many.cpu, "s of CPU", None, details)]
+    for mesh in FEW_RANKS:
+        few = estimate(mesh)
+        details = {"s of wall time": few.wall, "GiB": few.peak / GIB}
+        figures.append(Figure(f"estimate, {mesh}", few.cpu, "s of CPU", None, details))
+        figures.append(Figure(f"time, against {mesh}", many.cpu / few.cpu, "times", RANKS_GOAL))
+        figures.append(Figure(f"memory, against {mesh}", many.peak / few.peak, "times", RANKS_GOAL))
+    return figures
