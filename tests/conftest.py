@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import signal
 import threading
@@ -30,3 +31,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="FOLDER",
         help="also replay every recording (*.jsonl, *.jsonl.gz) below FOLDER",
     )
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Compile the replay's kernels once, before workers start: commands announce a compilation, tests expect none."""
+    if not hasattr(session.config, "workerinput"):
+        importlib.import_module("simulator.prepared")
