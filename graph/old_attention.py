@@ -7,11 +7,13 @@ fp32. Checked against allocator events of torch 2.0.1 with transformers 4.29.2.
 
 from __future__ import annotations
 
+import functools
 import types
 from typing import Any, Final
 
 import torch
 from torch.nn.functional import dropout, softmax
+from torch.overrides import TorchFunctionMode
 
 from graph.scripted_softmax import ScriptedSoftmax
 
@@ -33,13 +35,13 @@ def like_transformers_4_29(module: Any, *, cloned: bool = False) -> None:
     for part in module.modules():
         kind = type(part).__name__
         if kind in CLAMPED:
-            part.forward = types.MethodType(_forward(CLAMPED[kind], cloned), part)
+            part.forward = types.MethodType(_forward(CLAMPED[kind]), part)
         elif kind in MASKED:
             positions = len(part.embed_positions)
             mask = torch.empty(1, 1, positions, positions, dtype=torch.bool, device=part.embed_positions.device)
             part.register_buffer("causal_mask", mask, persistent=False)
             part._attn = types.MethodType(_masked, part)
-            part.forward = types.MethodType(_without_weights(part.forward), part)
+            part.forward = types.MethodType(_without_weights(_within(_WholeSlices(), part.forward)), part)
         elif kind == "BloomAttention":
             part.forward = types.MethodType(_bloom, part)
         elif kind == "GPTNeoSelfAttention":
@@ -49,8 +51,61 @@ def like_transformers_4_29(module: Any, *, cloned: bool = False) -> None:
         elif kind == "GPTBigCodeAttention" and part.multi_query:
             part.attn_dropout = torch.nn.Dropout(part.attn_pdrop)
             part.forward = types.MethodType(_multi_query(scripted), part)
-        elif cloned and isinstance(part, torch.nn.Dropout) and part.p == 0.0:
-            part.__dict__["forward"] = types.MethodType(lambda self, input: input.clone(), part)
+    if cloned:
+        module.forward = _within(_Clones(), module.forward)
+        for part in module.modules():
+            if again := getattr(part, "_gradient_checkpointing_func", None):  # runs outside of the module's forward
+                part._gradient_checkpointing_func = _within_checkpoints(again)
+
+
+class _WholeSlices(TorchFunctionMode):
+    """Indexing as torch 2.0 did it: a slice, and so a node of backward, for whole dimensions too."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not torch.Tensor.__getitem__ or not isinstance(args[1], tuple):
+            return func(*args, **(kwargs or {}))
+        tensor, items = args
+        dimension = 0
+        for place, item in enumerate(items):
+            if item is Ellipsis:
+                dimension = tensor.dim() - sum(other is not None for other in items[place + 1 :])
+            elif item is None:
+                tensor = tensor.unsqueeze(dimension)
+                dimension += 1
+            elif isinstance(item, int):
+                tensor = tensor.select(dimension, item)
+            elif isinstance(item, slice):
+                tensor = torch.ops.aten.slice(tensor, dimension, item.start, item.stop, item.step or 1)
+                dimension += 1
+            else:
+                return func(*args, **(kwargs or {}))
+        return tensor
+
+
+class _Clones(TorchFunctionMode):
+    """A dropout of probability 0 copies its input."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = kwargs or {}
+        if func is dropout and given.get("p") == 0.0:
+            return args[0].clone()
+        return func(*args, **given)
+
+
+def _within(mode: TorchFunctionMode, function: Any) -> Any:
+    @functools.wraps(function)
+    def run(*args: Any, **options: Any) -> Any:
+        with mode:
+            return function(*args, **options)
+
+    return run
+
+
+def _within_checkpoints(checkpoint: Any) -> Any:
+    def run(function: Any, *args: Any, **options: Any) -> Any:
+        return checkpoint(_within(_Clones(), function), *args, **options)
+
+    return run
 
 
 def _without_weights(forward: Any) -> Any:
@@ -84,13 +139,14 @@ def _bloom(
 ) -> tuple[Any, Any]:
     """Scores of fp16 filled in fp32: two such tensors that transformers 5 has not; keys copied as [heads, dim, length].
 
-    The boolean mask of transformers 4.29 is a view of the additive one here.
+    The mask is boolean (graph/old_masks.py).
     """
     batch, length, width = hidden_states.shape
     heads, dim = self.num_heads, self.head_dim
     fused = self.query_key_value(hidden_states)
     split = fused.view(batch, length, heads, 3, dim)
-    query, key, value = split[..., 0, :], split[..., 1, :], split[..., 2, :]
+    with _WholeSlices():
+        query, key, value = split[..., 0, :], split[..., 1, :], split[..., 2, :]
     query = query.transpose(1, 2).reshape(batch * heads, length, dim)
     key = key.permute(0, 2, 3, 1).reshape(batch * heads, dim, length)
     value = value.transpose(1, 2).reshape(batch * heads, length, dim)
@@ -101,8 +157,7 @@ def _bloom(
         scores = scores.to(torch.float32)
     weights = scores
     if attention_mask is not None:
-        masked = attention_mask.view(torch.bool)[..., :: attention_mask.element_size()]
-        weights = torch.masked_fill(scores, masked, torch.finfo(scores.dtype).min)
+        weights = torch.masked_fill(scores, attention_mask, torch.finfo(scores.dtype).min)
     probabilities = softmax(weights, dim=-1, dtype=torch.float32).to(dtype)
     probabilities = self.attention_dropout(probabilities)
     flat = probabilities.view(batch * heads, length, length)
@@ -146,14 +201,14 @@ def _multi_query(scripted: ScriptedSoftmax) -> Any:
             scores = self.attn_dropout(scores)
             return torch.bmm(scores.view(flat), value).view(shape), scores
 
-        output, weights = attend(query, key.transpose(-1, -2))
+        output, _weights = attend(query, key.transpose(-1, -2))  # held until the end
         output = self.c_proj(output)
-        return self.resid_dropout(output), weights
+        return self.resid_dropout(output), None
 
     return forward
 
 
-def _forward(clamped: bool, cloned: bool) -> Any:
+def _forward(clamped: bool) -> Any:
     def forward(
         self: Any, hidden_states: Any, past_key_values: Any = None, attention_mask: Any = None, **_: Any
     ) -> tuple[Any, Any]:
@@ -179,11 +234,11 @@ def _forward(clamped: bool, cloned: bool) -> Any:
             weights = softmax(weights, dim=-1, dtype=torch.float32).to(torch.float16)
         else:
             weights = softmax(weights, dim=-1)
-        chance = self.dropout if self.training else 0.0
-        probabilities = weights.clone() if cloned and chance == 0.0 else dropout(weights, p=chance, training=True)
+        probabilities = dropout(weights, p=self.dropout, training=self.training)
         output = torch.bmm(probabilities, value)
         output = output.view(batch, heads, length, self.head_dim).transpose(1, 2)
         output = output.reshape(batch, length, width)
-        return self.out_proj(output), present
+        output = self.out_proj(output)
+        return output, present
 
     return forward

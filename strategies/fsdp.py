@@ -34,8 +34,8 @@ class FullyShard(Native):
         from torch.distributed.fsdp import fully_shard
 
         module: torch.nn.Module = built.module
+        whole = tied(module) or built.loader is not None  # before the mesh: tensor parallelism splits a tied pair in two
         options = self.options(module)
-        whole = tied(module) or built.loader is not None
         if whole:
             module = place_all(recorder, built)
         for layer in layers(module):

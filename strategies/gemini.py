@@ -2,18 +2,18 @@
 
 The mesh of the case says which: `dp` ranks share chunks (ADP; `adp` and `gemini` mean the same), `cdp` ranks keep them
 whole and reduce gradients in place, `tp` ranks split every linear layer. The case is that of LLMem's scripts: fp16,
-reentrant checkpointing, eager attention, the loss of transformers 4.29, release 2.0.
+reentrant checkpointing, eager attention, the loss of transformers 4.29, release 2.0. The card is none of these: without
+`gpu` it is the usual one of a case, and LLMem's own was a V100-16GB.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 
-from graph.case import USUAL, Case
+from graph.case import Case
 from graph.model import Int64Array, StepGraph
 from strategies.chunks import ChunkConfig, ChunkLayout, layout, local_parameters, pack, search
 from strategies.events import EventBuilder
@@ -112,9 +112,3 @@ def _check(case: Case) -> None:
         if given not in values:
             known = ", ".join(repr(value) for value in values)
             raise ConfigError(f"key {key!r}: strategy 'gemini' takes {known}, not {given!r}: {why}")
-
-
-def llmem_case(case: Case) -> Case:
-    """The case as LLMem's scripts run it: its dtype, checkpointing, attention, loss, mask and release of PyTorch."""
-    settings: dict[str, Any] = dict(USUAL["gemini"])
-    return replace(case, strategy="gemini", **settings)

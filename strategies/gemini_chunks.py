@@ -11,14 +11,16 @@ gemini_optimizer.py, nn/optimizer/hybrid_adam.py; the order of events is that of
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Final
 
 import numpy as np
 
+from graph.model import Kind
 from strategies.chunks import HALF, MASTER, Chunk, ChunkLayout
 from strategies.events import EventBuilder
 from strategies.single import Speed
-from strategies.skeleton import EMBEDDINGS, FORWARD, LOAD, OPTIMIZER, Skeleton, Walker
+from strategies.skeleton import FORWARD, LOAD, OPTIMIZER, Skeleton, Walker
 
 #: The stream of NCCL's collectives, and the group over which chunks are shared.
 NCCL: Final = 1
@@ -26,15 +28,21 @@ GROUP: Final = "dp"
 WORLD: Final = "world"
 #: `any()` over a chunk: its answer, and what its reduction takes while it runs.
 ANSWER: Final = 1
-SEMAPHORES: Final = 320
-SCALAR: Final = 4
+STAGING: Final = 320
+SEMAPHORES: Final = 4
+#: Elements from which several blocks of 512 threads share such a reduction (setReduceConfig of Reduce.cuh).
+SHARED: Final = 1 << 17
 #: The name that a captured graph gives to workspaces that are never freed.
 WORKSPACE: Final = "workspace"
-#: Attention that moved its table of positions to the device in its first forward, in transformers 4.29, and in each one
-#: the value by which it masks (modeling_codegen.py, modeling_gptj.py).
+#: Attention that moved its table of positions to the device in its first forward, in transformers 4.29
+#: (modeling_codegen.py, modeling_gptj.py).
 MASKED: Final = frozenset({"CodeGenAttention", "GPTJAttention"})
 #: Functions with an argument `inplace`: Colossal-AI gives them a clone of their input (nn/_ops/element_wise.py).
 CLONED: Final = frozenset({"aten.native_dropout.default", "aten.relu.default", "aten.silu.default"})
+#: Attention whose weights come out of a scripted function, as a plain tensor: their dropout clones nothing.
+SCRIPTED: Final = frozenset({"GPTBigCodeAttention"})
+#: A copy; one that reads nothing on the device reads the host's memory, and the host waits for it.
+COPY: Final = "aten.copy_.default"
 #: Bytes of HybridAdam's overflow counter; how often the booster measures; what the loss scaler keeps.
 OVERFLOW: Final = 4
 BARRIERS: Final = 2
@@ -105,8 +113,10 @@ class Gemini(Walker):
         self._tables = self._position_tables() if self.options.protocol else {}
         self._passing: set[int] = set()  # storages of this iteration's forward that are alive
         self._short: list[int] = []  # what dies when the current operator has run
-        self._read = 0  # operators with parameters in this iteration's forward
         self._delayed: dict[str, list[int]] = {}  # tables of positions that a module's first forward makes
+        self._biases = _followed_by_weight(skeleton)
+        self._hooks = 0  # gradients that were ready
+        self._bias: tuple[int, int] | None = None  # parameter and gradient of a bias that waits for its layer's weight
 
     # Loading -----------------------------------------------------------------------------------------------------
 
@@ -123,11 +133,9 @@ class Gemini(Walker):
         return {storage: path for storage, path in found if self.skeleton.modules.get(path) in MASKED}
 
     def enter(self, module: str) -> None:
-        """A module's first forward makes what it has put off; a mask's value from the host makes it wait."""
+        """A module's first forward makes what it has put off."""
         for storage in self._delayed.pop(module, ()):
             self.place(storage)
-        if self.options.protocol and self.skeleton.modules.get(module) in MASKED:
-            self.out.synchronize()
 
     def loaded(self) -> None:
         """Halve the model, build the chunks, make what the booster makes, and give the cache back."""
@@ -255,14 +263,22 @@ class Gemini(Walker):
 
         In the first iteration Gemini's monitor waits for the device before (memory_tracer/chunk_memstats_collector.py).
         """
-        if uses and self.options.protocol:
-            self._wait(operator)
-        if self.options.protocol and self.skeleton.text(int(self.skeleton.graph.operators.name[operator])) in CLONED:
+        if self.options.protocol and self._waits(operator, uses):
+            self.out.synchronize()
+        if self.options.protocol and self._cloned(operator):
             self._short.append(self.out.alloc(self._written(operator), "temporary", "clone"))
         for parameter in sorted(uses):
             state = self.home.get(self.skeleton.parameters[parameter].name)
             if state is not None and not state.gathered:
                 self.gather(state)
+
+    def _cloned(self, operator: int) -> bool:
+        """Whether Colossal-AI gives an operator a copy of its input."""
+        skeleton, operators = self.skeleton, self.skeleton.graph.operators
+        if skeleton.text(int(operators.name[operator])) not in CLONED:
+            return False
+        parent, _, name = skeleton.text(int(operators.module[operator])).rpartition(".")
+        return name != "attn_dropout" or skeleton.modules.get(parent) not in SCRIPTED
 
     def _written(self, operator: int) -> int:
         """Bytes of the largest storage that an operator writes."""
@@ -276,25 +292,13 @@ class Gemini(Walker):
             self.out.free(number)
         self._short.clear()
 
-    def _wait(self, operator: int) -> None:
-        """The host's waits: all of iteration 1, and where a forward makes its mask or slopes of values from the host.
-
-        transformers 4.29 makes them after the embedding of the words and, if there is one, its norm; attention with a
-        causal mask of its own (`MASKED`) in every layer.
-        """
+    def _waits(self, operator: int, uses: tuple[int, ...]) -> bool:
+        """Whether the host waits: before all of iteration 1, and where a value comes from the host's memory."""
+        if uses and self.step_number == 0:
+            return True
         graph = self.skeleton.graph
-        if self.step_number == 0:
-            self.out.synchronize()
-        elif self.phase_name == FORWARD:
-            self._read += 1
-            name = self.skeleton.text(int(graph.operators.name[operator]))
-            if self._read == (2 if name in EMBEDDINGS else 3):
-                self.out.synchronize()
-
-    def step(self, number: int) -> None:
-        """An iteration starts."""
-        self._read = 0
-        super().step(number)
+        reads_nothing = graph.reads.start[operator] == graph.reads.start[operator + 1]
+        return bool(reads_nothing) and self.skeleton.text(int(graph.operators.name[operator])) == COPY
 
     def gather(self, state: ChunkState) -> None:
         """All-gather a chunk from its shards: its whole storage, NCCL's flat copy, then the shard goes."""
@@ -318,6 +322,22 @@ class Gemini(Walker):
             self.out.free(flat)
 
     def gradient_ready(self, parameter: int, storage: int) -> None:
+        """A layer's gradients pass Gemini's hooks in the order of its arguments: the weight's, then the bias's."""
+        self._hooks += 1
+        if self._hooks - 1 in self._biases:
+            self._bias = parameter, storage
+            return
+        self._hook(parameter, storage)
+        if self._bias is not None:
+            (parameter, storage), self._bias = self._bias, None
+            self._hook(parameter, storage)
+
+    def gradient_released(self, parameter: int, storage: int) -> None:
+        """The captured run drops a gradient; one that waits for its hook is dropped there."""
+        if self._bias != (parameter, storage):
+            super().gradient_released(parameter, storage)
+
+    def _hook(self, parameter: int, storage: int) -> None:
         """The hook of a gradient: it goes into its chunk; the last one of the chunk reduces it."""
         name = self.skeleton.parameters[parameter].name
         number = self.numbers.get(storage)
@@ -357,19 +377,20 @@ class Gemini(Walker):
         magnitude = self.out.alloc(HALF * valid, "temporary", f"abs.{state.index}")
         mask = self.out.alloc(valid, "temporary", f"isinf.{state.index}")
         self.out.free(magnitude)
-        self._any(mask)
-        self._any(self.out.alloc(valid, "temporary", f"isnan.{state.index}"))
+        self._any(mask, valid)
+        self._any(self.out.alloc(valid, "temporary", f"isnan.{state.index}"), valid)
 
-    def _any(self, mask: int) -> None:
+    def _any(self, mask: int, elements: int) -> None:
         """A mask's `any()`, read by the host: it waits, and with it what NCCL had to do before."""
         if not self.options.small:
             self.out.synchronize()
             self.out.free(mask)
             return
         answer = self.out.alloc(ANSWER, "temporary", "any")
-        semaphores = self.out.alloc(SEMAPHORES, "temporary", "any.semaphores")
-        self.out.free(self.out.alloc(SCALAR, "temporary", "any.scalar"))
-        self.out.free(semaphores)
+        if elements >= SHARED:
+            staging = self.out.alloc(STAGING, "temporary", "any.staging")
+            self.out.free(self.out.alloc(SEMAPHORES, "temporary", "any.semaphores"))
+            self.out.free(staging)
         self.out.synchronize()
         self.out.free(mask)
         self.out.free(answer)
@@ -391,3 +412,15 @@ class Gemini(Walker):
             moved = np.asarray([own * ADAM_BYTES], dtype=np.int64)
             self.out.kernel(int(self.speed.duration_ns(np.zeros_like(moved), moved)[0]), "adam", moved=int(moved[0]))
         return True
+
+
+def _followed_by_weight(skeleton: Skeleton) -> frozenset[int]:
+    """Which of the gradients, counted as they become ready, are a bias's right before that of its layer's matrix."""
+    graph = skeleton.graph
+    marks = graph.index[graph.kind == Kind.GRADIENT].tolist()
+    order = [skeleton.parameters[skeleton.parameter[storage]] for storage in marks]
+    return frozenset(
+        number
+        for number, (one, other) in enumerate(pairwise(order))
+        if one.module == other.module and len(one.shape) == 1 and len(other.shape) == 2
+    )

@@ -12,11 +12,13 @@ tensor/dist_spec_mgr.py, zero/gemini/colo_init_context.py; the order of events i
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import defaultdict
+from collections import defaultdict, deque
 from dataclasses import dataclass, field
 from typing import Final
 
-from graph.model import Role
+import numpy as np
+
+from graph.model import Kind, Role
 from strategies.chunks import HALF, MASTER, ChunkLayout
 from strategies.events import EventBuilder
 from strategies.gemini_chunks import NCCL, WORKSPACE, Gemini, Options
@@ -25,6 +27,9 @@ from strategies.skeleton import BACKWARD, EMBEDDINGS, Skeleton
 GROUP: Final = "tp"
 PRODUCTS: Final = ("aten.mm.default", "aten.addmm.default")
 SUM: Final = "aten.sum."
+ADD: Final = "aten.add.Tensor"
+#: The name that a captured graph gives to what a product with a bias takes while it runs; products here have none.
+LT_WORKSPACE: Final = "cublaslt"
 EMBEDDING_BACKWARD: Final = "aten.embedding_dense_backward.default"
 
 
@@ -35,7 +40,7 @@ class Plan:
     `linears`: forward products, with their inputs' storage too; `inputs`, `weights`: the products of backward that give
     the gradients of a linear layer's input and weight, `sums` those of its bias; `saved`: forward products whose
     input a backward will read; `last`: operators that are the last of a forward to read what only linear layers save;
-    `kept`: of that what no checkpoint covers, which variables hold until the backward.
+    `kept`: the inputs of heads, which the outputs of the model below hold until the backward.
     """
 
     linears: dict[int, tuple[int, int]] = field(default_factory=dict)
@@ -111,14 +116,43 @@ class Plan:
         for index, storages in enumerate(reads):
             for storage in inputs.intersection(storages):
                 readers[storage].append(index)
+        deaths = _deaths(skeleton, roles)
+        steps = skeleton.graph.operators.step.tolist()
+        heads = {steps[index]: index for index in sorted(self.linears) if roles[index] == Role.FORWARD}
         for storage, found in readers.items():
             backward = [index for index in found if roles[index] == Role.BACKWARD]
             forward = [index for index in found if roles[index] != Role.BACKWARD]
             if forward and all(index in self.weights for index in backward):
-                if roles[max(forward)] == Role.RECOMPUTE:
-                    self.last.setdefault(max(forward), []).append(storage)
-                else:
+                if max(forward) in heads.values():
                     self.kept.append(storage)
+                else:
+                    self.last.setdefault(max(*forward, deaths.get(storage, 0)), []).append(storage)
+
+
+def _deaths(skeleton: Skeleton, roles: list[int]) -> dict[int, int]:
+    """When the variables of a checkpoint's second forward let go of each storage, saved or not: operator by storage.
+
+    Its first forward, which saves nothing, shows it: the same operators in the same modules.
+    """
+    graph = skeleton.graph
+    begins, flat = graph.writes.start.tolist(), graph.writes.storage.tolist()
+    keys = list(zip(graph.operators.step.tolist(), graph.operators.module.tolist(), graph.operators.name.tolist(),
+                    strict=True))  # fmt: skip
+    first: dict[tuple[int, int, int], deque[int]] = defaultdict(deque)
+    for index, role in enumerate(roles):
+        if role == Role.FORWARD:
+            first[keys[index]].append(index)
+    again = {first[keys[index]].popleft(): index for index, role in enumerate(roles)
+             if role == Role.RECOMPUTE and first[keys[index]]}  # fmt: skip
+    frees = graph.kind == Kind.FREE
+    current = np.maximum.accumulate(np.where(graph.kind == Kind.OPERATOR, graph.index, -1))
+    died = dict(zip(graph.index[frees].tolist(), current[frees].tolist(), strict=True))
+    return {
+        flat[begins[index] + place]: again[died[storage]]
+        for twin, index in again.items()
+        for place, storage in enumerate(flat[begins[twin] : begins[twin + 1]])
+        if died.get(storage) in again and begins[index] + place < begins[index + 1]
+    }
 
 
 class GeminiTensorParallel(Gemini):
@@ -139,7 +173,11 @@ class GeminiTensorParallel(Gemini):
         self._partial: int | None = None  # storage of an input's gradient that is a slice still
         self._owner: int | None = None  # the parameter of its layer
         self._local: int | None = None  # that slice
+        self._weight: int | None = None  # storage of the gradient of its weight, made right before that slice
         self._done: tuple[int, int] | None = None  # (parameter, input) whose backward is running
+        self._output: int | None = None  # of a linear layer with a bias: made once its product is there
+        self._gathered: set[int] = set()  # gradients of inputs that have been gathered
+        self._sums: set[int] = set()  # what the sum of a bias's gradient takes while it runs
 
     # Loading -----------------------------------------------------------------------------------------------------
 
@@ -150,21 +188,16 @@ class GeminiTensorParallel(Gemini):
         self._model[parameter] = self.out.alloc(size * one.elements, "parameter", f"model.{one.name}")
 
     def _halve(self) -> None:
-        """Halve the model, then cut every matrix; a tied head is built too, and its fp32 weight stays meanwhile."""
+        """Halve the model, give the cache back, cut every matrix; a tied head is built too, and dropped when tied."""
         tied = self._tied()
         if tied is not None:
             size = MASTER * self.skeleton.parameters[tied].elements
             self.out.free(self.out.alloc(size, "parameter", "model.head"))
-        kept: int | None = None
         for parameter, number in self._model.items():
             one = self.skeleton.parameters[parameter]
             self._model[parameter] = self.out.alloc(HALF * one.elements, "parameter", f"model.{one.name}")
-            if parameter == tied:
-                kept = number
-            else:
-                self.out.free(number)
-        if kept is not None:
-            self.out.free(kept)
+            self.out.free(number)
+        self.out.empty_cache()
         for parameter, number in self._model.items():
             one = self.skeleton.parameters[parameter]
             if len(one.shape) == 2:
@@ -210,10 +243,15 @@ class GeminiTensorParallel(Gemini):
         """Outputs of linear layers and embeddings, and gradients in slices, are made as split layers make them."""
         plan, operator = self.plan, self.current
         storages = self.skeleton.graph.storages
+        if operator in plan.sums:
+            self._sums.add(storage)
         if self.skeleton.text(int(storages.category[storage])) == WORKSPACE:
-            super().allocate(storage)
+            if operator not in plan.linears or self.skeleton.text(int(storages.name[storage])) != LT_WORKSPACE:
+                super().allocate(storage)
         elif operator in plan.linears:
             self._linear(storage, operator)
+        elif (first := self._summand(operator)) is not None:
+            self.numbers[storage] = self.numbers.pop(first)
         elif operator in plan.embeddings:
             self._embedding(storage)
         elif operator in plan.inputs and self._partial is None:
@@ -223,15 +261,32 @@ class GeminiTensorParallel(Gemini):
         else:
             super().allocate(storage)
 
+    def _summand(self, operator: int) -> int | None:
+        """The gathered gradient to which autograd adds another one in place: nobody else has it."""
+        if self.role != Role.BACKWARD or self.skeleton.text(int(self.skeleton.graph.operators.name[operator])) != ADD:
+            return None
+        reads = self.skeleton.graph.reads
+        first = int(reads.storage[reads.start[operator]])
+        return first if first in self._gathered and first in self.numbers else None
+
     def _linear(self, storage: int, operator: int) -> None:
         size = int(self.skeleton.graph.storages.bytes[storage])
         biased = len(self.skeleton.uses(operator)) > 1
         if biased:
             self._short.append(self.out.alloc(size, "temporary", "linear"))
+            self._output = storage
         else:
-            self.place(storage)
+            self._reduced(self.place(storage), size)
+
+    def _reduced(self, number: int, size: int) -> None:
         self.out.collective("all_reduce", GROUP, size, stream=NCCL, name="linear")
-        if biased:
+        self.out.record_stream(number, NCCL)
+
+    def _biased(self) -> None:
+        """Reduce the product that waits, if one does, and add the bias."""
+        if self._output is not None:
+            storage, self._output = self._output, None
+            self._reduced(self._short[-1], int(self.skeleton.graph.storages.bytes[storage]))
             self.place(storage)
 
     def _embedding(self, storage: int) -> None:
@@ -246,6 +301,7 @@ class GeminiTensorParallel(Gemini):
         if self.options.flat:
             flat = self.out.alloc(size, "communication", "nccl.flat")
             self.out.collective("all_gather", GROUP, size, stream=NCCL, name="slices")
+            self.out.record_stream(flat, NCCL)
             self.out.free(flat)
         result = self.place(storage)
         for number in [*reversed(pieces), *([] if local is None else [local])]:
@@ -255,14 +311,18 @@ class GeminiTensorParallel(Gemini):
 
     def release(self, storage: int) -> None:
         """A storage dies; the slice of an input's gradient is made before, and gathered if it is the one that dies."""
+        if storage in self.numbers:
+            self._biased()
         if self._partial == storage:
             self._whole_gradient()
-        elif self._partial is not None and self._local is None:
+        elif self._partial is not None and self._local is None and storage not in self._sums:
             self._slice_gradient()
+        self._sums.discard(storage)
         super().release(storage)
 
     def after(self, operator: int, uses: tuple[int, ...]) -> None:
         """Slices that no backward reads die, and so do inputs of which only slices are saved."""
+        self._biased()
         super().after(operator, uses)
         for storage in self.plan.last.get(operator, ()):
             self.drop(storage)
@@ -271,7 +331,10 @@ class GeminiTensorParallel(Gemini):
             self._done = next((key for key in self._slices if key[0] == parameter), None)
 
     def _slice_gradient(self) -> None:
-        """The gradient of a linear layer's input comes after those of its bias and weight, as a slice."""
+        """The gradient of a linear layer's input comes after those of its bias and then its weight, as a slice."""
+        if self._weight is not None:
+            weight, self._weight = self._weight, None
+            self.place(weight, self._sliced(weight))
         if self._partial is not None:
             self._local = self.out.alloc(self._sliced(self._partial), "temporary", "grad.slice")
 
@@ -286,9 +349,13 @@ class GeminiTensorParallel(Gemini):
         storage, local = self._partial, self._local
         self._partial = self._owner = self._local = self._done = None
         self._gather(storage, local)
+        self._gathered.add(storage)
 
     def gradient_allocated(self, parameter: int, storage: int) -> None:
-        """The gradient of a split matrix is a slice, too."""
+        """The gradient of a split matrix is a slice, too; that of a linear layer comes after its bias's."""
+        if self._partial is not None and self._local is None and self.current in self.plan.weights:
+            self._weight = storage
+            return
         self.place(storage, HALF * self.local[self.skeleton.parameters[parameter].name])
 
     def gradient_ready(self, parameter: int, storage: int) -> None:

@@ -16,7 +16,7 @@ from graph.case import Case
 from graph.errors import CaptureError
 from graph.method import Method
 from strategies.fsdp import FullyShard, materialize
-from strategies.native import Native, by_shards, layers, place_all, tied
+from strategies.native import Native, by_shards, layers
 
 if TYPE_CHECKING:
     import torch
@@ -37,28 +37,24 @@ class TensorParallel(Native):
     """One rank of tensor parallelism over all ranks."""
 
     def wrap(self, recorder: Any, built: Any) -> torch.nn.Module:
-        """Split on meta, then materialized."""
+        """Split on meta, tied embedding and head each for itself, then materialized."""
         import torch
         from torch.distributed.device_mesh import init_device_mesh
 
         from graph.inputs import Input
 
         module: torch.nn.Module = built.module
-        whole = tied(module)
         built.loss = functools.partial(self._forward, built.loss)
         if self.case.strategy == "tp-sp":  # the model would count its own part of the sequence
             positions = Input(("position_ids",), (1, self.case.seq), torch.long, "values")
             built.batch = (*built.batch, positions)
-        if whole:
-            module = place_all(recorder, built)
         parallelize(
             module,
             init_device_mesh("cuda", (self.case.world,)),
             self.case.strategy == "tp-sp",
             local=not self.case.tp_loss,
         )
-        if not whole:
-            materialize(recorder, module)
+        materialize(recorder, module)
         return module
 
     def backward(self, loss: torch.Tensor) -> None:

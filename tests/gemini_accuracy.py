@@ -10,51 +10,45 @@ from __future__ import annotations
 import sys
 from collections import defaultdict
 from statistics import mean, median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from tests.gemini_data import FOLDER, rows
+from tests.gemini_data import case_of, rows
+
+if TYPE_CHECKING:
+    from traces.model import Trace
 
 SETTINGS = {("1", "0"): "1 GPU", ("4", "0"): "ADP, 4", ("4", "4"): "4TP", ("4", "2"): "2DP+2TP"}
 KEY = ("model", "world", "tp", "rank", "lag", "batch")
+
+
+def trace_of(row: dict[str, Any]) -> Trace:
+    """One rank's trace of a recorded run's case, alone in its groups: rank 0 where the row has none."""
+    from dataclasses import replace
+
+    from graph.case import Case
+    from simulator.estimation import captured
+    from strategies.lowering import lower
+
+    world, tensor, number = int(row["world"]), max(1, int(row["tp"])), int(row.get("rank") or 0)
+    deferred = "late" if row.get("lag") == "1" else "prompt"
+    mesh = {"dp": world // tensor, "tp": tensor}
+    case = Case.of(case_of(row["model"], int(row["batch"]), world=world, mesh=mesh, deferred=deferred))
+    graph = captured(replace(case, world=1, mesh={}))
+    trace = lower(replace(graph, case=case.document()))
+    rank = next(entry for entry in trace.ranks if number in entry.ranks)
+    alone = {name: ((number,),) for name in trace.groups}
+    return replace(trace, ranks=(replace(rank, ranks=(number,), device=0),), groups=alone)
 
 
 def predicted(row: dict[str, Any]) -> tuple[int, int]:
     """Peak of allocated memory in training, and the most reserved memory after a step, of a recorded run's case."""
     from dataclasses import replace
 
-    from graph.case import Case
-    from graph.model import StepGraph
-    from simulator.estimation import captured
     from simulator.replay import replay
-    from strategies.lowering import lower
     from traces.model import Device
 
-    world, tensor = int(row["world"]), max(1, int(row["tp"]))
-    model = FOLDER / row["model"]
-    case = Case.of(
-        {
-            "model": str(model) if model.exists() else row["model"],
-            "strategy": "gemini",
-            "world": world,
-            "mesh": {"dp": world // tensor, "tp": tensor},
-            "batch": int(row["batch"]),
-            "dtype": "fp16",
-            "attn": "eager",
-            "checkpointing": "reentrant",
-            "attention_mask": True,
-            "loss": "transformers-4.29",
-            "gpu": "V100-16GB",
-            "release": "2.0",
-            "deferred": "late" if row["lag"] == "1" else "prompt",
-        }
-    )
-    graph: StepGraph = captured(replace(case, world=1, mesh={}))
-    trace = lower(replace(graph, case=case.document()))
-    rank = next(entry for entry in trace.ranks if int(row["rank"]) in entry.ranks)
-    alone = {name: ((int(row["rank"]),),) for name in trace.groups}
-    only = replace(rank, ranks=(int(row["rank"]),), device=0)
-    found = replay(replace(trace, ranks=(only,), groups=alone, devices=(Device("large", 2**42),)), analyse=False)
-    phases = [phase for phase in found.ranks[0].phases if phase.name != "load"]
+    trace = replace(trace_of(row), devices=(Device("large", 2**42),))
+    phases = [phase for phase in replay(trace, analyse=False).ranks[0].phases if phase.name != "load"]
     return max(phase.peak for phase in phases), max(phase.peak_reserved for phase in phases[2:])
 
 

@@ -13,6 +13,13 @@ FOLDER = Path(__file__).resolve().parent / "data" / "gemini"
 Shapes = tuple[tuple[str, tuple[int, ...]], ...]
 
 
+def case_of(model: str, batch: int, **keys: Any) -> dict[str, Any]:
+    """LLMem's run of a model as a case: 512 tokens on 16 GB V100s; all else is what strategy gemini has by default."""
+    path = FOLDER / model
+    name = str(path) if path.exists() else model
+    return {"model": name, "strategy": "gemini", "batch": batch, "seq": 512, "gpu": "V100-16GB", **keys}
+
+
 @cache
 def parameters() -> dict[str, Shapes]:
     """Names and shapes of every model's parameters, in the order of `model.parameters()`."""

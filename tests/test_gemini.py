@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -91,11 +90,11 @@ def test_recorded_runs(row: dict[str, Any]) -> None:
     assert load.peak == max(int(row["load_peak"]), int(row["boost_peak"]))
     # The last fp32 copy of 3,072 B is collected at some later time in the recorded runs of some models.
     assert load.left == pytest.approx(int(row["base_allocated"]), abs=400_000)
-    assert max(phase.peak for phase in training) == pytest.approx(int(row["train_peak_allocated"]), rel=0.006)
+    assert max(phase.peak for phase in training) == pytest.approx(int(row["train_peak_allocated"]), rel=0.002)
     assert phases["fwd_first"].peak == pytest.approx(int(row["fwd0_peak"]), rel=0.01)
     assert phases["bwd_last"].peak == pytest.approx(int(row["bwd2_peak"]), rel=0.01)
     reserved = max(phase.peak_reserved for phase in training[2:])
-    assert reserved == pytest.approx(int(row["after_step_device"]), rel=0.05)
+    assert reserved == pytest.approx(int(row["after_step_device"]), rel=0.01)
 
 
 @pytest.mark.parametrize(
@@ -125,7 +124,7 @@ def test_set_up_event_for_event(key: str, data: int, tensor: int, gather: bool) 
         elif op == Op.EMPTY_CACHE:
             caches += 1
             found.append("empty_cache")
-            if caches == 2:
+            if caches == (2 if tensor == 1 else 3):  # once more before matrices are cut
                 break
     recorded = setups()[key]
     # Python's collector frees the last fp32 copy of a parameter whenever it runs; here the set-up's end does.
@@ -202,39 +201,26 @@ def test_a_case_without_further_keys_is_the_setting_of_llmem() -> None:
     assert Case.of({"model": "opt-125m"}).dtype == "fp32"
 
 
-# (model, vocabulary, batch): peaks of the first three forwards and backwards, recorded with transformers 4.29.2 and
-# torch 2.0.1 (CUDA 11.7), two layers, fp16, reentrant checkpointing, SGD, 512 tokens, a boolean mask of ones.
-OLD_MODELS = {
-    ("gpt-neo-1.3b", 50257, 4): ((1905840128, 1699167232), (1905840128, 1699167232), (1905840128, 1699167232)),
-    ("santacoder", 49280, 4): ((1036569600, 1176868864), (1037618176, 1176868864), (1037618176, 1176868864)),
-    ("bloom-1b1", 250880, 4): ((4005590016, 4003566592), (4005590016, 4003566592), (4005590016, 4003566592)),
-}
-
-
-@pytest.mark.parametrize("key", list(OLD_MODELS), ids=lambda key: key[0])
-def test_model_code_of_transformers_4_29(key: tuple[str, int, int], tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["bloom-1b1", "gpt-neo-1.3b", "santacoder", "biogpt-large", "codegen-2b", "opt-2.7b"])
+def test_model_code_of_transformers_4_29(name: str, tmp_path: Path) -> None:
     pytest.importorskip("torch")
     pytest.importorskip("transformers")
     import json
 
     from graph import catalogue
-    from graph.capture import capture
-    from simulator.replay import replay
-    from strategies.lowering import lower
+    from tests.gemini_accuracy import predicted
 
-    name, vocabulary, batch = key
-    document = {**catalogue.configuration(name), "vocab_size": vocabulary}
-    document |= {layers: 2 for layers in ("n_layer", "num_layers") if layers in document}
+    document = dict(catalogue.configuration(name))
+    document |= {key: 2 for key in ("n_layer", "num_layers", "num_hidden_layers") if key in document}
     if "attention_types" in document:
         document["attention_types"] = [[["global", "local"], 1]]
     path = tmp_path / "config.json"
     path.write_text(json.dumps(document))
-    keys = {"strategy": "single", "optimizer": "sgd", "gpu": "V100-32GB"}
-    trace = lower(capture(case(str(path), batch, **keys)))
-    found = replay(replace(trace, devices=(Device("large", 2**42),)), analyse=False).ranks[0].phases
-    peaks = [phase.peak for phase in found if phase.key.startswith(("fwd", "bwd"))]
-    # The largest difference is a mask of batch x 512 x 512, once in each: 1 MiB.
-    assert peaks == pytest.approx([peak for step in OLD_MODELS[key] for peak in step], abs=1_200_000)
+    for row in rows("layers2.csv"):
+        if row["model"] == name:
+            peak, reserved = predicted({**row, "model": str(path)})
+            assert peak == pytest.approx(int(row["train_peak_allocated"]), rel=0.001)
+            assert reserved == pytest.approx(int(row["after_step_device"]), rel=0.0005)
 
 
 # Tensor parallelism of LLMem, by hand ---------------------------------------------------------------------------------
@@ -289,13 +275,13 @@ def test_row_parallel_layers_of_the_worked_example() -> None:
         ("+", "linear", 65_536),
         ("+", "y1", 65_536),
         ("-", "linear", 65_536),
+        ("-", "x", 32_768),  # only its slice is saved
         ("+", "relu", 65_536),
         ("-", "y1", 65_536),
         ("+", "slice", 32_768),
         ("+", "linear", 32_640),
         ("+", "y", 32_640),
         ("-", "linear", 32_640),
-        ("-", "x", 32_768),  # only its slice is saved
     ]
     backward = found.lines("step 1 backward", without=("empty_grad.", "abs.", "isinf.", "isnan."))
     # The gradient of h is a slice of 32,768: two pieces, the flat copy and the concatenation are 196,608 for 65,536.

@@ -4,8 +4,8 @@
 
 TABLE is single, seq2seq, inference (these by default), min_fit, multi, offload, pipeline or deepspeed, or the path of
 such a table with `--kind TABLE`. Finished cases are kept in --results and not run again. `gemini [MODEL]...` prints
-errors on recorded runs of Gemini beside those of LLMem's own estimator, by setting; `table2 [MODEL]...` the paper's
-Table 2; `published` peaks that others measured on real GPUs.
+errors on recorded runs of Gemini beside those of LLMem's own estimator, by setting; `gemini_fit [MODEL]...` the largest
+batches on a 16 GB card; `table2 [MODEL]...` the paper's Table 2; `published` peaks that others measured on real GPUs.
 """
 
 from __future__ import annotations

@@ -9,9 +9,11 @@ batches, driver, context or torch's release; everything that is assumed instead 
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, Final
+from typing import Final
 
 from strategies.equations import largest_batch, llmem_peak
+from tests.accuracy.gemini_fit import largest
+from tests.gemini_data import case_of
 
 MIB: Final = 1 << 20
 #: nvidia-smi's total of the card; what PyTorch sees less, the driver keeps to itself.
@@ -24,23 +26,6 @@ TABLE: Final = {
     "bloom-560m": (16_578, 10_726, 16_324),
     "codegen-350m": (16_236, 6_910, 16_100),
 }
-
-
-def case_of(model: str, batch: int) -> dict[str, Any]:
-    """LLMem's run of a model on one GPU."""
-    return {
-        "model": model,
-        "strategy": "gemini",
-        "batch": batch,
-        "seq": SEQ,
-        "dtype": "fp16",
-        "attn": "eager",
-        "checkpointing": "reentrant",
-        "attention_mask": True,
-        "loss": "transformers-4.29",
-        "gpu": "V100-16GB",
-        "release": "2.0",
-    }
 
 
 def simulated(model: str, batch: int) -> tuple[bool, int, int, int]:
@@ -73,23 +58,26 @@ def main(models: list[str]) -> None:
     """Print assumptions and the table."""
     fits: dict[int, tuple[bool, int, int, int]] = {}
 
-    def limit(model: str, batch: int) -> int:
+    def fitting(model: str, batch: int) -> bool:
         fits[batch] = simulated(model, batch)
-        return 0 if fits[batch][0] else 1
+        return fits[batch][0]
 
     _, _, context, reserve = simulated("opt-125m", 1)
     print(
         "assumed: torch 2.0, transformers 4.29's loss and attention, fp16, Gemini on one GPU, reentrant checkpointing"
     )
     print(f"assumed: context, kernels and the like {context / MIB:,.0f} MB; driver {reserve / MIB:,.0f} MB of 16,384")
-    print(f"assumed: {SEQ} tokens; the batch is the largest that fits (the paper prints none); worst moment of 3 steps")
+    print(f"assumed: {SEQ} tokens; worst moment of 3 steps; the paper prints no batch: it is the largest that")
+    print(
+        "assumed: fits, searched from the one that LLMem's equations give (a smaller one may not fit: 72 of opt-125m)"
+    )
     print(f"{'model':14}{'batch':>6}{'simulated':>11}{'measured':>10}{'error':>8}"
           f"   {'LLMem there':>12}{'error':>8}   LLMem by its equations here: batch, MB")  # fmt: skip
     for model in models or TABLE:
         theirs, _, measured = TABLE[model]
         fits.clear()
-        batch = largest_batch(partial(limit, model), 0)
-        total = fits[batch][1] / MIB
         own, peak = by_equations(model, context + reserve)
+        batch = largest(partial(fitting, model), own)
+        total = fits[batch][1] / MIB
         print(f"{model:14}{batch:6}{total:11,.0f}{measured:10,}{total / measured - 1:8.1%}"
               f"   {theirs:12,}{theirs / measured - 1:8.1%}   {own}, {peak / MIB:,.0f}", flush=True)  # fmt: skip
