@@ -57,13 +57,16 @@ class Options:
 
     `flat`: NCCL's list collectives allocate one flat tensor (torch 2.0). `protocol`: LLMem's script around the model
     (fp32 model to the device, halved there, the batch that probes shapes, scaler, `empty_cache`); without it the fp16
-    model is loaded and nothing else is. `small`: the scalars of the overflow check. `workspaces`: how many persistent
-    cuBLAS workspaces there are; recorded runs have one, for all threads.
+    model is loaded and nothing else is. `small`: the scalars of the overflow check. `paired`: a layer's gradients reach
+    the hooks together, the weight's first, as they leave the function that Colossal-AI puts around each operator's
+    parameters (tensor/param_op_hook.py); without it each reaches them alone. `workspaces`: how many persistent cuBLAS
+    workspaces there are; recorded runs have one, for all threads.
     """
 
     flat: bool = True
     protocol: bool = True
     small: bool = True
+    paired: bool = True
     workspaces: int = 1
 
 
@@ -114,7 +117,7 @@ class Gemini(Walker):
         self._passing: set[int] = set()  # storages of this iteration's forward that are alive
         self._short: list[int] = []  # what dies when the current operator has run
         self._delayed: dict[str, list[int]] = {}  # tables of positions that a module's first forward makes
-        self._biases = _followed_by_weight(skeleton)
+        self._biases = _followed_by_weight(skeleton) if self.options.paired else frozenset()
         self._hooks = 0  # gradients that were ready
         self._bias: tuple[int, int] | None = None  # parameter and gradient of a bias that waits for its layer's weight
 

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from traces.model import Trace
 
 SETTINGS = {("1", "0"): "1 GPU", ("4", "0"): "ADP, 4", ("4", "4"): "4TP", ("4", "2"): "2DP+2TP"}
+#: Batches above 8 are those that LLMem chose; they share a line.
+LARGE = 9
 KEY = ("model", "world", "tp", "rank", "lag", "batch")
 
 
@@ -56,7 +58,7 @@ def main(models: list[str]) -> None:
     """Print the table."""
     theirs = {tuple(row[key] for key in KEY): float(row["error_pct"]) for row in rows("llmem_error.csv")}
     table: dict[tuple[str, int], list[tuple[float, float, float | None]]] = defaultdict(list)
-    recorded = [row for row in rows("runs.csv.gz") if row["keep_gathered"] == "1" and int(row["batch"]) <= 8]
+    recorded = [row for row in rows("runs.csv.gz") if row["keep_gathered"] == "1"]
     for row in sorted(recorded, key=lambda row: (row["model"], int(row["batch"]))):
         if models and row["model"] not in models:
             continue
@@ -64,7 +66,7 @@ def main(models: list[str]) -> None:
         allocation = 100 * (peak / int(row["train_peak_allocated"]) - 1)
         reservation = 100 * (reserved / int(row["after_step_device"]) - 1)
         other = theirs.get(tuple(row[key] for key in KEY))
-        table[SETTINGS[row["world"], row["tp"]], int(row["batch"])].append((allocation, reservation, other))
+        table[SETTINGS[row["world"], row["tp"]], min(int(row["batch"]), LARGE)].append((allocation, reservation, other))
         print(f"{row['model']:14} {SETTINGS[row['world'], row['tp']]:8} batch {row['batch']:>3} rank {row['rank']}"
               f" allocated {allocation:+6.2f} %  reserved {reservation:+6.2f} %", file=sys.stderr)  # fmt: skip
     print("setting   batch   n   allocated: mean, worst   reserved: mean, median, worst   LLMem: mean, worst")
@@ -72,7 +74,7 @@ def main(models: list[str]) -> None:
         allocated, reserved_ = [abs(one[0]) for one in found], [abs(one[1]) for one in found]
         llmem = [abs(one[2]) for one in found if one[2] is not None] or [float("nan")]
         print(
-            f"{setting:8} {batch:6} {len(found):3}"
+            f"{setting:8} {'larger' if batch == LARGE else batch:>6} {len(found):3}"
             f"   {mean(allocated):9.2f} % {max(allocated):7.2f} %"
             f"   {mean(reserved_):8.2f} % {median(reserved_):6.2f} % {max(reserved_):6.2f} %"
             f"   {mean(llmem):6.1f} % {max(llmem):6.1f} %"
