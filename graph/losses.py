@@ -38,10 +38,8 @@ def like_transformers_4_29(extra: dict[str, Any], kind: str, module: Any, inputs
     if kind in _CAST_LOGITS:
         logits = logits.to(torch.float32)
     # Python indexing of torch 2.0 takes both slices; later ones leave the full one out, and with it a node of backward.
-    shifted = torch.ops.aten.slice(logits[..., :-1, :], -1)
-    if kind == "biogpt":  # [:, :-1, :] there
-        shifted = torch.ops.aten.slice(shifted, 0)
-    shifted = shifted.contiguous()
+    shifted = torch.ops.aten.slice(logits, 0) if kind == "biogpt" else logits  # [:, :-1, :] there, not [..., :-1, :]
+    shifted = torch.ops.aten.slice(shifted[..., :-1, :], -1).contiguous()
     wanted = labels[..., 1:].contiguous()
     loss = cross_entropy(shifted.view(-1, shifted.size(-1)), wanted.view(-1))
     if kind == "gpt_neo":
