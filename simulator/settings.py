@@ -373,7 +373,7 @@ class _Parser:
         """The option called `key`, if the release knows it."""
         option = OPTIONS.get(key)
         if option is None:
-            raise ConfigError(_unknown_option(key, i, self.release))
+            raise ConfigError(_unknown_option(key, self.release))
         if option.since > self.release.minor:
             raise ConfigError(
                 f"allocator option '{key}' came with PyTorch 2.{option.since}, and the release is {self.release.text}: "
@@ -579,7 +579,7 @@ class _Parser:
         return i + 1
 
 
-def _unknown_option(key: str, i: int, release: Release) -> str:
+def _unknown_option(key: str, release: Release) -> str:
     """The message for a key that no release knows, naming the option most like it."""
     known = [name for name, option in OPTIONS.items() if option.since <= release.minor]
     name = re.split(r"[=\s]", key, maxsplit=1)[0]

@@ -241,10 +241,6 @@ class ChunkLayout:
         """Bytes that a rank keeps between steps from the first one on: chunks and Adam's states, as requested."""
         return self.chunk_bytes() + STATES * self.adam_elements(rank)
 
-    def gathered_bytes(self) -> int:
-        """Bytes that the end of a forward adds with placement `cuda`: every fp16 chunk is whole then."""
-        return sum(HALF * (chunk.elements - chunk.held) for chunk in self.chunks)
-
 
 def layout(
     shapes: Sequence[tuple[str, Sequence[int]]],

@@ -7,7 +7,7 @@ from typing import Final
 
 import numpy as np
 
-from traces.model import Column, Events, Op, RankEvents, Strings
+from traces.model import Column, Events, Op, Strings
 
 #: The streams of a rank, as handles order them: compute first, then those that a strategy names.
 COMPUTE: Final = 0
@@ -156,10 +156,6 @@ class EventBuilder:
             hold[[place for place, _ in self._held]] = [value for _, value in self._held]
             columns["hold"] = hold
         return Events(plain.op, columns)
-
-    def rank_events(self, ranks: tuple[int, ...], device: int = 0) -> RankEvents:
-        """The events as those of `ranks`, which all run them, on kind of device `device`."""
-        return RankEvents(ranks, self.events(), device)
 
     def _add(self, op: Op) -> None:
         self._op.append(op)

@@ -8,7 +8,7 @@ brings all token ids to its device; the last has the losses, and the merged logi
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 from graph.case import Case
 from graph.method import Method
@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     import torch
 
 LOAD, PIPE, STEP, END = range(4)
-#: The first release whose stages vote on how shapes are found, and infer those of gradients too.
-VOTES: Final = (2, 12)
 
 
 class Pipeline(Native):

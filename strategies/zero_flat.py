@@ -510,7 +510,7 @@ class Flat:
         norms.invalid(total)
         self.norm = total / self.scale
         if settings.offload:
-            self._step_on_host(total)
+            self._step_on_host()
         else:
             self._step_here(total)
         if settings.offload:
@@ -584,7 +584,7 @@ class Flat:
         parameter.grad = None
         self.staged.pop(id(parameter), None)
 
-    def _step_on_host(self, total: torch.Tensor) -> None:
+    def _step_on_host(self) -> None:
         """The host's optimizer takes nothing here; the new share is copied over the old one."""
         self.averaged = None
         self.compact = None

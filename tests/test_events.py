@@ -6,7 +6,7 @@ import pytest
 
 from strategies.events import EventBuilder
 from traces.check import check
-from traces.model import Op, Trace
+from traces.model import Op, RankEvents, Trace
 
 
 def built() -> EventBuilder:
@@ -50,7 +50,7 @@ def test_columns() -> None:
 
 
 def test_they_are_a_legal_trace() -> None:
-    check(Trace((built().rank_events((0, 1)),), groups={"dp": ((0, 1),)}))
+    check(Trace((RankEvents((0, 1), built().events()),), groups={"dp": ((0, 1),)}))
     assert len(EventBuilder().events()) == 0
 
 

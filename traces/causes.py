@@ -241,7 +241,7 @@ class _Writer:
         if releases and not pressed:
             self._release(releases)
             self.guessed += 1
-        self._follow_mode(number, step)
+        self._follow_mode(number)
         members = [i for i in step.members if self.event_of[i] < 0]
         self._alloc(step, members)
         for ident in late:
@@ -264,7 +264,7 @@ class _Writer:
             self.emit(Op.POOL_END, pool=self.pool(step.pool))
             self.emit(Op.POOL_RELEASE, pool=self.pool(step.pool))
 
-    def _follow_mode(self, number: int, step: Step) -> None:
+    def _follow_mode(self, number: int) -> None:
         """Switch expandable segments where what was obtained shows that the program did."""
         if self.modes and self.modes[number] != self.expandable:
             self.expandable = self.modes[number]
