@@ -34,7 +34,7 @@ class FullyShard(Native):
         from torch.distributed.fsdp import fully_shard
 
         module: torch.nn.Module = built.module
-        whole = tied(module) or built.loader is not None  # before the mesh: tensor parallelism splits a tied pair in two
+        whole = tied(module) or built.loader is not None  # before the mesh: splitting makes two of a tied pair
         options = self.options(module)
         if whole:
             module = place_all(recorder, built)

@@ -104,18 +104,15 @@ class MeshRank(Pipeline):
             module = built.module = cut(module, self.stage, self.stages)
             self.group = self.mesh["pp"].get_group()
         blocks: list[torch.nn.Module] = list(base.get_submodule(name).children())
-        whole = tied(module) or built.loader is not None
-        if whole:
-            module = place_all(recorder, built)
+        whole = self.sharded == 1 or tied(module) or built.loader is not None  # splitting makes two of a tied pair
         if self.tensor > 1:
             parallelize(module, self.mesh["tp"], False, blocks)
+        if whole:
+            module = place_all(recorder, built)
         if self.sharded > 1:
             self._shard(module, blocks)
         if not whole:
-            if self.tensor > 1 or self.sharded > 1:
-                materialize(recorder, module, offload=self.sharded > 1 and on_host(self.case))
-            else:
-                module = place_all(recorder, built)
+            materialize(recorder, module, offload=on_host(self.case))
         return self._replicate(module) if self.replicated else module
 
     def _device_mesh(self) -> Any:

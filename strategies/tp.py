@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, Final
 from graph.case import Case
 from graph.errors import CaptureError
 from graph.method import Method
-from strategies.fsdp import FullyShard, materialize
-from strategies.native import Native, by_shards, layers
+from strategies.fsdp import FullyShard
+from strategies.native import Native, by_shards, layers, place_all
 
 if TYPE_CHECKING:
     import torch
@@ -37,7 +37,7 @@ class TensorParallel(Native):
     """One rank of tensor parallelism over all ranks."""
 
     def wrap(self, recorder: Any, built: Any) -> torch.nn.Module:
-        """Split on meta, tied embedding and head each for itself, then materialized."""
+        """Split on meta, tied embedding and head each for itself, then placed."""
         import torch
         from torch.distributed.device_mesh import init_device_mesh
 
@@ -54,8 +54,7 @@ class TensorParallel(Native):
             self.case.strategy == "tp-sp",
             local=not self.case.tp_loss,
         )
-        materialize(recorder, module)
-        return module
+        return place_all(recorder, built)
 
     def backward(self, loss: torch.Tensor) -> None:
         """With the loss over the split vocabulary, its backward knows the split as well."""

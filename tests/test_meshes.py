@@ -31,10 +31,12 @@ def model(folder: Path, **changes: Any) -> str:
     return str(path)
 
 
-def traced(folder: Path, **more: Any) -> Trace:
-    return estimate({"model": model(folder), "dtype": "bf16", "seq": 64, **more}, analyse=False).trace
+def traced(folder: Path, tied: bool = False, **more: Any) -> Trace:
+    config = model(folder, tie_word_embeddings=tied)
+    return estimate({"model": config, "dtype": "bf16", "seq": 64, **more}, analyse=False).trace
 
 
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize(
     ("mesh", "alone"),
     [
@@ -49,8 +51,10 @@ def traced(folder: Path, **more: Any) -> Trace:
     ],
     ids=lambda value: ",".join(f"{key}={size}" for key, size in value.items()),
 )
-def test_a_mesh_is_the_strategy_that_it_describes(mesh: dict[str, int], alone: dict[str, Any], tmp_path: Path) -> None:
-    found, expected = traced(tmp_path, mesh=mesh), traced(tmp_path, **alone)
+def test_a_mesh_is_the_strategy_that_it_describes(
+    mesh: dict[str, int], alone: dict[str, Any], tied: bool, tmp_path: Path
+) -> None:
+    found, expected = traced(tmp_path, tied, mesh=mesh), traced(tmp_path, tied, **alone)
     assert found.world == expected.world
     for rank in range(found.world):
         places = [
