@@ -177,7 +177,8 @@ def select(
     """Search every method on the GPUs that were asked for and rank them.
 
     `jobs` worker processes (default: one a core) or `executor` do it; `progress(done, total, name)` is called after
-    every method. Raises ConfigError for a bad case or GPU, and Interrupted with what is finished on KeyboardInterrupt.
+    every method. Raises ConfigError for a bad case or GPU, and where no method can take the model; Interrupted with
+    what is finished on KeyboardInterrupt.
     """
     started = time.perf_counter()
     _check(asked)
@@ -207,6 +208,9 @@ def select(
             Dispatch(_work, None, finished, jobs, executor, pool=_pool, most=1).run(work)
     except KeyboardInterrupt:
         raise Interrupted(selection()) from None
+    errors = {outcome.error for outcome in found.values()}
+    if len(errors) == 1 and "" not in errors:  # what all methods say alike is about the case
+        raise ConfigError(errors.pop())
     return selection()
 
 

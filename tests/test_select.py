@@ -23,6 +23,7 @@ from simulator.probing import largest
 from simulator.report_select import closeness, reason, render_html, render_json
 from simulator.scaling import Line, prime_for, sizes_in
 from simulator.selection import Asked, Outcome, Selection, candidates, meshes, ranked
+from traces.errors import ConfigError
 from traces.model import Events, Op, RankEvents, Strings, Trace
 
 ROOT = Path(__file__).parent.parent
@@ -347,3 +348,8 @@ def test_wrong_questions_are_refused_at_once(words: list[str], says: str) -> Non
     shown = CliRunner().invoke(main, ["select", "gpt2", *words])
     assert shown.exit_code in (1, 2)
     assert says in shown.output + shown.stderr
+
+
+def test_a_model_that_no_method_can_take_is_one_error() -> None:
+    with pytest.raises(ConfigError, match="model 'nosuch' is neither in the catalogue"):
+        selection.select(Asked({"model": "nosuch"}, ("A100-80GB",) * 2), jobs=1)
