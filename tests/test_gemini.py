@@ -15,8 +15,9 @@ from strategies.events import EventBuilder
 from strategies.gemini import distinct, groups, ranks
 from strategies.gemini_chunks import Gemini, Options
 from strategies.gemini_tp import GeminiTensorParallel
-from strategies.skeleton import Skeleton, Sketch
+from strategies.skeleton import Skeleton
 from tests.gemini_data import FOLDER, rows, setups
+from tests.sketch import Sketch
 from tests.worked_examples import NAMES, SHAPES, told
 from traces.check import check
 from traces.errors import ConfigError

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from graph.model import Role
-from strategies.skeleton import Owner, Skeleton, Sketch, Walker
+from strategies.skeleton import Owner, Skeleton, Walker
+from tests.sketch import Sketch
 from tests.worked_examples import MODULES, mlp, told
 from traces.model import Op
 

@@ -12,7 +12,8 @@ from functools import cache
 from pathlib import Path
 
 from graph.model import Role
-from strategies.skeleton import Skeleton, Sketch
+from strategies.skeleton import Skeleton
+from tests.sketch import Sketch
 from traces.model import Events, Op
 
 FILE = Path(__file__).resolve().parent / "data" / "worked_examples.txt"
