@@ -45,10 +45,14 @@ class Probe:
         self.name = name
         self.outside = outside
         self.margin = margin
-        self.tried: dict[int, bool] = {}
         self.traces: dict[int, Trace] = {}
         self.results: dict[int, Result] = {}
         self.alone: int | None = None  # the rank that needs most, where it stands for all
+
+    @property
+    def tried(self) -> dict[int, bool]:
+        """Micro-batches that were captured, and whether they fit."""
+        return {batch: found.verdict == "fits" for batch, found in sorted(self.results.items())}
 
     def case(self, batch: int, **more: Any) -> Case:
         """The case of the method at a micro-batch."""
@@ -74,8 +78,7 @@ class Probe:
             self.alone = max(found.ranks, key=lambda rank: rank.peak_allocated).ranks[0]
             made = self.trace(case)
         self.traces[batch], self.results[batch] = made, found
-        self.tried[batch] = found.verdict == "fits"
-        return self.tried[batch]
+        return found.verdict == "fits"
 
     def guess(self, low: int, high: int) -> tuple[int, bool]:
         """The largest of `low` .. `high` - 1 that fits by the lines through what was captured, and whether that is

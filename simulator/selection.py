@@ -401,7 +401,7 @@ def search(candidate: Candidate, asked: Asked) -> Outcome:
             raise ConfigError(f"a global batch of {asked.global_batch} is less than a sample for each of the ranks")
     outcome = Outcome(candidate.name, candidate.keys, candidate.shares)
     batch = largest(probe.fits, probe.guess, most, probe.first())
-    outcome = replace(outcome, tried=dict(sorted(probe.tried.items())))
+    outcome = replace(outcome, tried=probe.tried)
     found = None
     for micro, accum in _divided(batch, most):
         found = _measured(outcome, candidate, asked, probe, micro, accum)

@@ -573,19 +573,17 @@ def _steps_in_backward(text: _Text) -> list[str]:
 def _loop(text: _Text) -> list[str]:
     case = text.case
     deepspeed = case.strategy.startswith("deepspeed")
-    micro = _forward(text, deepspeed)
-    lines = ["for step in range(STEPS):"] if not case.step_in_backward else ["for number in range(STEPS):"]
-    name = "number" if case.step_in_backward else "step"
-    lines += _indented(["for micro in range(ACCUMULATION):", *_indented(micro)])
+    number = "number" if case.step_in_backward else "step"  # `step` is a function there
+    body = ["for micro in range(ACCUMULATION):", *_indented(_forward(text, deepspeed))]
     if not deepspeed and not case.step_in_backward:
-        lines += _indented(_update(text))
-    first = "int(os.environ['RANK']) == 0" if case.world > 1 or deepspeed else "True"
+        body += _update(text)
     shown = [
-        "peak = torch.cuda.max_memory_allocated() >> 20 if DEVICE == 'cuda' else 0",
-        f'print(f"step {{{name}}}: loss {{loss.item():.4f}}, peak {{peak}} MiB", flush=True)',
+        'peak = torch.cuda.max_memory_allocated() >> 20 if DEVICE == "cuda" else 0',
+        f'print(f"step {{{number}}}: loss {{loss.item():.4f}}, peak {{peak}} MiB", flush=True)',
     ]
-    lines += _indented(shown if first == "True" else [f"if {first}:", *_indented(shown)])
-    return [line.replace("'RANK'", '"RANK"').replace("'cuda'", '"cuda"') for line in lines]
+    if case.world > 1 or deepspeed:
+        shown = ['if int(os.environ["RANK"]) == 0:', *_indented(shown)]
+    return [f"for {number} in range(STEPS):", *_indented([*body, *shown])]
 
 
 def _forward(text: _Text, deepspeed: bool) -> list[str]:
