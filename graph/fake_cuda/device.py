@@ -2,8 +2,8 @@
 
 Inside `with fake_cuda(profile) as runtime:` a tensor on "cuda" is a plain tensor with CUDA's dispatch keys, so
 PyTorch's own C++ does what it does on a GPU: composite operators, autograd on its device thread, accumulation of
-gradients in place, autocast, foreach optimizers. Only the kernels are ours (`graph.fake_cuda.kernels`): they make outputs
-and tell `runtime.observer`. Tensors on the CPU and on "meta" are untouched.
+gradients in place, autocast, foreach optimizers. Only the kernels are ours (`graph.fake_cuda.kernels`): they make
+outputs and tell `runtime.observer`. Tensors on the CPU and on "meta" are untouched.
 
 This and the modules `graph.fake_*` are the only ones that touch PyTorch's internals. All is undone at the end, but for
 autograd's threads: importing this module starts them (`_start_autograd`).

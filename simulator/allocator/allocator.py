@@ -12,8 +12,8 @@ In the order in which a request meets the rules:
 * `hand_out`: a block that is larger than needed is split, low part handed out, if the rest is worth keeping.
 * `free`: the block waits for the events of other streams that used it, then merges with free neighbours.
 
-What differs between releases is a switch in the scalars (see `simulator.allocator.settings.Release`). Everything is plain
-int64 arithmetic on the words of one array (`simulator.allocator.layout`).
+What differs between releases is a switch in the scalars (see `simulator.allocator.settings.Release`). Everything is
+plain int64 arithmetic on the words of one array (`simulator.allocator.layout`).
 """
 
 from __future__ import annotations

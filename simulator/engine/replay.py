@@ -103,7 +103,8 @@ def replay(
     `conf`, `release`, `memory` (total bytes of every device) and `context` (bytes of it that are not PyTorch's)
     override what the trace says. `events` keeps what stood after every event, `log` every call of the device and entry
     of a torch memory trace, `snapshot` the final state in torch's layout (with the log as its trace), `picture` what a
-    page draws (`simulator.reports.picture`). `analyse` tries other allocator settings when the trace runs out of memory.
+    page draws (`simulator.reports.picture`). `analyse` tries other allocator settings when the trace runs out of
+    memory.
 
     Raises ConfigError for illegal settings, TraceError where the trace is not valid (`traces.check`) or ranks wait for
     each other forever, and ReplayError where the events ask for what PyTorch leaves undefined.

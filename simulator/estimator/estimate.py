@@ -140,13 +140,13 @@ def estimate(
     """What a training or inference run needs of its GPU, worked out without one.
 
     `case` is a `graph.case.Case` or a mapping of its keys. `context` are the bytes of the device that are not
-    PyTorch's ("auto": the table of `simulator.estimator.outside`; none by default, and then `verdict_with_context` takes the
-    table). `min_memory` also finds the smallest device. `events`, `log`, `snapshot`, `picture` and `analyse` are those
-    of `simulator.replay`. `capture` makes the graph of a case (default: `captured`); `progress(phase, step, operators)`
-    is called from time to time while the default one does. `time_steps` gives kernels and collectives durations, so
-    that memory in use on several streams comes back in simulated time, and finds the time of a step; the GPUs meet over
-    `interconnect` (`strategies.timing.Clock.connected`). `estimators` are closed forms to stand beside the simulation
-    (`simulator.estimator.closed_form`).
+    PyTorch's ("auto": the table of `simulator.estimator.outside`; none by default, and then `verdict_with_context`
+    takes the table). `min_memory` also finds the smallest device. `events`, `log`, `snapshot`, `picture` and `analyse`
+    are those of `simulator.replay`. `capture` makes the graph of a case (default: `captured`); `progress(phase, step,
+    operators)` is called from time to time while the default one does. `time_steps` gives kernels and collectives
+    durations, so that memory in use on several streams comes back in simulated time, and finds the time of a step; the
+    GPUs meet over `interconnect` (`strategies.timing.Clock.connected`). `estimators` are closed forms to stand beside
+    the simulation (`simulator.estimator.closed_form`).
 
     Raises ConfigError for a bad case, CaptureError where its model cannot be captured, and what `replay` raises.
     """

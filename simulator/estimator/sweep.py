@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What every case of a sweep is estimated with; the fields are arguments of `simulator.estimator.estimate.answer`."""
+    """What every case of a sweep is estimated with; the fields are arguments of
+    `simulator.estimator.estimate.answer`."""
 
     context: int | Literal["auto"] | None = None
     min_memory: bool = False
@@ -72,9 +73,9 @@ def sweep(
 ) -> Summary:
     """Estimate every case and append its answer to the file `results`, one JSON object a line, as they are done.
 
-    An answer is the case as it was given, and what `simulator.estimator.estimate.answer` adds, or `error`. Answers that the
-    file has already are kept, and their cases not estimated again (`retry`: those with `error` are; `force`: the file
-    begins anew). `jobs` worker processes run (default: a core each, as far as memory goes), or else `executor`: an
+    An answer is the case as it was given, and what `simulator.estimator.estimate.answer` adds, or `error`. Answers that
+    the file has already are kept, and their cases not estimated again (`retry`: those with `error` are; `force`: the
+    file begins anew). `jobs` worker processes run (default: a core each, as far as memory goes), or else `executor`: an
     executor as of `concurrent.futures`, or a function that makes one. `context`, `min_memory` and `capture` are those
     of `answer`; `capture` must be picklable. `progress` is called after every answer.
 

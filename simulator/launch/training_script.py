@@ -470,7 +470,8 @@ def _split(text: _Text) -> list[str]:
 
 
 def _plan(case: Case, sequence: bool) -> tuple[dict[str, str], dict[str, str]]:
-    """The plan of a layer and that of embedding and head, as text: path -> call. `strategies.parallel.tp` has the rules."""
+    """The plan of a layer and that of embedding and head, as text: path -> call. `strategies.parallel.tp` has the
+    rules."""
     from graph.models.sources import build
     from strategies.parallel.native import layers
     from strategies.parallel.tp import NORMS, role_of

@@ -1,8 +1,9 @@
 """The largest micro-batch of a method: simulated at one after the other, each captured, until the next does not fit.
 
-Where to look next is read off replays of what was captured with the sizes of other micro-batches (`simulator.selector.extrapolate`).
-The answer itself is a captured step that fits; that one sample more does not is decided by a captured step, or by a
-replay with the sizes on the lines through two captured ones, of which the answer is one.
+Where to look next is read off replays of what was captured with the sizes of other micro-batches
+(`simulator.selector.extrapolate`). The answer itself is a captured step that fits; that one sample more does not is
+decided by a captured step, or by a replay with the sizes on the lines through two captured ones, of which the answer is
+one.
 """
 
 from __future__ import annotations

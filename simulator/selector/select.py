@@ -1,8 +1,8 @@
 """Which method, and which micro-batch, for a model on given GPUs: every method is simulated at its largest batch.
 
 `select` is the whole of it: for each method and split of the GPUs it captures the step at a micro-batch, replays it on
-the device less what lies outside the allocator, and searches the largest one that fits (`simulator.selector.batch_search`). Methods
-are searched in parallel, each in one worker.
+the device less what lies outside the allocator, and searches the largest one that fits
+(`simulator.selector.batch_search`). Methods are searched in parallel, each in one worker.
 """
 
 from __future__ import annotations
