@@ -7,6 +7,9 @@ from typing import Any
 
 import pytest
 
+pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
 from graph.capture import capture
 from graph.case import Case
 from simulator.replay import replay

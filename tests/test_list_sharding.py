@@ -10,7 +10,7 @@ import pytest
 
 from simulator.estimation import estimate, forget_graphs
 
-torch = pytest.importorskip("torch", reason="needs the extra torch")
+torch = pytest.importorskip("torch")
 
 from graph import list_sharding  # noqa: E402
 
