@@ -1,7 +1,4 @@
-"""Configuration files, read by the libraries that they are for: accelerate, DeepSpeed, transformers and TRL.
-
-A group of its own: the extra `configs` installs them. Where `CI` is set none of them may be missing.
-"""
+"""Configuration files, read by the libraries that they are for: accelerate, DeepSpeed, transformers and TRL."""
 
 from __future__ import annotations
 
