@@ -28,7 +28,8 @@ settings.register_profile(
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 
-#: Tests that take more than a second of CPU, as `--measure` found them: `scripts/test --quick` leaves them out.
+#: What `scripts/test --quick` leaves out: tests that take more than a second of CPU, as `--measure` finds them, and whole
+#: files that import torch.
 SLOW = Path(__file__).with_name("slow.txt")
 #: Why a test may be skipped where every package is installed. The README names each.
 NAMED = ("no Chromium", "root may", "no /dev/", "POSIX permissions", "--recordings names no folder")
@@ -70,11 +71,25 @@ def function(nodeid: str) -> str:
     return nodeid.partition("[")[0]
 
 
+def file(nodeid: str) -> str:
+    return nodeid.partition("::")[0]
+
+
+def slow() -> set[str]:
+    return set(SLOW.read_text("utf-8").split())
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """A whole file that is left out is not imported either: it would bring torch."""
+    name = f"tests/{collection_path.name}"
+    return (config.option.markexpr == "not slow" and name in slow()) or None
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
-    slow = set(SLOW.read_text("utf-8").split())
+    named = slow()
     for item in items:
-        if function(item.nodeid) in slow:
+        if not named.isdisjoint((function(item.nodeid), file(item.nodeid))):
             item.add_marker("slow")
 
 
@@ -107,9 +122,8 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     if hasattr(session.config, "workerinput"):
         return
     if session.config.getoption("--measure"):
-        measured = set(seconds)
-        others = {name for name in SLOW.read_text("utf-8").split() if name not in measured}
-        found = others | {name for name in measured if seconds[name] > 1}
+        whole = {name for name in slow() if "::" not in name}
+        found = (slow() - set(seconds)) | {name for name in seconds if seconds[name] > 1 and file(name) not in whole}
         SLOW.write_text("".join(f"{name}\n" for name in sorted(found)), "utf-8")
     if session.config.getoption("--complete") and not all(any(one in reason for one in NAMED) for reason in skipped):
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
