@@ -6,7 +6,7 @@ import importlib
 import os
 import signal
 import threading
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Generator, Sequence
 from pathlib import Path
 
@@ -28,13 +28,13 @@ settings.register_profile(
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 
-#: What `scripts/test --quick` leaves out: tests that take more than a second of CPU, as `--measure` finds them, and whole
-#: files that import torch.
+#: What `scripts/test --quick` leaves out: tests that take more than a second of CPU, as `--measure` finds them, and
+#: whole files that import torch.
 SLOW = Path(__file__).with_name("slow.txt")
 #: Why a test may be skipped where every package is installed. The README names each.
 NAMED = ("no Chromium", "root may", "no /dev/", "POSIX permissions", "--recordings names no folder")
 
-seconds: Counter[str] = Counter()
+seconds: defaultdict[str, float] = defaultdict(float)
 skipped: list[str] = []
 
 
@@ -72,10 +72,12 @@ def function(nodeid: str) -> str:
 
 
 def file(nodeid: str) -> str:
+    """The file of a test, from the root."""
     return nodeid.partition("::")[0]
 
 
 def slow() -> set[str]:
+    """Functions (`tests/test_x.py::test_y`) and whole files that the quick subset leaves out."""
     return set(SLOW.read_text("utf-8").split())
 
 
@@ -94,7 +96,7 @@ def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_call(item: pytest.Item) -> Generator[None]:
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
     """CPU, its own and of the processes that it waited for: the wall clock says how busy the machine is."""
     before = sum(os.times()[:4])
     try:
@@ -105,7 +107,9 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None]:
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     if report.when == "call":
-        seconds[function(report.nodeid)] += dict(report.user_properties)["cpu"]
+        cpu = dict(report.user_properties)["cpu"]
+        assert isinstance(cpu, float)
+        seconds[function(report.nodeid)] += cpu
     _keep_reason(report)
 
 
