@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING
 from traces.lazy import lazy
 
 if TYPE_CHECKING:
-    from graph.capture import capture as capture
     from graph.case import Case as Case
     from graph.errors import CaptureError as CaptureError
     from graph.errors import UnsupportedTorch as UnsupportedTorch
     from graph.files import load as load
     from graph.files import save as save
     from graph.model import StepGraph as StepGraph
+    from graph.recorder.capture import capture as capture
 
 __all__ = lazy(
     __name__,
@@ -27,7 +27,7 @@ __all__ = lazy(
         "Case": "case",
         "StepGraph": "model",
         "UnsupportedTorch": "errors",
-        "capture": "capture",
+        "capture": "recorder.capture",
         "load": "files",
         "save": "files",
     },

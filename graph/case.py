@@ -247,7 +247,8 @@ class Case:
     """
 
     model: str = _text(None, pattern=r"[^\n]+", means="a catalogue name, a path of a config.json, or module:function")
-    """A name of the catalogue (`graph.catalogue.names()`), the path of a Hugging Face config.json or of its folder, or
+    """A name of the catalogue (`graph.models.catalogue.names()`), the path of a Hugging Face config.json or of its
+    folder, or
     `module:function`, a function of the user's own that returns an `nn.Module` and its example inputs."""
     head: str = _choice("", "", *HEADS)
     """What stands on the model: "" takes the one that `architectures` in its configuration names, else the usual one of

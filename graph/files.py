@@ -23,9 +23,9 @@ from graph.check import check
 from graph.dag import NUMBERS, ROLES, attributes, edge_rows, edges, loaded_rows, operator_rows
 from graph.model import FORMAT, VERSION, Accesses, Operators, StepGraph, Storages, TensorInfo
 from traces.collecting import uncollected
-from traces.document import DECODE_ERRORS, encode, fault
 from traces.errors import ConfigError, TraceError
 from traces.files import read_bytes, write_atomically
+from traces.forms.document import DECODE_ERRORS, encode, fault
 from traces.text import path_text, quoted
 
 #: What the name of a file may end in.

@@ -11,53 +11,53 @@ from typing import TYPE_CHECKING
 from traces.lazy import lazy
 
 if TYPE_CHECKING:
-    from simulator.checking import check as check
-    from simulator.comparing import compare as compare
-    from simulator.comparing import load as load
-    from simulator.devices import device as device
-    from simulator.estimation import Estimate as Estimate
-    from simulator.estimation import answer as answer
-    from simulator.estimation import estimate as estimate
-    from simulator.fitting import smallest_memory as smallest_memory
-    from simulator.html import write_html as write_html
-    from simulator.replay import replay as replay
-    from simulator.report import render_json as render_json
-    from simulator.report import render_table as render_table
-    from simulator.result import Result as Result
-    from simulator.settings import AllocatorSettings as AllocatorSettings
-    from simulator.settings import Release as Release
-    from simulator.settings import parse_conf as parse_conf
-    from simulator.settings import parse_release as parse_release
-    from simulator.stressing import stress as stress
-    from simulator.sweeping import sweep as sweep
-    from simulator.tables import write_calls as write_calls
-    from simulator.tables import write_events as write_events
-    from simulator.verify import verify as verify
+    from simulator.allocator.settings import AllocatorSettings as AllocatorSettings
+    from simulator.allocator.settings import Release as Release
+    from simulator.allocator.settings import parse_conf as parse_conf
+    from simulator.allocator.settings import parse_release as parse_release
+    from simulator.comparison.check import check as check
+    from simulator.comparison.compare import compare as compare
+    from simulator.comparison.compare import load as load
+    from simulator.engine.min_memory import smallest_memory as smallest_memory
+    from simulator.engine.replay import replay as replay
+    from simulator.engine.result import Result as Result
+    from simulator.engine.tables import write_calls as write_calls
+    from simulator.engine.tables import write_events as write_events
+    from simulator.estimator.devices import device as device
+    from simulator.estimator.estimate import Estimate as Estimate
+    from simulator.estimator.estimate import answer as answer
+    from simulator.estimator.estimate import estimate as estimate
+    from simulator.estimator.sweep import sweep as sweep
+    from simulator.reports.html.page import write_html as write_html
+    from simulator.reports.terminal import render_json as render_json
+    from simulator.reports.terminal import render_table as render_table
+    from simulator.snapshots.verify import verify as verify
+    from simulator.what_if.stress import stress as stress
 
 __all__ = lazy(
     __name__,
     {
-        "AllocatorSettings": "settings",
-        "Estimate": "estimation",
-        "Release": "settings",
-        "Result": "result",
-        "answer": "estimation",
-        "check": "checking",
-        "compare": "comparing",
-        "device": "devices",
-        "estimate": "estimation",
-        "load": "comparing",
-        "parse_conf": "settings",
-        "parse_release": "settings",
-        "render_json": "report",
-        "render_table": "report",
-        "replay": "replay",
-        "smallest_memory": "fitting",
-        "stress": "stressing",
-        "sweep": "sweeping",
-        "verify": "verify",
-        "write_calls": "tables",
-        "write_events": "tables",
-        "write_html": "html",
+        "AllocatorSettings": "allocator.settings",
+        "Estimate": "estimator.estimate",
+        "Release": "allocator.settings",
+        "Result": "engine.result",
+        "answer": "estimator.estimate",
+        "check": "comparison.check",
+        "compare": "comparison.compare",
+        "device": "estimator.devices",
+        "estimate": "estimator.estimate",
+        "load": "comparison.compare",
+        "parse_conf": "allocator.settings",
+        "parse_release": "allocator.settings",
+        "render_json": "reports.terminal",
+        "render_table": "reports.terminal",
+        "replay": "engine.replay",
+        "smallest_memory": "engine.min_memory",
+        "stress": "what_if.stress",
+        "sweep": "estimator.sweep",
+        "verify": "snapshots.verify",
+        "write_calls": "engine.tables",
+        "write_events": "engine.tables",
+        "write_html": "reports.html.page",
     },
 )

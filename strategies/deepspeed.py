@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from graph.case import Case
-from strategies.native import Native, place_all, storages
+from strategies.parallel.native import Native, place_all, storages
 from strategies.zero_settings import settings
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ class Zero(Native):
 
         On the way there, or afterwards where quantization has put it there.
         """
-        from graph.inputs import DTYPES
+        from graph.loop.inputs import DTYPES
 
         if built.loader is None:
             built.module.to(DTYPES[self.case.dtype])
@@ -146,7 +146,7 @@ def _stand_ins(case: Case) -> list[tuple[int, tuple[int, ...]]]:
 
 def _held(case: Case) -> list[int]:
     """For each rank the elements of all parameters of which it holds a part (in whole, as gradients are kept)."""
-    from graph.sources import build
+    from graph.models.sources import build
 
     sizes = [parameter.numel() for parameter in build(case).module.parameters() if parameter.requires_grad]
     if settings(case, 0).round_robin:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final
 
 from graph.case import Case
-from graph.device import profile
+from graph.hardware.profile import profile
 from graph.model import StepGraph
 from traces.errors import ConfigError
 from traces.model import Device, RankEvents, Trace
@@ -23,24 +23,24 @@ if TYPE_CHECKING:
 #: The module that lowers each strategy. A new one is its module and a line here.
 MODULES: Final[Mapping[str, str]] = {
     "single": "strategies.single",
-    "ddp": "strategies.ddp",
-    "ddp-view": "strategies.ddp",
-    "zero1": "strategies.ddp",
-    "fsdp1": "strategies.fsdp",
-    "fsdp2": "strategies.fsdp",
-    "fsdp2-nr": "strategies.fsdp",
-    "fsdp2-offload": "strategies.fsdp",
-    "hsdp": "strategies.fsdp",
-    "tp": "strategies.tp",
-    "tp-sp": "strategies.tp",
-    "tp-megatron": "strategies.megatron",
-    "tp-megatron-sp": "strategies.megatron",
-    "fsdp2-tp": "strategies.tp",
-    "gemini": "strategies.gemini",
+    "ddp": "strategies.parallel.ddp",
+    "ddp-view": "strategies.parallel.ddp",
+    "zero1": "strategies.parallel.ddp",
+    "fsdp1": "strategies.parallel.fsdp",
+    "fsdp2": "strategies.parallel.fsdp",
+    "fsdp2-nr": "strategies.parallel.fsdp",
+    "fsdp2-offload": "strategies.parallel.fsdp",
+    "hsdp": "strategies.parallel.fsdp",
+    "tp": "strategies.parallel.tp",
+    "tp-sp": "strategies.parallel.tp",
+    "tp-megatron": "strategies.megatron.megatron",
+    "tp-megatron-sp": "strategies.megatron.megatron",
+    "fsdp2-tp": "strategies.parallel.tp",
+    "gemini": "strategies.gemini.gemini",
     "deepspeed-1": "strategies.deepspeed",
     "deepspeed-2": "strategies.deepspeed",
     "deepspeed-3": "strategies.deepspeed",
-    "pp": "strategies.pp",
+    "pp": "strategies.parallel.pp",
 }
 
 

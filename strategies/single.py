@@ -15,8 +15,8 @@ import numpy.typing as npt
 
 from graph.case import Case
 from graph.model import Int32Array, Int64Array, Kind, StepGraph
-from strategies.host import copies, one_way, optimizer_ns
 from strategies.lowering import Lowered
+from strategies.timing.host import copies, one_way, optimizer_ns
 from traces.errors import ConfigError
 from traces.model import Column, Events, Op, RankEvents, Strings
 

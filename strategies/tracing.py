@@ -8,17 +8,17 @@ from dataclasses import replace
 from typing import Any, Final
 
 from graph.case import Case
-from graph.method import Method
+from graph.loop.method import Method
 from graph.model import StepGraph
 from strategies.lowering import MODULES, Lowered, finish, lower
 from strategies.modifiers import check
 from strategies.single import Speed, events_of
-from strategies.timing import Clock, timed
+from strategies.timing.clock import Clock, timed
 from traces.errors import ConfigError
 from traces.model import RankEvents, Trace
 
 #: The module for cases with a mesh.
-MESHES: Final = "strategies.meshes"
+MESHES: Final = "strategies.parallel.meshes"
 #: Captures a case under a method (None: one GPU).
 Capture = Callable[[Case, Method | None], StepGraph]
 

@@ -17,7 +17,7 @@ import torch
 import torch._utils
 import torch.distributed as dist
 
-from graph.inputs import DTYPES
+from graph.loop.inputs import DTYPES
 from strategies import zero_norm as norms
 from strategies.zero_settings import Settings
 

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from graph.inputs import DTYPES
-from graph.placement import place
+from graph.loop.inputs import DTYPES
+from graph.loop.placement import place
 from strategies import zero_norm as norms
 from strategies.zero_flat import (
     FP16_SCALE,

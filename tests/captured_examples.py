@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from graph.capture import capture
 from graph.case import Case
-from graph.method import Method
+from graph.loop.method import Method
+from graph.recorder.capture import capture
 from strategies.single import events_of
 from strategies.tracing import trace
 from tests.worked_examples import Example

@@ -63,7 +63,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_sessionstart(session: pytest.Session) -> None:
     """Compile the replay's kernels once, before workers start: commands announce a compilation, tests expect none."""
     if not hasattr(session.config, "workerinput"):
-        importlib.import_module("simulator.prepared")
+        importlib.import_module("simulator.allocator.prepared")
 
 
 def function(nodeid: str) -> str:

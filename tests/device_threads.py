@@ -11,8 +11,8 @@ from functools import cache
 @cache
 def start_device_threads() -> None:
     """Run a first backward where there is a (fake) CUDA device."""
-    from graph.device import profile
-    from graph.fake_cuda import fake_cuda
+    from graph.fake_cuda.device import fake_cuda
+    from graph.hardware.profile import profile
 
     with fake_cuda(profile("A100-80GB", "2.13")):
         pass

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from simulator.result import LOG_KINDS, RankResult
+from simulator.engine.result import LOG_KINDS, RankResult
 from tests.observed import DEVICE_CALLS, Entry, Observed, Row, Setup, calls_of, merge_pages
 from traces.errors import ReplayError
 from traces.model import (
@@ -89,7 +89,7 @@ def to_trace(rows: Sequence[Row], setup: Setup) -> Trace:
 
 def fast_replay(rows: Sequence[Row], setup: Setup) -> Observed:
     """Serve `rows` with the allocator's kernels, up to the first event that PyTorch leaves undefined."""
-    from simulator.replay import replay
+    from simulator.engine.replay import replay
 
     try:
         result = replay(to_trace(rows, setup), events=True, log=True, analyse=False)

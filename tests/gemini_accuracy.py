@@ -28,7 +28,7 @@ def trace_of(row: dict[str, Any]) -> Trace:
     from dataclasses import replace
 
     from graph.case import Case
-    from simulator.estimation import captured
+    from simulator.estimator.estimate import captured
     from strategies.lowering import lower
 
     world, tensor, number = int(row["world"]), max(1, int(row["tp"])), int(row.get("rank") or 0)
@@ -46,7 +46,7 @@ def predicted(row: dict[str, Any]) -> tuple[int, int]:
     """Peak of allocated memory in training, and the most reserved memory after a step, of a recorded run's case."""
     from dataclasses import replace
 
-    from simulator.replay import replay
+    from simulator.engine.replay import replay
     from traces.model import Device
 
     trace = replace(trace_of(row), devices=(Device("large", 2**42),))

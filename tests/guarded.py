@@ -37,12 +37,12 @@ class Guard:
 
 traces.jit.pointer = Guard
 
-from simulator import engine  # noqa: E402 (kernels take the pointer function when they are imported)
-from simulator import layout as at  # noqa: E402
-from simulator.replay import replay  # noqa: E402
+from simulator.allocator import layout as at  # noqa: E402
+from simulator.engine import kernels as engine  # noqa: E402 (kernels take the pointer function when they are imported)
+from simulator.engine.replay import replay  # noqa: E402
 from tests.extremes import extreme_document  # noqa: E402
 from traces.errors import LLMemError  # noqa: E402
-from traces.native import read_json  # noqa: E402
+from traces.forms.json_events import read_json  # noqa: E402
 
 MIB = 1 << 20
 _has_room = engine.has_room

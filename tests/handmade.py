@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from simulator.result import (
+from simulator.engine.result import (
     Fragmentation,
     FreePiece,
     LiveTensor,
@@ -19,7 +19,7 @@ from simulator.result import (
     Result,
 )
 from traces.model import Column, Device, Events, Int64Array, Op, RankEvents, Strings, Trace
-from traces.timeline import PhaseSpan, Timeline
+from traces.timelines.timeline import PhaseSpan, Timeline
 
 MIB = 1 << 20
 GIB = 1 << 30

@@ -7,8 +7,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from simulator.configuration import files
-from simulator.selection import Asked, candidates
+from simulator.launch.configuration import files
+from simulator.selector.select import Asked, candidates
 
 CONFIG = {
     "model_type": "llama",

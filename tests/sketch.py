@@ -8,7 +8,7 @@ from math import prod
 import numpy as np
 
 from graph.model import Accesses, Kind, Operators, Role, StepGraph, Storages
-from strategies.skeleton import LOAD, SIZES, Parameter, Skeleton
+from strategies.gemini.skeleton import LOAD, SIZES, Parameter, Skeleton
 
 
 class Sketch:

@@ -13,7 +13,7 @@ from typing import Any
 from tests.naive_allocator import Block, NaiveAllocator, OutOfMemoryError, Segment
 from tests.naive_device import NaiveDevice
 from traces.model import Events, InitialSegment, Op, RankEvents, Strings, Trace
-from traces.snapshot import LOG_KINDS, RankRecording, Recording
+from traces.snapshot.reader import LOG_KINDS, RankRecording, Recording
 
 Entry = tuple[str, int, int]
 SHOWN = frozenset(LOG_KINDS) - frozenset("XRVY")  # what a snapshot's trace shows of the device's calls

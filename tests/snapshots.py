@@ -8,7 +8,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from traces.unpickle import load_builtins
+from traces.snapshot.unpickle import load_builtins
 
 FOLDER = Path(__file__).parent / "data" / "snapshots"
 NAMES = sorted(path.name.removesuffix(".pickle.gz") for path in FOLDER.glob("*.pickle.gz"))

@@ -9,8 +9,8 @@ import msgspec
 import numpy as np
 from hypothesis import strategies as st
 
+from traces.forms.json_events import read_json
 from traces.model import CATEGORIES, FIELDS, FLOAT_FIELDS, INT_FIELDS, STRING_FIELDS, Events, Trace
-from traces.native import read_json
 
 #: What an event generator draws: which kind of event, and numbers that it may use.
 _Draw = tuple[str, int, int, str]

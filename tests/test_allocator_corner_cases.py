@@ -326,7 +326,7 @@ def test_14_accounts_of_an_out_of_memory(replay: Replay) -> None:
 
 
 def test_14_result_names_the_out_of_memory() -> None:
-    from simulator.replay import replay as replay_trace
+    from simulator.engine.replay import replay as replay_trace
 
     case = Case(fast_replay, total=100 * MIB)
     for bytes_ in (60 * MIB, 512, 60 * MIB):
@@ -691,7 +691,7 @@ def test_35_lowering_max_split_size_over_split_blocks_is_undefined(replay: Repla
 
 
 def test_35_error_says_where_and_why() -> None:
-    from simulator.replay import replay as replay_trace
+    from simulator.engine.replay import replay as replay_trace
 
     rows: list[Row] = [["m", 0, 70 * MIB, 0], ["f", 0], ["m", 1, 10 * MIB, 0], ["o", SPLIT_40], ["m", 2, 80 * MIB, 0]]
     with pytest.raises(ReplayError, match=r"event 4.*undefined in PyTorch") as caught:

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from graph.attention import Backend, Flags, Operand, Request, choose, priority
-from graph.device import profile
+from graph.fake_cuda.sdpa import Backend, Flags, Operand, Request, choose, priority
+from graph.hardware.profile import profile
 from graph.workspaces.attention import (
     RULES,
     efficient_backward_workspace,
@@ -348,8 +348,8 @@ def differences(gpu: str, release: str, rows: Sequence[Any]) -> list[Any]:
     """Recorded calls whose events are others here."""
     import torch
 
-    from graph.attention import install
-    from graph.fake_cuda import fake_cuda
+    from graph.fake_cuda.device import fake_cuda
+    from graph.fake_cuda.sdpa import install
 
     wrong = []
     with fake_cuda(profile(gpu, release, True)) as runtime:
@@ -400,9 +400,9 @@ def test_every_recorded_call_of_the_operator() -> None:
 def test_no_kernel_left_is_one_clear_line() -> None:
     torch = pytest.importorskip("torch")
 
-    from graph.attention import attend
     from graph.errors import CaptureError
-    from graph.fake_cuda import fake_cuda
+    from graph.fake_cuda.device import fake_cuda
+    from graph.fake_cuda.sdpa import attend
 
     with fake_cuda(profile("A100", "2.13")):
         query = torch.empty(1, 2, 16, 8, dtype=torch.float64, device="cuda")

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from simulator import layout as at
-from simulator.replay import replay
+from simulator.allocator import layout as at
+from simulator.engine.replay import replay
 from tests import golden
 from tests.benchmarks import timing, workloads
 from tests.benchmarks.__main__ import FREE_BLOCKS, PARTS, main

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from simulator.html import MAX_PAGE, write_html
-from simulator.html_series import shorten
-from simulator.html_sheet import Bar, Chart, Grid, Sheet, write_sheet
-from simulator.replay import replay
-from simulator.result import Result
-from simulator.settings import format_bytes
+from simulator.allocator.settings import format_bytes
+from simulator.engine.replay import replay
+from simulator.engine.result import Result
+from simulator.reports.html.page import MAX_PAGE, write_html
+from simulator.reports.html.series import shorten
+from simulator.reports.html.sheet import Bar, Chart, Grid, Sheet, write_sheet
 from tests.browser import Browser, find_chromium
 from tests.handmade import GIB, busy_trace, out_of_memory, rank_result, result, timeline
 

@@ -36,7 +36,7 @@ RUNS = {run["name"]: run for run in recordings()["runs"]}
 
 
 def captured(case: Case, **options: Any) -> StepGraph:
-    graph: StepGraph = importlib.import_module("graph.capture").capture(case, **options)
+    graph: StepGraph = importlib.import_module("graph.recorder.capture").capture(case, **options)
     return graph
 
 
@@ -103,7 +103,7 @@ def test_order_of_frees_is_the_recorded_one(tmp_path: Path, name: str) -> None:
 def test_a_repeated_iteration_is_the_one_that_would_have_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     case = tiny(tmp_path, "tiny-llama", autocast="fp16", accum=2, clip=1.0, steps=5)
     copied = captured(case)
-    monkeypatch.setattr(importlib.import_module("graph.method").Method, "real_steps", 5)
+    monkeypatch.setattr(importlib.import_module("graph.loop.method").Method, "real_steps", 5)
     run = captured(case)
     for name in ("kind", "index", "value"):
         assert np.array_equal(getattr(copied, name), getattr(run, name)), name
@@ -125,7 +125,7 @@ def test_a_run_that_does_not_repeat_runs_for_real(tmp_path: Path, monkeypatch: p
 
     case = tiny(tmp_path, steps=5)
     expected = calls(captured(case))
-    monkeypatch.setattr(importlib.import_module("graph.capture"), "repeat", never)
+    monkeypatch.setattr(importlib.import_module("graph.recorder.capture"), "repeat", never)
     assert calls(captured(case)) == expected
     assert asked == [3, 2]
 

@@ -58,7 +58,7 @@ Event = tuple[str, int]
 @pytest.fixture
 def bare(monkeypatch: pytest.MonkeyPatch) -> None:
     """No workspaces: those of CUDA kernels are not those of the CPU."""
-    monkeypatch.setattr(importlib.import_module("graph.capture"), "_planner", lambda card: None)
+    monkeypatch.setattr(importlib.import_module("graph.recorder.capture"), "_planner", lambda card: None)
 
 
 def captured(graph: StepGraph) -> list[Event]:
@@ -170,7 +170,7 @@ def comparable(events: list[Event]) -> list[Event]:
 @pytest.mark.parametrize("setting", ["plain", "checkpointing", "accumulation and clipping"])
 @pytest.mark.parametrize("kind", list(MODELS))
 def test_events_equal_those_of_a_real_run(tmp_path: Path, kind: str, setting: str) -> None:
-    from graph.capture import capture
+    from graph.recorder.capture import capture
 
     mine = comparable(captured(capture(case_of(tmp_path, kind, setting))))
     real = comparable(measured(kind, setting))

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-import simulator.estimation as estimation
+import simulator.estimator.estimate as estimation
 import traces
 from simulator.cli import main
-from simulator.replay import replay
-from simulator.report import render_json
+from simulator.engine.replay import replay
+from simulator.reports.terminal import render_json
 from tests.step_graphs import stub
 from tests.test_stress import training
 

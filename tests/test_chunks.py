@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from strategies.chunks import (
+from strategies.gemini.chunk_layout import (
     ChunkConfig,
     Parameter,
     layout,

@@ -18,7 +18,7 @@ from click.testing import Result as Outcome
 
 import traces
 from simulator.cli import COMMANDS, main
-from simulator.result import Result
+from simulator.engine.result import Result
 from tests.handmade import out_of_memory, rank_result, result, timeline
 
 REPOSITORY = Path(__file__).parent.parent
@@ -72,9 +72,9 @@ def replayed(monkeypatch: pytest.MonkeyPatch) -> Callable[[Result], list[dict[st
             seen.append(options)
             return made
 
-        module = ModuleType("simulator.replay")
+        module = ModuleType("simulator.engine.replay")
         module.__dict__["replay"] = replay
-        monkeypatch.setitem(sys.modules, "simulator.replay", module)
+        monkeypatch.setitem(sys.modules, "simulator.engine.replay", module)
         return seen
 
     return install
@@ -87,9 +87,9 @@ def no_replay(monkeypatch: pytest.MonkeyPatch) -> None:
     def replay(*args: Any, **options: Any) -> None:
         raise AssertionError("the replay began before the options were checked")
 
-    module = ModuleType("simulator.replay")
+    module = ModuleType("simulator.engine.replay")
     module.__dict__["replay"] = replay
-    monkeypatch.setitem(sys.modules, "simulator.replay", module)
+    monkeypatch.setitem(sys.modules, "simulator.engine.replay", module)
 
 
 # ------------------------------------------------------------------------------------------------ start and usage

@@ -124,9 +124,9 @@ def test_wrong_values_name_their_option(arguments: list[str], reason: str) -> No
 def graph(monkeypatch: pytest.MonkeyPatch) -> StepGraph:
     """What the command gets instead of capturing: the example."""
     made = example()
-    module = types.ModuleType("graph.capture")
+    module = types.ModuleType("graph.recorder.capture")
     module.capture = lambda case, **_: made  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "graph.capture", module)
+    monkeypatch.setitem(sys.modules, "graph.recorder.capture", module)
     return made
 
 
@@ -171,7 +171,7 @@ def test_wrong_calls_do_no_work(arguments: tuple[str, ...], code: int, reason: s
 
 
 def test_without_torch_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "graph.capture", raising=False)
+    monkeypatch.delitem(sys.modules, "graph.recorder.capture", raising=False)
     monkeypatch.setitem(sys.modules, "torch", None)
     outcome = call("gpt2")
     assert outcome.exit_code == 1

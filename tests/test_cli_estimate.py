@@ -18,7 +18,7 @@ from graph.case import Case
 from graph.errors import CaptureError
 from graph.model import StepGraph
 from simulator.cli import COMMANDS, main
-from simulator.estimation import ANSWER_KEYS, forget_graphs
+from simulator.estimator.estimate import ANSWER_KEYS, forget_graphs
 from tests.step_graphs import stub
 from tests.test_report import SCHEMA
 
@@ -35,7 +35,7 @@ def _written(monkeypatch: pytest.MonkeyPatch) -> Any:
         return stub(case)
 
     forget_graphs()
-    monkeypatch.setattr("simulator.estimation.capture_of", made)
+    monkeypatch.setattr("simulator.estimator.estimate.capture_of", made)
     yield
     forget_graphs()
 
@@ -183,7 +183,7 @@ def test_what_the_capture_refuses_is_one_line(monkeypatch: pytest.MonkeyPatch) -
     def refused(case: Case, progress: Any, method: Any) -> StepGraph:
         raise CaptureError("model 'm': is in no catalogue; the nearest is 'opt-125m'")
 
-    monkeypatch.setattr("simulator.estimation.capture_of", refused)
+    monkeypatch.setattr("simulator.estimator.estimate.capture_of", refused)
     outcome = call("estimate", "m")
     assert (outcome.exit_code, outcome.stdout) == (1, "")
     assert outcome.stderr == "error: model 'm': is in no catalogue; the nearest is 'opt-125m'\n"

@@ -25,8 +25,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from simulator.cli import main
-from simulator.replay import replay
-from simulator.report import CAUSES
+from simulator.engine.replay import replay
+from simulator.reports.terminal import CAUSES
 from tests.extremes import MOST, extreme_document
 from tests.snapshots import data_of, snapshot_of
 from tests.strategies import as_trace, documents

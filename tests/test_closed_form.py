@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from graph.case import Case
-from simulator.closed_form import closed_forms, split
+from simulator.estimator.closed_form import closed_forms, split
 from traces.errors import ConfigError
 
 

@@ -11,11 +11,11 @@ from click.testing import CliRunner
 
 import traces
 from simulator.cli import main
-from simulator.comparing import Change, Figures, Limit, Side, compare, load, module_of, unwrapped
-from simulator.html_compare import sheet_of
-from simulator.replay import replay
-from simulator.report import render_json as result_json
-from simulator.report_compare import render_json, render_markdown, verdict
+from simulator.comparison.compare import Change, Figures, Limit, Side, compare, load, module_of, unwrapped
+from simulator.engine.replay import replay
+from simulator.reports.compare import render_json, render_markdown, verdict
+from simulator.reports.html.compare import sheet_of
+from simulator.reports.terminal import render_json as result_json
 from tests.test_stress import training
 from traces.errors import ConfigError, TraceError
 from traces.model import Trace

@@ -13,9 +13,9 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from simulator.configuration import FILES, absent, files, launch
-from simulator.settings import parse_conf, parse_release
-from simulator.training_script import axes_of
+from simulator.allocator.settings import parse_conf, parse_release
+from simulator.launch.configuration import FILES, absent, files, launch
+from simulator.launch.training_script import axes_of
 from tests.launched import METHODS, methods, written
 
 BASE = {"model": "gpt2", "world": 4, "batch": 6, "accum": 2, "autocast": "bf16", "clip": 1.0}

@@ -16,7 +16,7 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from simulator.training_script import axes_of
+from simulator.launch.training_script import axes_of
 from tests.launched import METHODS, methods, model, written
 
 pytestmark = [pytest.mark.xdist_group("configurations"), pytest.mark.filterwarnings("ignore")]
@@ -31,7 +31,7 @@ VARIANTS: tuple[dict[str, Any], ...] = ({}, RICH, {"dtype": "bf16", "grad_sync":
 
 def with_file(name: str) -> list[str]:
     """The methods that have this file."""
-    from simulator.configuration import absent
+    from simulator.launch.configuration import absent
 
     return [one for one in METHODS if name not in absent({"model": "tinyllama-1.1b", **methods(4)[one]})]
 

@@ -10,10 +10,10 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from graph.capture import capture
 from graph.case import Case
-from simulator.replay import replay
-from simulator.result import RankResult
+from graph.recorder.capture import capture
+from simulator.engine.replay import replay
+from simulator.engine.result import RankResult
 from strategies.deepspeed import Zero, distinct, method
 from strategies.lowering import Lowered, finish
 from strategies.single import events_of

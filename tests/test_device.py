@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from graph.device import profile
-from simulator.devices import CARDS
+from graph.hardware.profile import profile
+from simulator.estimator.devices import CARDS
 from traces.errors import ConfigError
 
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from simulator.devices import CARDS, device
+from simulator.estimator.devices import CARDS, device
 from traces.errors import ConfigError
 from traces.model import DEFAULT_DEVICE
 

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 from graph.model import Kind
-from simulator.replay import replay
-from simulator.steptime import StepTime, step_time
-from strategies.events import EventBuilder
-from strategies.hardware import ways
+from simulator.engine.replay import replay
+from simulator.estimator.step_time import StepTime, step_time
+from strategies.gemini.event_builder import EventBuilder
 from strategies.single import Speed, events_of
-from strategies.timing import LAUNCH_NS, Clock, timed
+from strategies.timing.clock import LAUNCH_NS, Clock, timed
+from strategies.timing.hardware import ways
 from tests.step_graphs import Writer
 from traces.errors import ConfigError
 from traces.model import Device, Events, Op, RankEvents, Trace

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import event, given
 
-from simulator.replay import replay
+from simulator.engine.replay import replay
 from tests.naive_time import DeadlockError, naive
 from tests.random_ranks import cases
 from tests.timed import (

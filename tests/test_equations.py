@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from strategies.equations import (
+from strategies.gemini.equations import (
     GRAIN,
     METHODS,
     Description,

@@ -11,7 +11,8 @@ import pytest
 
 from graph.case import Case
 from graph.model import StepGraph
-from simulator.estimation import (
+from simulator.engine.min_memory import smallest_memory
+from simulator.estimator.estimate import (
     ANSWER_KEYS,
     KEPT_GRAPHS,
     answer,
@@ -21,9 +22,8 @@ from simulator.estimation import (
     estimate,
     forget_graphs,
 )
-from simulator.fitting import smallest_memory
 from strategies import lower
-from strategies.events import EventBuilder
+from strategies.gemini.event_builder import EventBuilder
 from tests.accuracy.recordings import Recording, recordings
 from tests.step_graphs import Writer, training
 from traces.errors import ConfigError
@@ -158,7 +158,7 @@ def test_cases_that_differ_in_memory_share_a_graph(monkeypatch: pytest.MonkeyPat
         made.append(case)
         return of_units(case)
 
-    monkeypatch.setattr("simulator.estimation.capture_of", lambda case, progress, method: counted(case))
+    monkeypatch.setattr("simulator.estimator.estimate.capture_of", lambda case, progress, method: counted(case))
     forget_graphs()
     documents: list[dict[str, Any]] = [
         {"model": "m"},

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from strategies.events import EventBuilder
+from strategies.gemini.event_builder import EventBuilder
 from traces.check import check
 from traces.model import Op, RankEvents, Trace
 

@@ -16,10 +16,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from traces.chrome import MAX_POINTS, ranks_text, write_chrome
 from traces.errors import OutputError
-from traces.timeline import PhaseSpan, Timeline
-from traces.timeline_files import COLUMNS, downsample, write_timeline
+from traces.timelines.chrome import MAX_POINTS, ranks_text, write_chrome
+from traces.timelines.files import COLUMNS, downsample, write_timeline
+from traces.timelines.timeline import PhaseSpan, Timeline
 
 
 def timeline(

@@ -16,12 +16,14 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from graph import fake_check, fake_cuda, fake_kernels
-from graph.device import profile
 from graph.errors import CaptureError, UnsupportedTorch
-from graph.fake_cuda import Runtime
-from graph.fake_kernels import cuda_operators
-from graph.fake_stubs import FIRST_POINT
+from graph.fake_cuda import device as fake_cuda
+from graph.fake_cuda import kernels as fake_kernels
+from graph.fake_cuda import self_check as fake_check
+from graph.fake_cuda.device import Runtime
+from graph.fake_cuda.kernels import cuda_operators
+from graph.fake_cuda.stubs import FIRST_POINT
+from graph.hardware.profile import profile
 from tests import recorded_steps
 
 A100 = profile("A100", "2.13")

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from graph.flops import cost
+from graph.recorder.flops import cost
 from tests.device_threads import start_device_threads
 
 torch = pytest.importorskip("torch")

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from graph.model import Role
-from strategies.chunks import layout
-from strategies.events import EventBuilder
-from strategies.gemini import distinct, groups, ranks
-from strategies.gemini_chunks import Gemini, Options
-from strategies.gemini_tp import GeminiTensorParallel
-from strategies.skeleton import Skeleton
+from strategies.gemini.chunk_layout import layout
+from strategies.gemini.chunk_moves import Gemini, Options
+from strategies.gemini.event_builder import EventBuilder
+from strategies.gemini.gemini import distinct, groups, ranks
+from strategies.gemini.skeleton import Skeleton
+from strategies.gemini.tensor_parallel import GeminiTensorParallel
 from tests.gemini_data import FOLDER, rows, setups
 from tests.sketch import Sketch
 from tests.worked_examples import NAMES, SHAPES, told
@@ -47,7 +47,7 @@ def case(model: str, batch: int = 1, **keys: Any) -> Any:
 def skeleton(model: str, batch: int) -> Skeleton:
     pytest.importorskip("torch")
     pytest.importorskip("transformers")
-    from graph.capture import capture
+    from graph.recorder.capture import capture
 
     return Skeleton.captured(capture(case(model, batch)))
 
@@ -80,7 +80,7 @@ def chosen() -> Iterator[Any]:
 
 @pytest.mark.parametrize("row", list(chosen()))
 def test_recorded_runs(row: dict[str, Any]) -> None:
-    from simulator.replay import replay
+    from simulator.engine.replay import replay
 
     one = {"dp": ((0,),), "tp": ((0,),), "world": ((0,),)}
     events = run(row)
@@ -208,7 +208,7 @@ def test_model_code_of_transformers_4_29(name: str, tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     import json
 
-    from graph import catalogue
+    from graph.models import catalogue
     from tests.gemini_accuracy import predicted
 
     document = dict(catalogue.configuration(name))

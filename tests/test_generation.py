@@ -11,10 +11,10 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from graph.capture import capture
 from graph.case import Case
 from graph.errors import CaptureError
 from graph.model import Kind, StepGraph
+from graph.recorder.capture import capture
 from tests.accuracy.recordings import Recording, recordings
 from traces.errors import ConfigError
 
@@ -146,7 +146,7 @@ def chosen() -> list[Recording]:
 
 @pytest.mark.parametrize("recording", chosen(), ids=lambda r: f"{r.row['load']}-{r.row['mode']}-{r.row['cache']}")
 def test_recorded_runs_are_met(recording: Recording) -> None:
-    from simulator.estimation import answer
+    from simulator.estimator.estimate import answer
 
     found = answer(recording.case)
     for figure in ("peak_allocated", "peak_reserved"):
@@ -158,7 +158,7 @@ def test_recorded_runs_are_met(recording: Recording) -> None:
 
 @pytest.mark.parametrize("number", [1, 4])
 def test_recorded_training_of_quantized_weights_is_met(number: int) -> None:
-    from simulator.estimation import answer
+    from simulator.estimator.estimate import answer
 
     rows = [r for r in recordings("single") if r.row["quant"] == "nf4" and r.row["model"] == "qwen2-0.5b"]
     row = rows[number]

@@ -81,7 +81,7 @@ def config(name: str, folder: Path) -> str:
 def captured(path: str, **options: Any) -> StepGraph:
     pytest.importorskip("torch")
     pytest.importorskip("transformers")
-    from graph.capture import capture
+    from graph.recorder.capture import capture
 
     return capture(Case.of({"model": path, "batch": BATCH, "seq": SEQ, "attn": "eager", "steps": 2, **options}))
 

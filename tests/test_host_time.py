@@ -13,9 +13,11 @@ pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from graph.case import Case
-from simulator.estimation import captured
-from strategies import deepspeed, fsdp, host
+from simulator.estimator.estimate import captured
+from strategies import deepspeed
+from strategies.parallel import fsdp
 from strategies.single import Speed, events_of
+from strategies.timing import host
 from traces.model import Op
 
 RATE = 1e9

@@ -16,25 +16,25 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from simulator import estimation
-from simulator.comparing import compare, side_of_replay
-from simulator.devices import device
-from simulator.html import MAX_PAGE, MAX_RANKS, render_html, write_html
-from simulator.html_compare import render_compare
-from simulator.html_moments import FREE, Room, path_of, tree_of
-from simulator.html_overlay import COLUMNS, LINES, overlay
-from simulator.html_select import drawn, render_select
-from simulator.html_series import MAX_OOMS, pack, series, shorten, thin
-from simulator.html_sheet import Bar, Chart, Grid, Sheet, Size, render_sheet, write_sheet
-from simulator.replay import replay
-from simulator.report import CAUSES
-from simulator.selection import Asked, Outcome, Selection
-from simulator.settings import format_bytes
+from simulator.allocator.settings import format_bytes
+from simulator.comparison.compare import compare, side_of_replay
+from simulator.engine.replay import replay
+from simulator.estimator import estimate as estimation
+from simulator.estimator.devices import device
+from simulator.reports.html.compare import render_compare
+from simulator.reports.html.moments import FREE, Room, path_of, tree_of
+from simulator.reports.html.overlay import COLUMNS, LINES, overlay
+from simulator.reports.html.page import MAX_PAGE, MAX_RANKS, render_html, write_html
+from simulator.reports.html.select import drawn, render_select
+from simulator.reports.html.series import MAX_OOMS, pack, series, shorten, thin
+from simulator.reports.html.sheet import Bar, Chart, Grid, Sheet, Size, render_sheet, write_sheet
+from simulator.reports.terminal import CAUSES
+from simulator.selector.select import Asked, Outcome, Selection
 from tests.handmade import GIB, busy_trace, out_of_memory, rank_result, result, timeline
 from tests.step_graphs import stub
 from traces.errors import OutputError
 from traces.model import Int64Array
-from traces.timeline import Timeline
+from traces.timelines.timeline import Timeline
 
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)>\"'&\u2028\u202e\x00"
 

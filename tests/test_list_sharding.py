@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from simulator.estimation import estimate, forget_graphs
+from simulator.estimator.estimate import estimate, forget_graphs
 
 torch = pytest.importorskip("torch")
 
-from graph import list_sharding  # noqa: E402
+from graph.recorder import list_sharding  # noqa: E402
 
 MODEL = {
     "model_type": "llama",

@@ -13,8 +13,8 @@ pytest.importorskip("transformers")
 pytest.importorskip("peft")
 
 from graph.case import Case
-from graph.sources import build
-from simulator.estimation import estimate, forget_graphs, phase_figures
+from graph.models.sources import build
+from simulator.estimator.estimate import estimate, forget_graphs, phase_figures
 from traces.errors import ConfigError
 
 HIDDEN, LAYERS, HEADS, GROUPS, VOCABULARY, BATCH, SEQ = 64, 2, 4, 2, 4096, 2, 64

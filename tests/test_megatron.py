@@ -1,7 +1,7 @@
 """Megatron-style tensor parallelism and the loss over a split vocabulary: shards, peaks against runs, and errors.
 
 The peaks were recorded by running the same layers, and torch's `loss_parallel`, with PyTorch 2.13.0+cu130's allocator
-on a stand-in for an H100 (rank 0, NCCL that does nothing; the training loop of `graph.training`).
+on a stand-in for an H100 (rank 0, NCCL that does nothing; the training loop of `graph.loop.training`).
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from graph.capture import capture
 from graph.case import Case
 from graph.model import StepGraph
-from simulator.estimation import estimate
+from graph.recorder.capture import capture
+from simulator.estimator.estimate import estimate
 from strategies import tracing
-from strategies.megatron import method
+from strategies.megatron.megatron import method
 from traces.errors import LLMemError
 
 JOB: dict[str, Any] = {"dtype": "bf16", "batch": 4, "world": 4, "gpu": "H100"}

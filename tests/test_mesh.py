@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from strategies.mesh import AXES, Mesh
+from strategies.parallel.mesh import AXES, Mesh
 from traces.errors import ConfigError
 
 

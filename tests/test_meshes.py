@@ -12,8 +12,8 @@ import pytest
 pytest.importorskip("torch")
 
 from graph.case import Case
-from simulator.estimation import estimate
-from strategies import meshes
+from simulator.estimator.estimate import estimate
+from strategies.parallel import meshes
 from tests.accuracy.sequences import tokens
 from traces.check import check
 from traces.errors import ConfigError

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from graph.case import Case
-from simulator.estimation import Estimate, estimate
+from simulator.estimator.estimate import Estimate, estimate
 from strategies.modifiers import check
 from traces.errors import ConfigError
 

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from graph.case import Case
 from graph.errors import CaptureError
-from simulator.estimation import estimate
-from strategies import native
-from strategies.fsdp import groups as fsdp_groups
-from strategies.tp import groups as tp_groups
+from simulator.estimator.estimate import estimate
+from strategies.parallel import native
+from strategies.parallel.fsdp import groups as fsdp_groups
+from strategies.parallel.tp import groups as tp_groups
 from traces.errors import LLMemError
 from traces.model import Op
 

@@ -26,8 +26,8 @@ SMALL: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("kind", SMALL)
 def test_same_numbers(kind: str) -> None:
-    from graph.old_attention import like_transformers_4_29
-    from graph.old_masks import like_transformers_4_29 as old_masks
+    from graph.models.transformers_4_29.attention import like_transformers_4_29
+    from graph.models.transformers_4_29.masks import like_transformers_4_29 as old_masks
 
     torch.manual_seed(0)
     keys = {"vocab_size": 50, "pad_token_id": 1, **SMALL[kind]}
@@ -60,7 +60,7 @@ class Copies(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def copies(cloned: bool) -> tuple[int, int]:
     """How many copies a checkpointed CodeGen makes in forward and in backward."""
-    from graph.old_attention import like_transformers_4_29
+    from graph.models.transformers_4_29.attention import like_transformers_4_29
 
     config = transformers.AutoConfig.for_model("codegen", **SMALL["codegen"], attn_pdrop=0.0, resid_pdrop=0.1)
     module = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").train()
@@ -82,7 +82,7 @@ def test_dropout_without_chance_copies_also_in_checkpoints() -> None:
 
 
 def test_what_is_replaced() -> None:
-    from graph.old_attention import like_transformers_4_29
+    from graph.models.transformers_4_29.attention import like_transformers_4_29
 
     config = transformers.AutoConfig.for_model("codegen", **SMALL["codegen"])
     module = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
@@ -93,7 +93,7 @@ def test_what_is_replaced() -> None:
 
 
 def test_indexing_of_torch_2_0_has_a_node_for_whole_dimensions() -> None:
-    from graph.old_attention import _WholeSlices
+    from graph.models.transformers_4_29.attention import _WholeSlices
 
     given = torch.arange(120.0).view(2, 3, 4, 5).requires_grad_()
     for index in ((slice(None), slice(1, None), 0), (..., slice(None), slice(None, None, 2)), (0, None, ..., slice(2))):

@@ -6,11 +6,11 @@ import re
 
 import pytest
 
-from graph.device import profile
-from simulator.devices import CARDS
-from simulator.outside import CONTEXTS, communicator_terms, outside_terms
-from simulator.report import range_and_source
-from simulator.result import OutsideTerm
+from graph.hardware.profile import profile
+from simulator.engine.result import OutsideTerm
+from simulator.estimator.devices import CARDS
+from simulator.estimator.outside import CONTEXTS, communicator_terms, outside_terms
+from simulator.reports.terminal import range_and_source
 
 MIB = 1 << 20
 

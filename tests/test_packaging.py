@@ -24,15 +24,15 @@ ALLOWED = {"traces": set[str](), "graph": {"traces"}, "strategies": {"traces", "
 COMMAND_LAYER = "simulator/commands/"
 #: Modules of the simulator beside its command layer that may do so: inside functions, when they are called.
 ESTIMATING = (
-    "simulator/closed_form.py",
-    "simulator/configuration.py",
-    "simulator/estimation.py",
-    "simulator/probing.py",
-    "simulator/results_file.py",
-    "simulator/selection.py",
-    "simulator/steptime.py",
-    "simulator/sweeping.py",
-    "simulator/training_script.py",
+    "simulator/estimator/closed_form.py",
+    "simulator/launch/configuration.py",
+    "simulator/estimator/estimate.py",
+    "simulator/selector/batch_search.py",
+    "simulator/estimator/results_file.py",
+    "simulator/selector/select.py",
+    "simulator/estimator/step_time.py",
+    "simulator/estimator/sweep.py",
+    "simulator/launch/training_script.py",
 )
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
 
@@ -76,9 +76,9 @@ def test_wheel_holds_the_packages_and_their_data(wheel: zipfile.ZipFile) -> None
         assert expected <= names
     data = [
         ROOT / "traces/schema.json",
-        ROOT / "graph/catalogue.json",
+        ROOT / "graph/models/catalogue.json",
         *(ROOT / "traces/samples").iterdir(),
-        *(ROOT / "simulator/static").iterdir(),
+        *(ROOT / "simulator/reports/html/static").iterdir(),
     ]
     assert {str(path.relative_to(ROOT)) for path in data} <= names
     assert any(name.endswith("licenses/LICENSE") for name in names)

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 import traces
-from simulator.replay import replay
-from simulator.result import Moment, RankResult
+from simulator.engine.replay import replay
+from simulator.engine.result import Moment, RankResult
 from tests.handmade import busy_trace
 
 DATA = Path(__file__).parent / "data" / "snapshots"

@@ -12,9 +12,9 @@ pytest.importorskip("torch")
 import torch
 
 from graph.case import Case
-from simulator.estimation import captured, estimate
-from strategies import pp
-from strategies.stages import cut, layers_of, shares
+from simulator.estimator.estimate import captured, estimate
+from strategies.parallel import pp
+from strategies.parallel.stages import cut, layers_of, shares
 from traces.check import check
 from traces.errors import ConfigError
 from traces.model import Op
@@ -66,7 +66,7 @@ def test_layers_are_split_evenly_and_the_first_stages_have_one_more() -> None:
 
 @pytest.mark.parametrize("config", [LLAMA, *OTHERS.values()], ids=lambda config: config["model_type"])
 def test_stages_one_after_another_compute_what_the_model_computes(config: dict[str, Any], tmp_path: Path) -> None:
-    from graph.sources import build
+    from graph.models.sources import build
 
     case = Case.of({"model": model(tmp_path, config), "seq": 16, "attn": "eager"})
     torch.manual_seed(1)
@@ -107,7 +107,7 @@ def _copy(whole: torch.nn.Module, part: torch.nn.Module, config: dict[str, Any])
 
 
 def test_the_ends_hold_embedding_and_head_and_an_untied_head_is_a_tensor_of_its_own(tmp_path: Path) -> None:
-    from graph.sources import build
+    from graph.models.sources import build
 
     tied = {**LLAMA, "tie_word_embeddings": True}
     case = Case.of({"model": model(tmp_path, tied), "seq": SEQ})

@@ -15,17 +15,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from simulator.ranks import format_ranks, only_ranks, parse_ranks
-from simulator.report import CAUSES, MOST_RANKS, render_json, render_table
-from simulator.report_verify import render_json as verify_json
-from simulator.report_verify import render_table as verify_table
-from simulator.result import OutOfMemory, RankResult, Report, Result
-from simulator.verify_report import Divergence, VerifiedRank, VerifyReport
+from simulator.engine.ranks import format_ranks, only_ranks, parse_ranks
+from simulator.engine.result import OutOfMemory, RankResult, Report, Result
+from simulator.reports.terminal import CAUSES, MOST_RANKS, render_json, render_table
+from simulator.reports.verify import render_json as verify_json
+from simulator.reports.verify import render_table as verify_table
+from simulator.snapshots.verify_report import Divergence, VerifiedRank, VerifyReport
 from tests.handmade import GIB, MIB, out_of_memory, rank_result, result, timeline
 from traces.errors import ConfigError
 
 GOLDEN = Path(__file__).parent / "data" / "report"
-SCHEMA = json.loads((files("simulator") / "result_schema.json").read_text())
+SCHEMA = json.loads((files("simulator.reports") / "result_schema.json").read_text())
 
 
 def text_of(made: Result, width: int = 80) -> str:

@@ -11,11 +11,11 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from simulator import layout as at
-from simulator.machine import Machine, compile_rank
-from simulator.replay import replay
-from simulator.schedule import RANK_PRIORITY, START_PRIORITY, RankClass, Schedule, classify, solo_collectives
-from simulator.settings import parse_conf, parse_release
+from simulator.allocator import layout as at
+from simulator.allocator.settings import parse_conf, parse_release
+from simulator.engine.machine import Machine, compile_rank
+from simulator.engine.replay import replay
+from simulator.engine.schedule import RANK_PRIORITY, START_PRIORITY, RankClass, Schedule, classify, solo_collectives
 from tests.random_ranks import GROUPS, cases
 from tests.timed import (
     MIB,

@@ -17,12 +17,12 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from simulator import selection
 from simulator.cli import main
-from simulator.probing import largest
-from simulator.report_select import closeness, reason, render_html, render_json
-from simulator.scaling import Line, prime_for, sizes_in
-from simulator.selection import Asked, Outcome, Selection, candidates, meshes, ranked
+from simulator.reports.select import closeness, reason, render_html, render_json
+from simulator.selector import select as selection
+from simulator.selector.batch_search import largest
+from simulator.selector.extrapolate import Line, prime_for, sizes_in
+from simulator.selector.select import Asked, Outcome, Selection, candidates, meshes, ranked
 from traces.errors import ConfigError
 from traces.model import Events, Op, RankEvents, Strings, Trace
 
@@ -222,7 +222,7 @@ def few(names: tuple[str, ...]) -> Callable[[Asked], tuple[selection.Candidate, 
 def test_the_batch_found_is_the_largest(small: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """At the batch that was found every rank fits, at the next one some rank does not: both are captured here."""
     pytest.importorskip("torch")
-    from simulator.estimation import estimate
+    from simulator.estimator.estimate import estimate
 
     monkeypatch.setattr(selection, "candidates", few(("ddp", "zero1", "fsdp2", "pp")))
     options = ["--memory", "1600MiB", "--seq", "128", "--margin", "0", "--jobs", "1", "--json"]
@@ -309,7 +309,8 @@ def slow_work(documents: Any, _: Any) -> list[dict[str, Any]]:
 def test_ctrl_c_while_workers_are_busy(small: str, tmp_path: Path) -> None:
     """As a terminal does it: parent, fork server and workers get the signal; the answer that is there is printed."""
     script = (
-        "import simulator.selection as s; from simulator.cli import main; from simulator.dispatching import local_pool;"
+        "import simulator.selector.select as s; from simulator.cli import main;"
+        "from simulator.estimator.jobs import local_pool;"
         "from tests.test_select import few, slow_work; s._work = slow_work; s._pool = lambda jobs: local_pool(jobs);"
         f"s.candidates = few(('ddp', 'fsdp2', 'zero1')); main(['select', {small!r}, '--gpus', '2', '--gpu', 'T4',"
         " '--jobs', '2', '--json'])"

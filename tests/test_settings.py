@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from simulator.settings import (
+from simulator.allocator.settings import (
     DEFAULT_LARGE_SEGMENT,
     DEFAULT_RELEASE,
     LARGEST_OPTION,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from graph.model import Role
-from strategies.skeleton import Owner, Skeleton, Walker
+from strategies.gemini.skeleton import Owner, Skeleton, Walker
 from tests.sketch import Sketch
 from tests.worked_examples import MODULES, mlp, told
 from traces.model import Op

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from tests.snapshots import data_of, snapshot_of, tiny
 from traces.check import check
 from traces.errors import LLMemError, TraceError
-from traces.snapshot import read_recording, snapshot_to_recording
-from traces.unpickle import load_builtins
+from traces.snapshot.reader import read_recording, snapshot_to_recording
+from traces.snapshot.unpickle import load_builtins
 
 SMALL = ("2.11-lag", "2.1-lag", "2.13-late", "2.11-ring-expandable", "2.11-stacks")
 

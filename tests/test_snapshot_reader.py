@@ -16,7 +16,7 @@ from tests.snapshots import FOLDER, NAMES, RELEASES, memory_stats, path_of, snap
 from traces.check import check
 from traces.errors import TraceError
 from traces.model import DEFAULT_DEVICE, Op
-from traces.snapshot import LOG_KINDS, read_recording, read_snapshot, snapshot_to_recording, snapshot_to_trace
+from traces.snapshot.reader import LOG_KINDS, read_recording, read_snapshot, snapshot_to_recording, snapshot_to_trace
 
 #: What the fields of a recording of each release let one know (the newest of those that write the same fields).
 GUESSES = {

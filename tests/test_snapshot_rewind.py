@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from tests.snapshots import NAMES, cut, snapshot_of
 from traces.model import Initial
-from traces.rewind import SizeRules
-from traces.snapshot import snapshot_to_recording, snapshot_to_trace
-from traces.snapshot_settings import Settings
+from traces.snapshot.reader import snapshot_to_recording, snapshot_to_trace
+from traces.snapshot.rewind import SizeRules
+from traces.snapshot.settings import Settings
 
 MIB = 1 << 20
 BASE = 0x7F0000000000

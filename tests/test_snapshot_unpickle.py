@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from tests.snapshots import NAMES, data_of
 from traces.errors import TraceError
-from traces.unpickle import _WIDTH, load_builtins
+from traces.snapshot.unpickle import _WIDTH, load_builtins
 
 #: Opcodes with an argument of fixed width, or none, that are refused or treated apart.
 SPECIAL_NAMES = (

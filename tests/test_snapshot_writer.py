@@ -15,8 +15,8 @@ import pytest
 
 from tests.snapshots import NAMES, cut, path_of, snapshot_of, tiny
 from traces.errors import OutputError
-from traces.snapshot import read_recording
-from traces.snapshot_writer import check_viewer, plain, write_snapshot
+from traces.snapshot.reader import read_recording
+from traces.snapshot.writer import check_viewer, plain, write_snapshot
 
 
 @pytest.mark.parametrize("name", NAMES)

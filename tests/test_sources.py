@@ -17,11 +17,12 @@ pytest.importorskip("transformers")
 
 import torch
 
-from graph import catalogue, losses
 from graph.case import Case
 from graph.errors import CaptureError
-from graph.inputs import hosts
-from graph.sources import Built, build, saved_operators
+from graph.loop import losses
+from graph.loop.inputs import hosts
+from graph.models import catalogue
+from graph.models.sources import Built, build, saved_operators
 from traces.errors import ConfigError, LLMemError
 
 TRAINING = Path(__file__).parent / "data" / "training"

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from simulator.estimation import Estimate, estimate
-from simulator.steptime import GenerationTime, StepTime
+from simulator.estimator.estimate import Estimate, estimate
+from simulator.estimator.step_time import GenerationTime, StepTime
 from traces.model import Op
 
 torch = pytest.importorskip("torch")

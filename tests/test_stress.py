@@ -19,15 +19,15 @@ import pytest
 from click.testing import CliRunner
 
 import traces
+from simulator.allocator.settings import parse_conf, parse_release
 from simulator.cli import main
-from simulator.fitting import smallest_memory
-from simulator.html_stress import drawn, render_html
-from simulator.machine import limit_of
-from simulator.replay import REMEDIES, prepare, replay
-from simulator.report_stress import render_json, short
-from simulator.settings import parse_conf, parse_release
-from simulator.stressing import Axes, Interrupted, Scenario, Stress, grid, settings_for, stress
-from simulator.variants import Variant, movable_steps, vary
+from simulator.engine.machine import limit_of
+from simulator.engine.min_memory import smallest_memory
+from simulator.engine.replay import REMEDIES, prepare, replay
+from simulator.reports.html.stress import drawn, render_html
+from simulator.reports.stress import render_json, short
+from simulator.what_if.stress import Axes, Interrupted, Scenario, Stress, grid, settings_for, stress
+from simulator.what_if.variants import Variant, movable_steps, vary
 from tests import golden
 from tests.browser import Browser, find_chromium
 from tests.fast import to_trace

@@ -20,11 +20,11 @@ import pytest
 
 from graph.case import Case
 from graph.model import StepGraph
-from simulator import dispatching
-from simulator.dispatching import chunks, dask_executor, default_jobs, named_executor
-from simulator.results_file import Case as Given
-from simulator.results_file import Results, content, read_cases
-from simulator.sweeping import sweep
+from simulator.estimator import jobs as dispatching
+from simulator.estimator.jobs import chunks, dask_executor, default_jobs, named_executor
+from simulator.estimator.results_file import Case as Given
+from simulator.estimator.results_file import Results, content, read_cases
+from simulator.estimator.sweep import sweep
 from tests.step_graphs import stub
 from traces.errors import ConfigError, OutputError, TraceError
 
@@ -70,7 +70,7 @@ def test_worker_processes_answer_every_case(tmp_path: Path) -> None:
 
 
 def test_answers_are_those_of_estimate(tmp_path: Path) -> None:
-    from simulator.estimation import answer
+    from simulator.estimator.estimate import answer
 
     case = {"model": "m", "batch": 3, "alloc_conf": "expandable_segments:True"}
     sweep([case], tmp_path / "r", executor=threads(), capture=stub, min_memory=True)
@@ -169,7 +169,7 @@ def test_an_interruption_keeps_what_is_finished(tmp_path: Path) -> None:
     out = tmp_path / "r"
     cases: list[Mapping[str, Any]] = [{"model": "m"}, {"model": "m", "batch": 2}, {"model": "sleeps:120"}]
     script = (
-        "import sys; from simulator.cli import _guarded; from simulator.sweeping import sweep; "
+        "import sys; from simulator.cli import _guarded; from simulator.estimator.sweep import sweep; "
         f"from tests.step_graphs import stub; "
         f"sys.exit(_guarded(lambda: sweep({cases}, {str(out)!r}, jobs=2, capture=stub).failed))"
     )

@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from simulator import tables
-from simulator.replay import replay
-from simulator.result import LOG_KINDS, EventColumns, EventLog, RankResult, Result
-from simulator.tables import CALLS_HEADER, EVENTS_HEADER, write_calls, write_events
+from simulator.engine import tables
+from simulator.engine.replay import replay
+from simulator.engine.result import LOG_KINDS, EventColumns, EventLog, RankResult, Result
+from simulator.engine.tables import CALLS_HEADER, EVENTS_HEADER, write_calls, write_events
 from tests import golden
 from tests.fast import to_trace
 from tests.handmade import rank_result, result, timeline

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from simulator.devices import CARDS
-from strategies.hardware import GPUS, LINKS, gpu, link
-from strategies.timing import KINDS, Clock, Topology, collective_ns, kernel_ns
+from simulator.estimator.devices import CARDS
+from strategies.timing.clock import KINDS, Clock, Topology, collective_ns, kernel_ns
+from strategies.timing.hardware import GPUS, LINKS, gpu, link
 from traces.errors import ConfigError
 
 MIB = 2**20

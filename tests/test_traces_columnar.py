@@ -12,8 +12,8 @@ import pytest
 
 from tests.strategies import as_trace, same_trace
 from tests.test_traces_native import BASE, message, npz_bytes
-from traces.columnar import read_npz, write_npz
 from traces.errors import EventError
+from traces.forms.columnar import read_npz, write_npz
 from traces.model import Op
 
 TRACE = as_trace(BASE)

@@ -16,10 +16,10 @@ from hypothesis import given
 
 import traces
 from tests.strategies import as_trace, documents, same_events, same_trace
-from traces.columnar import read_npz, write_npz
 from traces.errors import EventError, LLMemError, OutputError, TraceError
+from traces.forms.columnar import read_npz, write_npz
+from traces.forms.json_events import encode_json, read_json
 from traces.model import DEFAULT_DEVICE, Op, Trace
-from traces.native import encode_json, read_json
 
 BASE: dict[str, Any] = {
     "format": "memory-trace",

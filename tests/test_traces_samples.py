@@ -16,8 +16,8 @@ from tests import make_samples
 from tests.strategies import as_trace, documents
 from tests.test_traces_native import BASE, EVENT_FAULTS, in_columns
 from traces.check import REQUIRED
+from traces.forms.json_events import encode_json
 from traces.model import CATEGORIES, FIELDS, Device, InitialSegment, Op
-from traces.native import encode_json
 
 FOLDER = Path(traces.__file__).parent
 SCHEMA: dict[str, Any] = json.loads((FOLDER / "schema.json").read_bytes())

@@ -16,7 +16,7 @@ pytest.importorskip("transformers")
 pytest.importorskip("peft")
 
 from graph.case import Case
-from simulator.training_script import script, why_not
+from simulator.launch.training_script import script, why_not
 from tests.launched import METHODS, model, written
 from traces.errors import ConfigError
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from strategies.chunks import layout
-from strategies.gemini_chunks import Gemini, Options
+from strategies.gemini.chunk_layout import layout
+from strategies.gemini.chunk_moves import Gemini, Options
 from tests.worked_examples import NAMES, SHAPES, Line, examples, mlp, told
 
 CHUNKED = tuple((NAMES[short], shape) for short, shape in SHAPES.items())

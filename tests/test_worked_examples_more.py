@@ -15,11 +15,12 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from graph.capture import capture
 from graph.case import Case
 from graph.model import Kind, StepGraph
-from strategies import megatron, pp
-from strategies.native import place_all
+from graph.recorder.capture import capture
+from strategies.megatron import megatron
+from strategies.parallel import pp
+from strategies.parallel.native import place_all
 
 MODELS = "tests.worked_models"
 LLAMA = {
@@ -71,7 +72,7 @@ class Split(megatron.Megatron):
     """The MLP: first layer by columns, second by rows; `tp-megatron-sp` begins with a part of the sequence."""
 
     def wrap(self, recorder: Any, built: Any) -> Any:
-        from strategies.megatron_parts import Shared, scatter
+        from strategies.megatron.parts import Shared, scatter
 
         sequence = self.case.strategy == "tp-megatron-sp"
         shared = Shared(self.rank, 2, sequence=sequence)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from graph.device import profile
+from graph.hardware.profile import profile
 from graph.workspaces import Call, merge, plan, rules
 from graph.workspaces.gemm import HANDLE_PER_THREAD
 

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from simulator.replay import replay
-from simulator.result import RankResult
+from simulator.engine.replay import replay
+from simulator.engine.result import RankResult
 from tests.strategies import as_trace
 from traces.model import Trace
 

@@ -12,7 +12,7 @@ from functools import cache
 from pathlib import Path
 
 from graph.model import Role
-from strategies.skeleton import Skeleton
+from strategies.gemini.skeleton import Skeleton
 from tests.sketch import Sketch
 from traces.model import Events, Op
 

@@ -28,12 +28,12 @@ _ROOT: Final = Path(__file__).resolve().parent.parent
 #: Every module that holds kernels; the cache is keyed by their contents.
 KERNEL_SOURCES: Final = (
     "traces/_lifecycle.py",
-    "simulator/layout.py",
-    "simulator/freelist.py",
-    "simulator/driver.py",
-    "simulator/allocator.py",
-    "simulator/streams.py",
-    "simulator/engine.py",
+    "simulator/allocator/layout.py",
+    "simulator/allocator/freelist.py",
+    "simulator/allocator/driver.py",
+    "simulator/allocator/allocator.py",
+    "simulator/engine/streams.py",
+    "simulator/engine/kernels.py",
 )
 
 

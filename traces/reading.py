@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Final
 
 from traces.check import check
-from traces.columnar import read_npz
 from traces.errors import TraceError
 from traces.files import MAX_BYTES, Content, open_maybe_gzip, read_stream, sniff
+from traces.forms.columnar import read_npz
+from traces.forms.json_events import read_json
 from traces.model import Trace
-from traces.native import read_json
 from traces.text import path_text
 
 _HEAD: Final = 64
@@ -40,7 +40,7 @@ def read_trace(path: Path, *, release: str | None = None) -> Trace:
 
 
 def _read_pickle(path: Path, release: str | None) -> Trace:
-    from traces.snapshot import read_snapshot
+    from traces.snapshot.reader import read_snapshot
 
     trace = read_snapshot(path, release=release)
     check(trace)

@@ -10,8 +10,8 @@ from typing import IO, Any, Final, cast
 from traces.check import check
 from traces.errors import OutputError
 from traces.files import write_atomically
+from traces.forms.json_events import Layout, encode_json
 from traces.model import Trace
-from traces.native import Layout, encode_json
 from traces.text import path_text, quoted
 
 #: Forms that `write` knows by name, and the layout of their JSON (None: by the number of events).
@@ -33,7 +33,7 @@ def write_trace(trace: Trace, path: str | os.PathLike[str], *, to: str | None = 
     check(trace)
     with write_atomically(path, force=force) as file:
         if form == "npz":
-            from traces.columnar import write_npz
+            from traces.forms.columnar import write_npz
 
             write_npz(trace, file)
         else:

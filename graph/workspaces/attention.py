@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from graph.device import Profile
+from graph.hardware.profile import Profile
 from graph.workspaces.metadata import argument, in_order, size, up, upper, width
 from graph.workspaces.rules import Call, Plan, Rule, Step
 

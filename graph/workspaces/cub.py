@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
-from graph.device import Profile
+from graph.hardware.profile import Profile
 from graph.workspaces.metadata import up, upper
 
 _ALIGN: Final = 256

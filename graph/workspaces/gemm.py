@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
-from graph.device import Profile
+from graph.hardware.profile import Profile
 from graph.workspaces.metadata import (
     argument,
     dtype,

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from graph.device import Profile
+from graph.hardware.profile import Profile
 from graph.workspaces.metadata import (
     argument,
     dimension,

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from graph.device import Profile
+from graph.hardware.profile import Profile
 
 #: ("alloc", key, bytes): scratch `key` is born; ("free", key): it dies; ("out", i): the i-th new output storage of the
 #: call (flattened outputs, new storages only) is born; ("keep", key, bytes): a workspace that stays; ("rest",): outputs

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
-from graph.device import Profile
+from graph.hardware.profile import Profile
 from graph.workspaces.cub import scan, segmented_sort, sort_pairs, sort_rows, storage
 from graph.workspaces.metadata import (
     argument,

@@ -24,7 +24,7 @@ _EPILOG = (
 def command(model: str, output: str | None, as_json: bool, force: bool, quiet: bool, **options: Any) -> int:
     """Capture MODEL's training steps: every operator, every tensor's birth and death, in order."""
     from simulator.commands.common import print_json, working
-    from simulator.outputs import check_output
+    from simulator.reports.outputs import check_output
     from traces.errors import ConfigError
     from traces.text import one_line
 
@@ -37,7 +37,7 @@ def command(model: str, output: str | None, as_json: bool, force: bool, quiet: b
         check_ending(output)
         check_output(output, force=force)
 
-    from simulator.estimation import capture_of
+    from simulator.estimator.estimate import capture_of
 
     name = one_line(model)
     with working(f"capturing {name}", quiet) as say:

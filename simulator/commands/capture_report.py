@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Final
 
-from simulator.report import add_row, print_parts, table_of
-from simulator.settings import format_bytes
+from simulator.allocator.settings import format_bytes
+from simulator.reports.terminal import add_row, print_parts, table_of
 from traces.text import one_line
 
 if TYPE_CHECKING:

@@ -115,7 +115,7 @@ def case_from(model: str, options: Mapping[str, Any]) -> Case:
         case = Case.of({"model": model, **given}, where="options")
     except ConfigError as error:
         raise ConfigError(_in_options(str(error))) from None
-    from simulator.devices import device
+    from simulator.estimator.devices import device
 
     device(case.gpu)
     return case
@@ -146,7 +146,7 @@ def _value(key: str, given: object) -> Any:
 
 
 def _memory(text: str) -> int | list[int]:
-    from simulator.settings import parse_size
+    from simulator.allocator.settings import parse_size
 
     try:
         sizes = [parse_size(part) for part in text.split(",")]
@@ -157,6 +157,6 @@ def _memory(text: str) -> int | list[int]:
 
 def _mesh(text: str) -> dict[str, int]:
     """`fsdp2=4,tp=2`."""
-    from strategies.mesh import Mesh
+    from strategies.parallel.mesh import Mesh
 
     return dict(Mesh.parse(text).axes)

@@ -10,7 +10,7 @@ import click
 from simulator.commands.case_options import case_options
 
 if TYPE_CHECKING:
-    from simulator.comparing import Side
+    from simulator.comparison.compare import Side
 
 _EPILOG = (
     "Prints one line. Exit codes: 3 out of memory or over the budget, 4 a peak grew by more than --fail-over against "
@@ -43,10 +43,10 @@ def command(
 
     It is a trace, a snapshot, a result, a file with a case (a JSON object with "model"), or a model with its options.
     """
-    from simulator.checking import check
     from simulator.commands.common import announce, print_json, size_option, working
-    from simulator.comparing import Limit, load
-    from simulator.report_compare import check_json, check_line, check_markdown
+    from simulator.comparison.check import check
+    from simulator.comparison.compare import Limit, load
+    from simulator.reports.compare import check_json, check_line, check_markdown
     from traces.errors import ConfigError
     from traces.text import quoted
 
@@ -76,7 +76,7 @@ def command(
 
 def _side(run: str, context: str | None, options: dict[str, Any]) -> Side:
     """What is checked, replayed or estimated."""
-    from simulator.comparing import read_document, side_of_document
+    from simulator.comparison.compare import read_document, side_of_document
     from traces.text import path_text
 
     given = sorted(key for key, value in options.items() if value is not None)
@@ -123,8 +123,8 @@ def _answered(side: Side, context: str | None) -> Side:
 def _replayed(run: str, name: str, context: str | None) -> Side:
     import traces
     from simulator.commands.common import sizes
-    from simulator.comparing import side_of_replay
-    from simulator.replay import replay
+    from simulator.comparison.compare import side_of_replay
+    from simulator.engine.replay import replay
 
     _, outside = sizes(None, context)
     trace = traces.read(run)
@@ -136,8 +136,8 @@ def _estimated(case: Any, name: str, context: str | None) -> Side:
     from dataclasses import replace
 
     from simulator.commands.common import context_size
-    from simulator.comparing import side_of_replay
-    from simulator.estimation import estimate
+    from simulator.comparison.compare import side_of_replay
+    from simulator.estimator.estimate import estimate
 
     found = estimate(case, context=context_size(context), events=True, analyse=False)
     result = found.result

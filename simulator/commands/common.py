@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Final, Literal
 
-from simulator.settings import parse_size
+from simulator.allocator.settings import parse_size
 from traces.errors import ConfigError, LLMemError
 from traces.text import one_line
 

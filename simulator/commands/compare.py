@@ -32,11 +32,11 @@ def command(
     quiet: bool,
 ) -> int:
     """Compare A with B: figures, phases, and which categories, modules and tensors grew."""
+    from simulator.allocator.settings import parse_release
     from simulator.commands.common import announce, print_json, working
-    from simulator.comparing import Limit, compare, load
-    from simulator.outputs import check_output
-    from simulator.report_compare import render_json, render_markdown, render_table
-    from simulator.settings import parse_release
+    from simulator.comparison.compare import Limit, compare, load
+    from simulator.reports.compare import render_json, render_markdown, render_table
+    from simulator.reports.outputs import check_output
 
     if as_json and as_markdown:
         raise click.UsageError("--json and --markdown exclude each other")
@@ -49,8 +49,8 @@ def command(
         one, two = (load(path, release=release, picture=html is not None) for path in (before, after))
         found = compare(one, two, limit)
     if html is not None:
-        from simulator.html_compare import render_compare
-        from simulator.html_page import write_page
+        from simulator.reports.html.compare import render_compare
+        from simulator.reports.html.document import write_page
 
         write_page(render_compare(found), html, force=force)
     announce((*found.before.notes, *found.after.notes), quiet)

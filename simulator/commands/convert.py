@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Final
 
 import click
 
-from simulator.outputs import check_output, check_parquet
+from simulator.reports.outputs import check_output, check_parquet
 from traces.errors import ConfigError, OutputError
 from traces.text import path_text
 
 if TYPE_CHECKING:
-    from simulator.result import Result
+    from simulator.engine.result import Result
     from traces.model import Trace
 
 #: What `--to` accepts.
@@ -55,8 +55,8 @@ def command(source: str, target: str, to: str | None, release: str | None, force
 
     A snapshot, chrome or timeline file holds what the allocator did, so IN is replayed for it.
     """
+    from simulator.allocator.settings import parse_release
     from simulator.commands.common import announce, working
-    from simulator.settings import parse_release
 
     form = to or format_of(target)
     if form == "timeline-parquet":
@@ -97,7 +97,7 @@ def _check_distinct(source: str, target: str) -> None:
 def _write_replay(trace: Trace, path: str, form: str, force: bool, quiet: bool) -> tuple[str, ...]:
     """Replay a trace and write what the allocator did; the notes of the replay, the trace's own among them."""
     from simulator.commands.common import working
-    from simulator.replay import replay
+    from simulator.engine.replay import replay
 
     with working("replaying", quiet, compiles=True):
         result = replay(trace, snapshot=form == "snapshot", analyse=False)
@@ -107,17 +107,17 @@ def _write_replay(trace: Trace, path: str, form: str, force: bool, quiet: bool) 
 
 
 def _write_result(result: Result, path: str, form: str, force: bool) -> None:
-    from simulator.outputs import write_snapshots
+    from simulator.reports.outputs import write_snapshots
 
     if form == "snapshot":
         write_snapshots(result, path, force=force)
         return
     timelines = [rank.timeline for rank in result.ranks]
     if form == "chrome":
-        from traces.chrome import write_chrome
+        from traces.timelines.chrome import write_chrome
 
         write_chrome(timelines, path, force=force)
     else:
-        from traces.timeline_files import write_timeline
+        from traces.timelines.files import write_timeline
 
         write_timeline(timelines, path, to=form.removeprefix("timeline-"), force=force)

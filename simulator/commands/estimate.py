@@ -8,7 +8,7 @@ import click
 
 from simulator.commands.case_options import case_options
 from simulator.commands.shared_options import file_options
-from simulator.outputs import Outputs
+from simulator.reports.outputs import Outputs
 
 _EPILOG = (
     "MODEL is a name of the catalogue, the path of a Hugging Face config.json (or its folder), or module:function, "
@@ -63,8 +63,8 @@ def command(
     case = case_from(model, options)
     written.check(model)
 
-    from simulator.estimation import estimate
-    from simulator.report_estimate import render_json, render_table
+    from simulator.estimator.estimate import estimate
+    from simulator.reports.estimate import render_json, render_table
 
     name = one_line(model)
     with working(f"capturing {name}", quiet, compiles=True) as say:

@@ -7,7 +7,7 @@ import os
 import click
 
 from simulator.commands.shared_options import file_options
-from simulator.outputs import Outputs
+from simulator.reports.outputs import Outputs
 
 _EPILOG = "Sizes: 80GB is 80 x 10^9 bytes, 80GiB is 80 x 2^30, a plain number is bytes."
 
@@ -34,8 +34,8 @@ def command(
     quiet: bool,
 ) -> int:
     """Replay TRACE (a trace, or a torch memory snapshot) and report the memory of every rank."""
+    from simulator.allocator.settings import conf_from_environment, parse_conf, parse_release
     from simulator.commands.common import announce, print_json, sizes, working
-    from simulator.settings import conf_from_environment, parse_conf, parse_release
     from traces.model import DEFAULT_RELEASE
     from traces.text import path_text
 
@@ -55,12 +55,12 @@ def command(
         allocator = conf_from_environment(os.environ, behaviour)
     parse_conf(source.conf if allocator is None else allocator, behaviour)
 
-    from simulator.ranks import only_ranks, parse_ranks
+    from simulator.engine.ranks import only_ranks, parse_ranks
 
     chosen = None if ranks is None else parse_ranks(ranks, (rank for group in source.ranks for rank in group.ranks))
 
-    from simulator.replay import replay
-    from simulator.report import render_json, render_table
+    from simulator.engine.replay import replay
+    from simulator.reports.terminal import render_json, render_table
 
     with working("replaying", quiet, compiles=True):
         result = replay(

@@ -12,7 +12,7 @@ from simulator.commands.case_options import case_options
 from simulator.commands.shared_options import check_workers, worker_options, workers
 
 if TYPE_CHECKING:
-    from simulator.selection import Asked, Selection
+    from simulator.selector.select import Asked, Selection
 
 _EPILOG = (
     "--gpu may name a GPU for each rank, as in --gpu A100-80GB,A100-40GB. --policy llmem is LLMem's Algorithm 1 in its "
@@ -52,8 +52,8 @@ def command(
     """Find the fastest method and its largest micro-batch for MODEL on these GPUs."""
     from simulator.commands.case_options import case_from
     from simulator.commands.common import print_json
-    from simulator.report_select import render_json, render_table
-    from simulator.selection import Asked
+    from simulator.reports.select import render_json, render_table
+    from simulator.selector.select import Asked
 
     check_workers(executor, dask)
     names = [part.strip() for part in (options.pop("gpu", None) or "A100-80GB").split(",")]
@@ -80,7 +80,7 @@ def command(
 
 
 def _cards(names: list[str], gpus: int | None) -> tuple[str, ...]:
-    from simulator.devices import device
+    from simulator.estimator.devices import device
 
     cards = [device(name).name for name in names]
     if len(cards) == 1:
@@ -92,8 +92,8 @@ def _cards(names: list[str], gpus: int | None) -> tuple[str, ...]:
 
 def _check_files(html: str | None, config: str | None, force: bool) -> None:
     """Refuse what could not be written, before the long work."""
-    from simulator.configuration import FILES
-    from simulator.outputs import check_output
+    from simulator.launch.configuration import FILES
+    from simulator.reports.outputs import check_output
     from traces.errors import OutputError
     from traces.text import path_text
 
@@ -113,7 +113,7 @@ def _check_files(html: str | None, config: str | None, force: bool) -> None:
 def _selected(asked: Asked, who: tuple[int | None, str | None, str | None], quiet: bool) -> tuple[Selection, bool]:
     """The selection, and whether it was interrupted."""
     from simulator.commands.common import progress_bar
-    from simulator.selection import Interrupted, select
+    from simulator.selector.select import Interrupted, select
 
     with workers(*who) as (jobs, chosen), progress_bar("methods", quiet) as say:
         try:
@@ -128,8 +128,8 @@ def _selected(asked: Asked, who: tuple[int | None, str | None, str | None], quie
 
 def _draw(found: Selection, html: str, force: bool, quiet: bool) -> None:
     from simulator.commands.common import working
-    from simulator.html_page import write_page
-    from simulator.html_select import drawn, render_select
+    from simulator.reports.html.document import write_page
+    from simulator.reports.html.select import drawn, render_select
 
     with working("drawing", quiet):
         write_page(render_select(found, drawn(found)), html, force=force)
@@ -137,7 +137,7 @@ def _draw(found: Selection, html: str, force: bool, quiet: bool) -> None:
 
 def _configure(found: Selection, folder: Path, force: bool, quiet: bool) -> None:
     from simulator.commands.common import announce
-    from simulator.configuration import absent, files
+    from simulator.launch.configuration import absent, files
     from traces.files import write_atomically
     from traces.text import path_text
 

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from simulator.outputs import Outputs
+from simulator.reports.outputs import Outputs
 
 if TYPE_CHECKING:
     from concurrent.futures import Executor
 
-    from simulator.dispatching import MakeExecutor
+    from simulator.estimator.jobs import MakeExecutor
 
 Command = Callable[..., Any]
 
@@ -73,7 +73,7 @@ def workers(
 
     ConfigError where there is no such executor or cluster.
     """
-    from simulator.dispatching import dask_executor, named_executor
+    from simulator.estimator.jobs import dask_executor, named_executor
 
     if dask is not None:
         with dask_executor(dask) as (cluster, slots):

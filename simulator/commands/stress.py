@@ -12,7 +12,7 @@ import click
 from simulator.commands.shared_options import check_workers, worker_options, workers
 
 if TYPE_CHECKING:
-    from simulator.stressing import Stress
+    from simulator.what_if.stress import Stress
 
 _EPILOG = (
     "Without --allocator and --vary some twenty settings are tried. The exit code is 3 when no setting runs through "
@@ -61,9 +61,9 @@ def command(
 ) -> int:
     """Replay TRACE (a trace, or a torch memory snapshot) under many circumstances, and say which setting helps."""
     from simulator.commands.common import announce, print_json, progress_bar, sizes, working
-    from simulator.outputs import check_ending, check_output
-    from simulator.report_stress import render_json, render_table
-    from simulator.stressing import Axes, Interrupted, grid, stress
+    from simulator.reports.outputs import check_ending, check_output
+    from simulator.reports.stress import render_json, render_table
+    from simulator.what_if.stress import Axes, Interrupted, grid, stress
     from traces.text import path_text
 
     check_workers(executor, dask)
@@ -117,8 +117,8 @@ def command(
         go_on = f"; the same command goes on from {path_text(appended)}" if appended is not None else ""
         print(f"note: interrupted: {rest}{go_on}", file=sys.stderr)
     if html is not None:
-        from simulator.html_page import write_page
-        from simulator.html_stress import drawn, render_html
+        from simulator.reports.html.document import write_page
+        from simulator.reports.html.stress import drawn, render_html
 
         with working("drawing", quiet):
             write_page(render_html(found, drawn(found, source, outside)), html, force=force)
@@ -140,7 +140,7 @@ def _write(found: Stress, path: str, force: bool) -> None:
     """Write the JSON document."""
     import json
 
-    from simulator.report_stress import render_json
+    from simulator.reports.stress import render_json
     from traces.files import write_atomically
 
     with write_atomically(path, force=force) as file:
@@ -166,7 +166,7 @@ def _varied(given: Sequence[str]) -> dict[str, list[str]]:
 
 
 def _releases(text: str | None) -> list[str]:
-    from simulator.settings import parse_release
+    from simulator.allocator.settings import parse_release
 
     return [parse_release(part).text for part in _parts(text)]
 

@@ -13,7 +13,7 @@ import click
 from simulator.commands.shared_options import check_workers, worker_options, workers
 
 if TYPE_CHECKING:
-    from simulator.sweeping import Summary
+    from simulator.estimator.sweep import Summary
 
 _EPILOG = (
     "A line of CASES.jsonl is a case: a JSON object with the names of estimate's options as keys (- becomes _) and "
@@ -50,8 +50,8 @@ def command(
     Cases that RESULTS.jsonl answers already are not estimated again.
     """
     from simulator.commands.common import announce, context_size, print_json, progress_bar
-    from simulator.results_file import read_cases
-    from simulator.sweeping import sweep
+    from simulator.estimator.results_file import read_cases
+    from simulator.estimator.sweep import sweep
     from traces.errors import OutputError
     from traces.text import path_text
 

@@ -17,15 +17,15 @@ def command(snapshot: str, release: str | None, as_json: bool, quiet: bool) -> i
 
     Exit code 1 if the replay differs anywhere.
     """
+    from simulator.allocator.settings import parse_release
     from simulator.commands.common import announce, print_json, working
-    from simulator.settings import parse_release
     from traces.text import path_text
 
     if release is not None:
         parse_release(release)
 
-    from simulator.report_verify import render_json, render_table
-    from simulator.verify import verify
+    from simulator.reports.verify import render_json, render_table
+    from simulator.snapshots.verify import verify
 
     with working(f"verifying {path_text(os.path.basename(snapshot))}", quiet, compiles=True):
         report = verify(snapshot, release=release)

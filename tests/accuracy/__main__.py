@@ -66,7 +66,7 @@ class Outcome:
 
 def predict(case: Mapping[str, Any], smallest: bool) -> dict[str, Any]:
     """The answer of `estimate` for a case, with `seconds`, or with `error`."""
-    from simulator.estimation import answer
+    from simulator.estimator.estimate import answer
 
     started = time.perf_counter()
     try:

@@ -11,7 +11,7 @@ import sys
 from itertools import combinations
 from typing import Final
 
-from simulator.selection import Asked, Selection, select
+from simulator.selector.select import Asked, Selection, select
 
 #: Model: LLMem's choice, then the seconds of 4DP, 2DP+2TP and 4TP.
 TABLE_3: Final = {

@@ -24,7 +24,7 @@ NEAR: Final = 0.03
 
 def fits(row: dict[str, Any], batch: int) -> bool:
     """Whether a batch runs in the setting of a recorded row."""
-    from simulator.replay import replay
+    from simulator.engine.replay import replay
     from traces.model import Device
 
     trace = replace(trace_of({**row, "batch": batch}), devices=(Device("V100-16GB", TOTAL, CONTEXT),))

@@ -104,7 +104,7 @@ def model_of(text: str) -> str:
     Owners, words in brackets, case, blanks and what follows the name (`-chat`, `-Instruct`, a size once more) are
     passed by: the longest name of the catalogue that the text begins with.
     """
-    from graph import catalogue
+    from graph.models import catalogue
 
     text = re.sub(r"\(.*?\)", "", text).strip()
     known = catalogue.find(text) or catalogue.find(text.rpartition("/")[2])
@@ -120,7 +120,7 @@ def model_of(text: str) -> str:
 
 
 def _model(reading: Reading) -> None:
-    from graph import catalogue
+    from graph.models import catalogue
 
     name = model_of(reading.row["model"])
     reading.case["model"] = name
@@ -167,7 +167,7 @@ _NEOX: Final = {
 
 def _targets(text: str, model: str) -> list[str]:
     """The modules that adapters are on, by their names in transformers."""
-    from graph import catalogue
+    from graph.models import catalogue
 
     if not text or text == "null":
         return []
@@ -314,7 +314,7 @@ _STAND_INS: Final = {
 
 
 def _gpu(reading: Reading) -> None:
-    from simulator.devices import CARDS
+    from simulator.estimator.devices import CARDS
 
     text = _plain(reading.row["gpu"])
     for word, (card, gib) in _STAND_INS.items():
@@ -402,7 +402,7 @@ def compared(row: Row) -> Compared:
 
 def _simulated(case: Mapping[str, Any], counter: str) -> tuple[int | None, tuple[str, ...]]:
     """Bytes by the counter (allocated ones of the last step), and what of them is not the allocator's, in words."""
-    from simulator.estimation import estimate, phase_figures
+    from simulator.estimator.estimate import estimate, phase_figures
 
     found = estimate(case, context="auto" if counter == "device" else None, analyse=False)
     if found.verdict != "fits":

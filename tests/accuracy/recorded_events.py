@@ -125,7 +125,7 @@ def recorded(folder: Path = FOLDER) -> Iterator[Path]:
 
 def difference(path: Path) -> Difference:
     """What remains between a recording and the events predicted for its case."""
-    from simulator.estimation import estimate
+    from simulator.estimator.estimate import estimate
 
     name = path.name.removesuffix(".pickle.gz")
     predicted = estimate({**_PLAIN, **CASES[name]}, analyse=False).trace

@@ -11,7 +11,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Final
 
-from strategies.equations import largest_batch, llmem_peak
+from strategies.gemini.equations import largest_batch, llmem_peak
 from tests.accuracy.gemini_fit import largest
 from tests.gemini_data import case_of
 
@@ -30,7 +30,7 @@ TABLE: Final = {
 
 def simulated(model: str, batch: int) -> tuple[bool, int, int, int]:
     """Whether a batch fits, the device's total by nvidia-smi, the context and the driver's reserve, all in bytes."""
-    from simulator.estimation import estimate, forget_graphs
+    from simulator.estimator.estimate import estimate, forget_graphs
 
     found = estimate(case_of(model, batch), context="auto", analyse=False)
     forget_graphs()
@@ -43,7 +43,7 @@ def simulated(model: str, batch: int) -> tuple[bool, int, int, int]:
 def by_equations(model: str, base: int) -> tuple[int, int]:
     """The largest batch by LLMem's equations, and the device's total that they say, with `base` bytes outside."""
     from graph.case import Case
-    from simulator.closed_form import described
+    from simulator.estimator.closed_form import described
 
     description = described(Case.of(case_of(model, 1)))
 

@@ -17,8 +17,8 @@ from typing import Any
 
 def estimate(document: dict[str, Any]) -> dict[str, float]:
     """The whole of `estimate`: capture, lowering, replay with its analyses."""
-    import simulator.replay  # noqa: F401 (imports are not timed)
-    from simulator.estimation import answer
+    import simulator.engine.replay  # noqa: F401 (imports are not timed)
+    from simulator.estimator.estimate import answer
 
     _imported()
     start = time.perf_counter()
@@ -32,12 +32,12 @@ def mem_tracker(document: dict[str, Any]) -> dict[str, float]:
     import torch
     from torch.distributed._tools.mem_tracker import MemTracker
 
-    from graph import attention
     from graph.case import Case
-    from graph.device import profile
-    from graph.fake_cuda import fake_cuda
-    from graph.sources import build
-    from graph.training import make_optimizer
+    from graph.fake_cuda import sdpa as attention
+    from graph.fake_cuda.device import fake_cuda
+    from graph.hardware.profile import profile
+    from graph.loop.training import make_optimizer
+    from graph.models.sources import build
 
     case = Case.of({**document, "steps": 2})
     _imported()
@@ -64,7 +64,12 @@ def _imported() -> None:
     """Import what both need of torch, of transformers and of the project."""
     from importlib import import_module
 
-    for name in ("transformers.models.opt.modeling_opt", "graph.attention", "graph.capture", "graph.fake_cuda"):
+    for name in (
+        "transformers.models.opt.modeling_opt",
+        "graph.fake_cuda.sdpa",
+        "graph.recorder.capture",
+        "graph.fake_cuda.device",
+    ):
         import_module(name)
 
 

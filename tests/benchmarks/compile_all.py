@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Final
 
 import traces
-from simulator.replay import replay
+from simulator.engine.replay import replay
 from tests.benchmarks.workloads import uniform
 from traces.check import check
 from traces.model import Initial, InitialBlock, InitialSegment, RankEvents, Trace

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import traces
 import traces.reading
-from simulator.replay import replay
+from simulator.engine.replay import replay
 
 
 def peak_bytes() -> int:

@@ -10,10 +10,10 @@ from typing import Any, Final
 import numba
 import numpy as np
 
-from simulator import layout as at
-from simulator.machine import Machine, Program, compile_rank
-from simulator.replay import replay
-from simulator.settings import parse_conf, parse_release
+from simulator.allocator import layout as at
+from simulator.allocator.settings import parse_conf, parse_release
+from simulator.engine.machine import Machine, Program, compile_rank
+from simulator.engine.replay import replay
 from tests.benchmarks.workloads import Workload
 from traces.model import RankEvents, Strings, Trace
 

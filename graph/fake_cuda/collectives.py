@@ -1,0 +1,227 @@
+"""torch.distributed on a device that is not there: one rank of a job whose collectives do nothing but take part.
+
+`process_group(runtime, recorder, rank, world)` starts torch's own `fake` process group (which knows rank and world, and
+never waits) and puts kernels of ours under its collectives on CUDA tensors. They tell the recorder of each collective
+and keep what ProcessGroupNCCL keeps (torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp): the tensors of an asynchronous
+collective stay referenced by its work until somebody waits for the work or its watchdog sees it complete. Who waits
+does so at once; DDP's reducer waits for futures instead, so its all-reduces are kept until the next settling.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Final
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import _create_work_from_future  # type: ignore[attr-defined]
+
+from graph.fake_cuda.device import Runtime
+from graph.model import Kind
+from graph.recorder.list_sharding import equal_entries_once
+from graph.recorder.recorder import KIND_BITS
+
+#: c10d's operators and the kind of collective each is.
+KINDS: Final[Mapping[str, str]] = {
+    "allreduce_": "all_reduce",
+    "allreduce_coalesced_": "all_reduce",
+    "broadcast_": "broadcast",
+    "reduce_": "reduce",
+    "allgather_": "all_gather",
+    "_allgather_base_": "all_gather",
+    "allgather_coalesced_": "all_gather",
+    "allgather_into_tensor_coalesced_": "all_gather",
+    "reduce_scatter_": "reduce_scatter",
+    "_reduce_scatter_base_": "reduce_scatter",
+    "reduce_scatter_tensor_coalesced_": "reduce_scatter",
+    "gather_": "gather",
+    "scatter_": "scatter",
+    "alltoall_": "all_to_all",
+    "alltoall_base_": "all_to_all",
+    "send": "send",
+    "recv_": "recv",
+    "barrier": "barrier",
+}
+#: Operators that a host issues between two looks of NCCL's watchdog.
+OPERATORS_A_LOOK: Final = 2000
+_KIND: Final = (1 << KIND_BITS) - 1
+#: Collectives over a list of tensors, which NCCL gathers into or takes from one flat tensor of the same stream.
+_LISTS: Final = frozenset({"allgather_", "reduce_scatter_"})
+#: Messages between two ranks, and the number of the first of their streams.
+_PAIRS: Final = frozenset({"send", "recv_"})
+_FIRST_STREAM: Final = 1000
+#: The stream of asynchronous collectives that nobody waits for until the backward has ended.
+NCCL_STREAM: Final = 900
+
+
+class Collectives:
+    """The collectives of one rank."""
+
+    def __init__(self, runtime: Runtime, recorder: Any, kept: frozenset[str]) -> None:
+        self.runtime = runtime
+        self.recorder = recorder
+        self.kept = kept
+        self._held: list[Any] = []
+        self._looked = 0  # events of the log that have been looked at
+        self._issued = 0  # works held at the last settling, and how many of them are finished
+        self._finished = 0
+        self._waited = 0  # operators when the host had waited for these
+        self._told = True
+        self._streams: dict[str, int] = {}
+
+    @contextlib.contextmanager
+    def unrecorded(self) -> Iterator[None]:
+        """Collectives take part but are not told meanwhile."""
+        before, self._told = self._told, False
+        try:
+            yield
+        finally:
+            self._told = before
+
+    def settle(self) -> None:
+        """Finished work is dropped, as ProcessGroupNCCL's watchdog does within a tenth of a second."""
+        self._held.clear()
+
+    def settle_late(self) -> None:
+        """The same where work is finished only once the host has waited for the device after it was issued.
+
+        The watchdog looks every 100 ms (kWatchdogThreadSleepMillis); a host takes about 50 us for an operator.
+        """
+        log = self.recorder.log
+        new = log.events[self._looked :]
+        self._looked = len(log.events)
+        operators = len(log.operators)
+        if self._issued > self._finished and any(event & _KIND == Kind.SYNCHRONIZE for event in new):
+            self._finished, self._waited = self._issued, operators
+        elif self._finished and operators - self._waited >= OPERATORS_A_LOOK:
+            del self._held[: self._finished]
+            self._finished = 0
+        self._issued = len(self._held)
+
+    def install(self) -> None:
+        """Put our kernels under torch.distributed's operators on CUDA tensors."""
+        schemas = {
+            schema.name: schema for schema in torch._C._jit_get_all_schemas() if schema.name.startswith("c10d::")
+        }
+        for name in KINDS:
+            schema = schemas.get(f"c10d::{name}")
+            if schema is not None:
+                self.runtime.override(schema.name, self._kernel(name, schema), ("CUDA",))
+
+    def _kernel(self, name: str, schema: Any) -> Callable[..., Any]:
+        names = [argument.name for argument in schema.arguments]
+        results = len(schema.returns)
+
+        def kernel(*args: Any) -> Any:
+            given = dict(zip(names, args, strict=False))
+            tensors = list(_flat(args[0]))
+            self._tell(name, given, args)
+            work = _finished([] if name in _PAIRS else tensors)  # messages are not kept by their works
+            if KINDS[name] in self.kept and given.get("async_op", True):
+                self._held.append((work, args[:2]))
+            return work.boxed() if results == 1 else (args[0], work.boxed())
+
+        return kernel
+
+    def _tell(self, name: str, given: Mapping[str, Any], args: Sequence[Any]) -> None:
+        if not self._told:
+            return
+        if name in _PAIRS:
+            self._tell_pair(name, given, sum(tensor.nbytes for tensor in _flat(args[0])))
+            return
+        tensors = [*_flat(args[0]), *(_flat(args[1]) if isinstance(args[1], torch.Tensor | list | tuple) else ())]
+        largest = max((tensor.nbytes for tensor in tensors), default=0)
+        if name in _LISTS:
+            largest = sum(tensor.nbytes for tensor in _flat(args[0 if name == "allgather_" else 1]))
+        group = given.get("process_group")
+        apart = KINDS[name] in self.kept and given.get("async_op", True)
+        self.recorder.collective(KINDS[name], _group_name(group), largest, runs=NCCL_STREAM if apart else None)
+
+    def _tell_pair(self, name: str, given: Mapping[str, Any], size: int) -> None:
+        """A message to or from one rank: both meet in a group of their own, on a stream for each direction.
+
+        So neighbours that send to each other at once do not wait for each other, as in one NCCL group call.
+        """
+        group = given["process_group"]
+        own = dist.ProcessGroup.unbox(group).rank()
+        pair = f"{own}>{given['dst']}" if name == "send" else f"{given['src']}>{own}"
+        way = f"{_group_name(group)}:{pair}"
+        stream = self._streams.setdefault(way, _FIRST_STREAM + len(self._streams))
+        self.recorder.wait_stream(stream, 0)
+        self.recorder.collective("send_recv", way, size, stream)
+        if name != "send":
+            self.recorder.wait_stream(0, stream)
+
+
+def _group_name(group: Any) -> str:
+    try:
+        unboxed = dist.ProcessGroup.unbox(group)
+    except (AttributeError, RuntimeError, TypeError):
+        return "world"
+    return str(unboxed.group_desc or unboxed.group_name)
+
+
+def _flat(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for one in value:
+            yield from _flat(one)
+
+
+def _finished(tensors: list[torch.Tensor]) -> Any:
+    """A work that is done, with `tensors` as its result."""
+    future: Any = torch.futures.Future()
+    future.set_result(tensors)
+    return _create_work_from_future(future)
+
+
+class _Silent:
+    """DDP's logger, which would ask a CUDA build for a timer."""
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda *args, **kwargs: None
+
+
+def without_logger(wrapped: torch.nn.Module) -> torch.nn.Module:
+    """A DistributedDataParallel module that keeps no time."""
+    wrapped.logger = _Silent()  # type: ignore[assignment]
+    return wrapped
+
+
+@contextlib.contextmanager
+def process_group(
+    runtime: Runtime, recorder: Any, rank: int, world: int, kept: frozenset[str] = frozenset()
+) -> Iterator[Collectives]:
+    """`torch.distributed` as rank `rank` of `world`, while inside; nobody waits for collectives of kinds `kept`."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    collectives = Collectives(runtime, recorder, kept)
+    with _named_by_rank(rank), mock.patch.object(sys, "excepthook"):  # torch puts one with the rank there
+        dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
+        try:
+            collectives.install()
+            with equal_entries_once():
+                yield collectives
+        finally:
+            collectives.settle()
+            dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def _named_by_rank(rank: int) -> Iterator[None]:
+    """Process groups get names that are the same for corresponding groups of all ranks: their count among the rank's.
+
+    DTensor keeps meshes of one job in its caches for the next one, which may be another rank of an equal mesh.
+    """
+    own, others = itertools.count(), itertools.count()
+
+    def named(ranks: Sequence[int], use_hashed_name: bool) -> str:
+        return f"{next(own)}" if not ranks or rank in ranks else f"other-{next(others)}"
+
+    with mock.patch.object(dist.distributed_c10d, "_process_group_name", new=named):
+        yield

@@ -1,0 +1,410 @@
+"""Makes this PyTorch behave as a CUDA build on a given GPU, with no GPU: tensors on "cuda" exist, but hold nothing.
+
+Inside `with fake_cuda(profile) as runtime:` a tensor on "cuda" is a plain tensor with CUDA's dispatch keys, so
+PyTorch's own C++ does what it does on a GPU: composite operators, autograd on its device thread, accumulation of
+gradients in place, autocast, foreach optimizers. Only the kernels are ours (`graph.fake_cuda.kernels`): they make
+outputs and tell `runtime.observer`. Tensors on the CPU and on "meta" are untouched.
+
+This and the modules `graph.fake_*` are the only ones that touch PyTorch's internals. All is undone at the end, but for
+autograd's threads: importing this module starts them (`_start_autograd`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import re
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+import torch
+import torch._dynamo  # optimizers import it: not under a torch.cuda that is ours
+
+from graph.errors import CaptureError, UnsupportedTorch
+from graph.fake_cuda import self_check as fake_check
+from graph.fake_cuda import stubs as fake_stubs
+from graph.fake_cuda.kernels import Kernels, Kind, names
+from graph.fake_cuda.memory import ADDRESS_BITS, Memory, ignore
+from graph.hardware.profile import Profile
+
+_CUDA_DEVICE_TYPE: Final = 1
+#: Pinned copies of more bytes have no values.
+_COPIED: Final = 1 << 20
+
+
+class Observer(Protocol):
+    """Who is told what happens on the device."""
+
+    def operator(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, born: list[int], memo: Kind
+    ) -> None:
+        """A kernel ran: `born` are the storages that its outputs brought, in order. Views are not told.
+
+        `memo` is the same object for each call of the operator with tensors of the same shapes; `memo.note` is free for
+        the observer's own use, and None at first.
+        """
+
+    def freed(self, storage: int) -> None:
+        """Storage died, at this point; called on the thread that dropped it. Must be quick and must not raise."""
+
+    # An observer may also have these:
+    #   resized(storage, bytes)          its bytes changed while it lived; 0: they were given back
+    #   record_stream(storage, stream)   it is in use on another stream (torch.Tensor.record_stream)
+    #   wait_stream(stream, on)          what comes on a stream waits for what another one has now
+
+
+class Runtime:
+    """The device that is not there."""
+
+    def __init__(self, profile: Profile) -> None:
+        self.profile = profile
+        self.memory = Memory()
+        self._observer: Observer | None = None
+        self.assumptions: dict[str, int] = {}
+        self.truth = True  # what every boolean read from the device is
+        self.nonzero: Callable[[torch.Tensor], int] = torch.Tensor.numel  # how many elements of a tensor are not 0
+        self.places: set[int] = set()  # storages that hold 0, 1, 2, ...
+        self.host_copies_keep = False  # whether a copy from the device leaves a tensor on the host as it is
+        self.default_stream: Any = None
+        self._streams: dict[int, Any] = {}
+        self.main_thread = threading.get_ident()
+        self.points = fake_stubs.Points()
+        self.late = False  # whether work ends only when the host waits for the device, or for any event
+        self.synchronizations: Callable[[], None] | None = None
+        self.emptied: Callable[[], None] | None = None
+        self._libraries: list[Any] = []
+
+    @property
+    def observer(self) -> Observer | None:
+        """Who is told; None: nobody."""
+        return self._observer
+
+    @observer.setter
+    def observer(self, observer: Observer | None) -> None:
+        self._observer = observer
+        self.memory.freed = ignore if observer is None else observer.freed
+
+    @property
+    def stream(self) -> Any:
+        """The stream that is current on this thread; autograd's thread goes to the stream of each forward operator."""
+        if not self._streams:
+            return self.default_stream
+        number = torch._C._accelerator_getStream(0).stream_id
+        return self._streams.get(number, self.default_stream)
+
+    @stream.setter
+    def stream(self, stream: Any) -> None:
+        if self._streams or stream.stream_id:
+            self._streams[stream.stream_id] = stream
+            torch._C._accelerator_setStream(torch.Stream(stream_id=stream.stream_id, device_index=0, device_type=1))
+
+    @staticmethod
+    def storage(tensor: torch.Tensor) -> int:
+        """The number of a CUDA tensor's storage: counted from 1 in order of birth; 0 if it has no bytes."""
+        return tensor.data_ptr() >> ADDRESS_BITS
+
+    @staticmethod
+    def number_at(address: int) -> int:
+        """The number of the storage at `address`."""
+        return address >> ADDRESS_BITS
+
+    def tell(self, what: str, *values: int) -> None:
+        """Call the observer's method `what`, if it has one."""
+        told = getattr(self._observer, what, None)
+        if told is not None:
+            told(*values)
+
+    def bytes(self, storage: int) -> int:
+        """Bytes of a living storage, as requested from the allocator."""
+        return self.memory.live[storage]
+
+    def allocated(self) -> int:
+        """Bytes of all living storages."""
+        return sum(self.memory.live.values())
+
+    def assume(self, what: str) -> None:
+        """Count one more use of an assumption about values."""
+        self.assumptions[what] = self.assumptions.get(what, 0) + 1
+
+    def reset(self) -> None:
+        """Count storages from 1 again; there must be none."""
+        self.memory.restart()
+        self.assumptions.clear()
+        self.places.clear()
+
+    def synchronized(self, point: int = 0) -> None:
+        """The host waited for the device (torch.cuda.synchronize), or for an event: the number of its stream."""
+        if point and not self.late:
+            self.tell("reached", point)
+        elif self.synchronizations is not None:
+            self.synchronizations()
+
+    def cache_emptied(self) -> None:
+        """The allocator gives back what it has cached (torch.cuda.empty_cache)."""
+        if self.emptied is not None:
+            self.emptied()
+
+    def override(self, name: str, kernel: Callable[..., Any], keys: Sequence[str] = ("CUDA",)) -> None:
+        """Put `kernel` in place of operator `name` (`aten::scaled_dot_product_attention`) at these dispatch keys, while
+        the runtime lasts. At "AutogradCUDA" it is called above autograd and below autocast."""
+        space, _, rest = name.rpartition("::")
+        library = _new_library(space or "aten")
+        self._libraries.append(library)
+        _register(library, [(rest, key, kernel) for key in keys])
+
+
+def _new_library(space: str) -> Any:
+    """A place to register kernels in; `_destroy` takes them away again."""
+    library: Any = torch.library.Library
+    return library(space, "IMPL")
+
+
+def _register(library: Any, kernels: list[tuple[str, str, Callable[..., Any]]]) -> None:
+    """Register kernels given as (operator, dispatch key, function)."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that they stand before others is what they are for
+        for name, key, kernel in kernels:
+            library.m.impl(name, key, kernel, False)
+
+
+_active: list[Runtime] = []
+_verified: list[bool] = []
+
+
+@contextlib.contextmanager
+def fake_cuda(profile: Profile) -> Iterator[Runtime]:
+    """This process as a CUDA build on the GPU of `profile`.
+
+    Raises UnsupportedTorch if the installed PyTorch cannot be used so, and CaptureError if autograd's threads have
+    started in this process without one for CUDA.
+    """
+    if _active:
+        raise CaptureError("a fake CUDA device is in use already; leave it before making another")
+    runtime = Runtime(profile)
+    with contextlib.ExitStack() as stack:
+        _active.append(runtime)
+        stack.callback(_active.clear)
+        stack.enter_context(_guard())
+        stack.enter_context(_hooks(profile))
+        stack.enter_context(fake_stubs.patched(runtime))
+        stack.enter_context(_initialized())
+        _check_autograd()
+        stack.enter_context(_kernels(runtime))
+        if not _verified:
+            fake_check.verify(runtime)
+            runtime.reset()
+            _verified.append(True)
+        fake_stubs.forget()
+        yield runtime
+
+
+# ------------------------------------------------------------------------------------------------- the C++ side
+
+
+def _library(name: str) -> ctypes.CDLL:
+    path = Path(torch.__file__).parent / "lib" / f"lib{name}.so"
+    if not path.exists():
+        raise UnsupportedTorch(f"{path} is missing: PyTorch {torch.__version__} is not laid out as on Linux")
+    return ctypes.CDLL(str(path))
+
+
+def _symbol(library: str, name: str) -> Any:
+    try:
+        return getattr(_library(library), name)
+    except AttributeError as error:
+        raise UnsupportedTorch(f"PyTorch {torch.__version__}: lib{library} exports no {name}") from error
+
+
+_callback_type = ctypes.CFUNCTYPE(ctypes.c_int64)
+_zero = _callback_type(lambda: 0)
+_one = ctypes.pythonapi.Py_IsInitialized  # C, returns 1: asked often, and from threads without the interpreter's lock
+_cudnn_version = _callback_type(lambda: 91900)
+_no_epsilon = ctypes.CFUNCTYPE(ctypes.c_double)(lambda: 0.0)
+_dummy_table = (ctypes.c_void_p * 64)(*[ctypes.cast(_zero, ctypes.c_void_p).value] * 64)
+_dummy_guard = (ctypes.c_void_p * 2)(ctypes.addressof(_dummy_table), 0)
+
+
+@contextlib.contextmanager
+def _guard() -> Iterator[None]:
+    """The guard of CUDA devices while inside: `_fake_guard`."""
+    table = (ctypes.c_void_p * 32).from_address(
+        ctypes.addressof(ctypes.c_char.in_dll(_library("c10"), "_ZN3c104impl26device_guard_impl_registryE"))
+    )
+    register = _symbol("c10", "_ZN3c104impl19registerDeviceGuardENS_10DeviceTypeEPKNS0_24DeviceGuardImplInterfaceE")
+    register.argtypes, register.restype = [ctypes.c_int8, ctypes.c_void_p], None
+    before = table[_CUDA_DEVICE_TYPE]
+    if not _fake_guard:
+        register(_CUDA_DEVICE_TYPE, ctypes.addressof(_dummy_guard))
+        torch._C._ensureCUDADeviceGuardSet()
+        _make_guard(table[_CUDA_DEVICE_TYPE])
+    register(_CUDA_DEVICE_TYPE, ctypes.addressof(_fake_guard[0]))
+    try:
+        yield
+    finally:
+        register(_CUDA_DEVICE_TYPE, before)
+
+
+def _make_guard(original: int | None) -> None:
+    """PyTorch's FakeGuardImpl (c10/core/impl/FakeGuardImpl.h: devices and streams of threads, no more), which also
+    tells when autograd records a gradient on another stream. It lives for ever: events may keep a pointer to it.
+
+    PyTorch puts that guard in the registry if the one there counts no device (ensureCUDADeviceGuardSet).
+    """
+    places = _virtual((Path("c10") / "core" / "impl" / "DeviceGuardImplInterface.h",))
+    if original is None or "recordDataPtrOnStream" not in places:
+        raise UnsupportedTorch(f"PyTorch {torch.__version__}: its device guards are not as expected")
+    virtual = ctypes.c_void_p * len(places)
+    table = virtual(*virtual.from_address(ctypes.c_void_p.from_address(original).value or 0))
+    table[places["recordDataPtrOnStream"]] = ctypes.cast(_on_stream, ctypes.c_void_p).value
+    _fake_guard.extend([(ctypes.c_void_p * 2)(ctypes.addressof(table), 0), table])
+
+
+_fake_guard: list[Any] = []
+
+
+def _recorded(guard: int, pointer: int, stream: int) -> None:
+    """recordDataPtrOnStream: a c10::DataPtr begins with the address, a c10::Stream has its id after the device."""
+    if _active:
+        address = ctypes.c_uint64.from_address(pointer).value
+        number = ctypes.c_int64.from_address(stream + 8).value
+        if address:
+            _active[0].tell("record_stream", Runtime.number_at(address), number)
+
+
+_on_stream = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)(_recorded)
+
+
+@contextlib.contextmanager
+def _hooks(profile: Profile) -> Iterator[None]:
+    """CUDAHooks that say: built, with cuDNN, one device, initialised (ATen/detail/CUDAHooksInterface.h).
+
+    The table of virtual functions of the hooks in use is copied, and those that would ask for a device answered here.
+    """
+    slots = _slots()
+    get = _symbol("torch_cpu", "_ZN2at6detail12getCUDAHooksEv")
+    get.restype = ctypes.c_void_p
+    hooks = ctypes.cast(get(), ctypes.POINTER(ctypes.c_void_p))
+    before = hooks[0]
+    count = max(slots.values()) + 1
+    table = (ctypes.c_void_p * count)(*(ctypes.c_void_p * count).from_address(before))
+    answers = _answers(profile)
+    missing = sorted(answers.keys() - slots.keys())
+    if missing:
+        raise UnsupportedTorch(f"PyTorch {torch.__version__}: its CUDA hooks have no {', '.join(missing)}")
+    for name, function in answers.items():
+        table[slots[name]] = ctypes.cast(function, ctypes.c_void_p).value
+    hooks[0] = ctypes.addressof(table)
+    try:
+        if torch.accelerator.current_accelerator(False) != torch.device("cuda"):
+            raise UnsupportedTorch(f"PyTorch {torch.__version__}: its CUDA hooks are not where its headers say")
+        yield
+    finally:
+        hooks[0] = before
+
+
+def _answers(profile: Profile) -> dict[str, Any]:
+    """What each of the hooks answers. A c10::Device is its type, then its index, a byte each: cuda:0 is 1."""
+    cpu_allocator = _symbol("c10", "_ZN3c1015GetCPUAllocatorEv")
+    cpu_allocator.restype = ctypes.c_void_p
+    cpu_generator = _symbol("torch_cpu", "_ZN2at6detail22getDefaultCPUGeneratorEv")
+    cpu_generator.restype = ctypes.c_void_p
+    yes = "isBuilt isAvailable hasPrimaryContext deviceCount getDeviceFromPtr hasCUDA hasCUDART hasCuDNN hasCuBLASLt "
+    yes += "compiledWithCuDNN supportsDilatedConvolutionWithCuDNN supportsDepthwiseConvolutionWithCuDNN getNumGPUs"
+    no = "setCurrentDevice getCurrentDevice exchangeDevice maybeExchangeDevice isPinnedPtr current_device "
+    no += "deviceSynchronize hasMAGMA"
+    if not torch._C._has_cuda:
+        no += " init"  # a CUDA build must go on initialising itself once, and for that not be told that it has
+    return {
+        **dict.fromkeys(yes.split(), _one),
+        **dict.fromkeys(no.split(), _zero),
+        "supportsBFloat16ConvolutionWithCuDNNv8": _one if profile.arch >= (8, 0) else _zero,
+        "batchnormMinEpsilonCuDNN": _no_epsilon,
+        "versionCuDNN": _cudnn_version,
+        "versionRuntimeCuDNN": _cudnn_version,
+        "getPinnedMemoryAllocator": cpu_allocator,
+        "getDefaultGenerator": cpu_generator,
+    }
+
+
+def _slots() -> dict[str, int]:
+    """Places in the CUDA hooks' table of virtual functions: after the two entries of the virtual destructor, which is
+    declared first."""
+    folder = Path("ATen") / "detail"
+    places = _virtual((folder / "AcceleratorHooksInterface.h", folder / "CUDAHooksInterface.h"))
+    return {name: place + 2 for name, place in places.items()}
+
+
+def _virtual(headers: tuple[Path, ...]) -> dict[str, int]:
+    """Virtual functions by the headers that this PyTorch ships, in order of declaration, those of the base first: their
+    order in the table (Itanium C++ ABI). Destructors are left out."""
+    places: dict[str, int] = {}
+    for header in headers:
+        path = Path(torch.__file__).parent / "include" / header
+        try:
+            text = path.read_text()
+        except OSError as error:
+            raise UnsupportedTorch(f"{path} cannot be read: {error.strerror}") from error
+        text = re.sub(r"#ifdef USE_ROCM.*?#endif", "", text, flags=re.DOTALL)
+        for function in re.findall(r"^\s*virtual [^~;{]*?(\w+)\(", text, re.MULTILINE):
+            places.setdefault(function, len(places))
+    return places
+
+
+def _start_autograd() -> None:
+    """Let autograd start its threads with one for CUDA: they start at the first backward of a process, one for each
+    device there is then, and once only."""
+    with contextlib.suppress(UnsupportedTorch), _guard(), torch.inference_mode(False), torch.enable_grad():
+        torch.autograd.backward(torch.ones(1, requires_grad=True))
+
+
+def _check_autograd() -> None:
+    """Raise CaptureError unless autograd has a thread for CUDA's device 0."""
+    for _ in range(50):  # a thread names itself a moment after it has started
+        for name in Path("/proc/self/task").glob("*/comm"):
+            with contextlib.suppress(OSError):
+                if name.read_text().startswith("pt_autograd_0"):
+                    return
+        time.sleep(0.01)
+    raise CaptureError(
+        "autograd has started without a thread for CUDA, because a backward ran in this process before "
+        "`graph.fake_cuda` was imported; import it first, or capture in a new process"
+    )
+
+
+@contextlib.contextmanager
+def _initialized() -> Iterator[None]:
+    """CUDA counts as initialised (torch/csrc/utils/device_lazy_init.cpp), and afterwards as not, if it was not."""
+    require = _symbol("torch_python", "_ZN5torch5utils24set_requires_device_initEN3c1010DeviceTypeEb")
+    require.argtypes, require.restype = [ctypes.c_int8, ctypes.c_bool], None
+    require(_CUDA_DEVICE_TYPE, False)
+    try:
+        yield
+    finally:
+        require(_CUDA_DEVICE_TYPE, True)
+
+
+def _pinned(tensor: torch.Tensor, device: Any = None) -> torch.Tensor:
+    """A copy in memory that is not pinned: pinning asks for the real device. What nobody reads has no values."""
+    return tensor.clone() if tensor.nbytes <= _COPIED else torch.empty_like(tensor)
+
+
+@contextlib.contextmanager
+def _kernels(runtime: Runtime) -> Iterator[None]:
+    """Our kernels for every operator that has one in a CUDA build."""
+    library = _new_library("aten")
+    runtime._libraries.append(library)
+    kernels = Kernels(runtime)
+    try:
+        _register(library, [(name, "CUDA", kernels.of(name)) for name in names()])
+        _register(library, [("_pin_memory", "CPU", _pinned)])
+        yield
+    finally:
+        for used in reversed(runtime._libraries):
+            used._destroy()
+
+
+_start_autograd()

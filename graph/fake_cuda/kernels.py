@@ -1,0 +1,699 @@
+"""A kernel for every operator that has one in a CUDA build: it makes the outputs, computes nothing, and tells.
+
+Which operators: those whose entry in PyTorch's own `native_functions.yaml` (it ships with every wheel) names a CUDA
+kernel. All others are made of these, by PyTorch's own C++. Shapes, strides and dtypes of outputs come from PyTorch's
+FakeTensorMode, once for each combination of arguments.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+import torchgen  # type: ignore[import-untyped]
+from torch._meta_registrations import _create_grouped_mm_output_tensor
+from torch._prims_common import is_non_overlapping_and_dense_or_false as is_dense
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    UnsupportedOperatorException,
+)
+from torch.utils._pytree import tree_leaves, tree_map
+
+from graph.errors import CaptureError
+from graph.fake_cuda.memory import Layout, contiguous, set_storage
+from graph.fake_cuda.sdpa import corrected
+
+if TYPE_CHECKING:
+    from graph.fake_cuda.device import Runtime
+
+Kernel = Callable[..., Any]
+
+_broadcast: Final[Callable[..., torch.Size]] = torch.broadcast_shapes
+_CUDA: Final = torch.device("cuda", 0)
+_BY_CPU_KERNEL: Final = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
+
+#: Operators whose CUDA and CPU kernels only write a tensor's sizes, strides and storage: the CPU's does for both.
+_METADATA_ONLY: Final = (
+    "as_strided",
+    "view",
+    "_reshape_alias",
+    "unfold",
+    "view_as_real",
+    "view_as_complex",
+    "set_.source_Storage",
+    "set_.source_Storage_storage_offset",
+    "set_.source_Tensor",
+    "is_set_to",
+)
+
+#: Operators that ask the device's DispatchStub without an entry for CUDA in native_functions.yaml.
+_ALSO: Final = ("copy_",)
+
+#: Operators whose first result is contiguous on CUDA, whatever their operands are (SoftMax.cu, layer_norm_kernel.cu,
+#: DepthwiseConv2d.cu); PyTorch's rules for shapes have it lie as an operand does.
+_CONTIGUOUS: Final = ("aten::_log_softmax_backward_data", "aten::native_layer_norm_backward", "aten::_conv_depthwise2d")
+
+#: Losses whose result keeps the storage that held the loss by element, and where their `reduction` stands: the output
+#: is made for the elements and resized when they are reduced (aten/src/ATen/native/BinaryOps.cpp, cuda/Loss.cu).
+_REDUCED_LOSSES: Final = {"aten::mse_loss": 2, "aten::smooth_l1_loss": 2, "aten::binary_cross_entropy": 3}
+
+#: Copies to the host of up to so many bytes get values; larger ones keep what their memory holds.
+_FILLED: Final = 1 << 20
+#: Most elements of operands for which an operator without a rule for shapes is run on the CPU instead.
+_COMPUTED: Final = 1 << 24
+
+
+# ------------------------------------------------------------------------------------------- which operators
+
+
+@functools.cache
+def cuda_operators() -> tuple[str, ...]:
+    """Names (`add.Tensor`) of the operators that have a kernel of their own in a CUDA build of this PyTorch."""
+    path = Path(torchgen.__file__).parent / "packaged" / "ATen" / "native" / "native_functions.yaml"
+    keys: dict[str, set[str]] = {}
+    delegate: dict[str, str] = {}
+    for name, entry in _entries(path.read_text()):
+        keys[name] = set()
+        inside = False
+        for line in entry:
+            if line.startswith("  dispatch:"):
+                inside = True
+            elif line.startswith("    ") and inside:
+                if not line.lstrip().startswith("#"):
+                    keys[name].update(key.strip() for key in line.partition(":")[0].split(","))
+            elif line.startswith("  ") and not line.lstrip().startswith("#"):
+                inside = False
+                if line.startswith("  ufunc_inner_loop:"):  # torchgen/dest/ufunc.py makes its CUDA kernel
+                    keys[name].add("CUDA")
+                if line.startswith("  structured_delegate:"):
+                    delegate[name] = line.partition(":")[2].strip()
+    if not delegate:
+        raise CaptureError(f"{path}: no operators found; this PyTorch is not laid out as expected")
+    return tuple(name for name in keys if "CUDA" in keys[name] or "CUDA" in keys.get(delegate.get(name, ""), ()))
+
+
+def _entries(text: str) -> Iterator[tuple[str, list[str]]]:
+    """Each operator's name, and the lines of its entry."""
+    name = ""
+    lines: list[str] = []
+    for line in text.splitlines():
+        found = re.match(r"- func: ([\w.]+)\(", line)
+        if found is not None:
+            if name:
+                yield name, lines
+            name, lines = found[1], []
+        else:
+            lines.append(line)
+    if name:
+        yield name, lines
+
+
+# ----------------------------------------------------------------------------------------------------- shapes
+
+
+def _kind(values: Iterable[Any], exact: bool) -> tuple[Any, ...]:
+    """What of arguments decides the shapes of outputs.
+
+    With `exact`, numbers count, and 1, 1.0 and True are three things; without, only tensors and flags do.
+    """
+    key: list[Any] = []
+    for value in values:
+        kind = value.__class__
+        if kind is _Tensor or kind is _Parameter:
+            key.append((value.shape, value.stride(), value.dtype, value.is_cuda))
+        elif kind is int or value is None:
+            key.append(value if exact else None)
+        elif kind is list or kind is tuple:
+            key.append(_kind(value, exact))
+        elif isinstance(value, _Tensor):
+            key.append((value.shape, value.stride(), value.dtype, value.is_cuda))
+        elif exact or kind is bool:
+            key.append((kind, value) if kind in _NUMBERS else value if isinstance(value, _PLAIN) else None)
+    return tuple(key)
+
+
+_Tensor: Final = torch.Tensor
+_Parameter: Final = torch.nn.Parameter
+_NUMBERS: Final = (float, bool, complex)
+_PLAIN: Final = (str, torch.dtype, torch.device, torch.layout, torch.memory_format)
+
+
+class Kind:
+    """One kind of call: an operator with arguments of certain shapes. `note` is the observer's, None at first."""
+
+    __slots__ = ("made", "note")
+
+    def __init__(self, made: tuple[Any, ...]) -> None:
+        self.made = made
+        self.note: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Argument:
+    """An output that is the argument at this position or of this name."""
+
+    key: int | str
+
+
+@dataclass(frozen=True, slots=True)
+class _Host:
+    """An output on the CPU."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class _Resized:
+    """An argument `out=` that takes this shape."""
+
+    name: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+
+def _described(value: Any) -> Any:
+    """A fake output as what it takes to make it: a Layout, a list of them, or a value."""
+    if isinstance(value, torch.Tensor):
+        if value.device.type == "cpu":
+            return _Host(tuple(value.shape), value.dtype)
+        storage = value.untyped_storage().nbytes()
+        return Layout(value.shape, value.stride(), value.dtype, storage, int(value.storage_offset()))
+    if isinstance(value, list | tuple):
+        return [_described(item) for item in value]
+    return value
+
+
+def _as_on_cuda(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], made: tuple[Any, ...]) -> tuple[Any, ...]:
+    """What an operator makes, where its CUDA kernel makes something else than PyTorch's rules for shapes say."""
+    first = made[0] if made else None
+    if not isinstance(first, Layout):
+        return made
+    if name in _CONTIGUOUS:
+        return (Layout(first.shape, contiguous(first.shape), first.dtype), *made[1:])
+    place = _REDUCED_LOSSES.get(name)
+    if place is not None and (args[place] if len(args) > place else kwargs.get("reduction", 1)):
+        elements = math.prod(_broadcast(args[0].shape, args[1].shape))
+        return (Layout((), (), first.dtype, max(elements, 1) * first.dtype.itemsize),)
+    return made
+
+
+class Shapes:
+    """Shapes of outputs by arguments: PyTorch's own rules for a CUDA device, remembered."""
+
+    def __init__(self) -> None:
+        self._mode: FakeTensorMode | None = None
+        self.asked = 0
+
+    def infer(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """The fake outputs of `func`, and the fake keyword arguments it was called with.
+
+        Raises CaptureError if PyTorch has no rule for it, or if shapes depend on values.
+        """
+        if self._mode is None:
+            self._mode = FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=False)
+        self.asked += 1
+        func, args, kwargs = _stand_in(func, args, kwargs)
+        with self._mode:
+            fake_args = _numbers_as_tensors(func, tuple(_fake(arg) for arg in args))
+            fake_kwargs = {key: _fake(value) for key, value in kwargs.items()}
+            try:
+                if func is torch.ops.aten._grouped_mm.default:  # its rule for shapes refuses all dtypes but bfloat16
+                    return _grouped(*fake_args, **fake_kwargs), fake_kwargs
+                return func(*fake_args, **fake_kwargs), fake_kwargs
+            except (DynamicOutputShapeException, DataDependentOutputException) as error:
+                raise CaptureError(
+                    f"operator {func}: the shape of its result depends on values on the device"
+                ) from error
+            except (UnsupportedOperatorException, NotImplementedError):
+                pass
+        return self._compute(func, args, kwargs)
+
+    def _compute(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """As `infer`, for an operator that PyTorch has no rule for: run on zeros on the CPU, if it is not too large."""
+        tensors = [value for value in tree_leaves((args, kwargs)) if isinstance(value, torch.Tensor)]
+        if sum(tensor.numel() for tensor in tensors) > _COMPUTED:
+            raise CaptureError(f"operator {func}: PyTorch has no rule for the shape of its result")
+        cpu_args, cpu_kwargs = tree_map(_zeros, (args, kwargs))
+        try:
+            return func(*cpu_args, **cpu_kwargs), cpu_kwargs
+        except (NotImplementedError, RuntimeError) as error:
+            raise CaptureError(f"operator {func}: PyTorch has no rule for the shape of its result") from error
+
+
+def _grouped(left: Any, right: Any, offs: Any = None, bias: Any = None, out_dtype: Any = None) -> Any:
+    """The result of `_grouped_mm`, on CUDA for all floating-point dtypes (ATen/native/cuda/GroupedBlas.cpp)."""
+    return _create_grouped_mm_output_tensor(left, right, offs, out_dtype)  # type: ignore[no-untyped-call]
+
+
+def _stand_in(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    """A call whose result has the same shape, for convolutions of CUDA, which have no rules of their own."""
+    aten = torch.ops.aten
+    if func is aten.cudnn_convolution.default:
+        image, weight, padding, stride, dilation, groups = args[:6]
+        return aten.convolution.default, (image, weight, None, stride, padding, dilation, False, [0], groups), {}
+    if func is aten.cudnn_convolution_transpose.default:
+        image, weight, padding, more, stride, dilation, groups = args[:7]
+        return aten.convolution.default, (image, weight, None, stride, padding, dilation, True, more, groups), {}
+    if func is aten._conv_depthwise2d.default:
+        image, weight, _, *rest = args
+        return aten.convolution.default, (image, weight, *rest, False, [0], image.shape[1]), {}
+    if func is aten.cudnn_grid_sampler.default:
+        return aten.grid_sampler_2d.default, (*args, 0, 0, True), {}
+    return func, args, kwargs
+
+
+def _fake(value: Any) -> Any:
+    """A tensor's likeness, made inside FakeTensorMode; anything else itself."""
+    if isinstance(value, torch.Tensor) and value.__class__ is not FakeTensor:
+        device = _CUDA if value.is_cuda else value.device
+        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device)
+    if isinstance(value, list | tuple):
+        return [_fake(item) for item in value]
+    return value
+
+
+def _numbers_as_tensors(func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Python numbers in place of tensors (`remainder.Tensor(x, 2)`) as tensors on the CPU that promote alike, for
+    operators that cannot be called from Python with numbers."""
+    schema = func._schema
+    places = [
+        place
+        for place, value in enumerate(args)
+        if value.__class__ in (int, float) and isinstance(schema.arguments[place].type, torch.TensorType)
+    ]
+    if not places or torch._C._should_allow_numbers_as_tensors(schema.name.removeprefix("aten::")):
+        return args
+    dtypes = [value.dtype for value in args if isinstance(value, torch.Tensor)]
+    tensors = list(args)
+    for place in places:
+        alike = [dtype for dtype in dtypes if dtype.is_floating_point or args[place].__class__ is int]
+        dtype = alike[0] if alike else torch.tensor(args[place]).dtype
+        tensors[place] = torch.scalar_tensor(args[place], dtype=dtype)
+    return tuple(tensors)
+
+
+def _zeros(value: Any) -> Any:
+    """Zeros like a CUDA tensor, on the CPU."""
+    if isinstance(value, torch.Tensor) and value.is_cuda:
+        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype).zero_()
+    return value
+
+
+# ---------------------------------------------------------------------------------------------------- kernels
+
+
+@dataclass(frozen=True, slots=True)
+class _Schema:
+    """What an operator's schema says of its outputs."""
+
+    returns: int
+    written: tuple[int | str | None, ...]  # for each output: the argument (position or keyword) that it is, or None
+    out: tuple[str, ...]  # keyword-only arguments that are written and may be resized
+
+
+def _schema(func: Any) -> _Schema:
+    schema = func._schema
+    writes: dict[str, int | str] = {}
+    out = []
+    for position, argument in enumerate(schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            key: int | str = argument.name if argument.kwarg_only else position
+            for name in argument.alias_info.before_set:
+                writes[name] = key
+            if argument.kwarg_only:
+                out.append(argument.name)
+    written: list[int | str | None] = []
+    for value in schema.returns:
+        names = () if value.alias_info is None else value.alias_info.before_set
+        written.append(next((writes[name] for name in names if name in writes), None))
+    return _Schema(len(schema.returns), tuple(written), tuple(out))
+
+
+def _distinct(args: tuple[Any, ...]) -> tuple[tuple[Any, ...], list[int]]:
+    """Arguments of a foreach operator with one entry for each kind of its lists' entries, and which it is for each."""
+    length = len(args[0])
+    lists = [value for value in args if isinstance(value, list | tuple) and len(value) == length]
+    seen: dict[tuple[Any, ...], int] = {}
+    places = [seen.setdefault(_kind(entries, False), len(seen)) for entries in zip(*lists, strict=True)]
+    kept = [places.index(place) for place in range(len(seen))]
+    return tuple([[v[i] for i in kept] if any(v is one for one in lists) else v for v in args]), places
+
+
+#: Outputs by operator, architecture and arguments, for as long as the process lives; so many, and no lists of tensors
+#: as long as those of a foreach optimizer.
+_REMEMBERED: Final = 50_000
+_LONG: Final = 32
+_known: dict[tuple[Any, ...], tuple[Any, ...]] = {}
+
+
+class Kernels:
+    """Makes the kernel of each operator for one runtime."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self.runtime = runtime
+        self.shapes = Shapes()
+        self._special: Mapping[str, Callable[[Any], Kernel]] = {
+            "empty.memory_format": self._empty,
+            "empty_strided": self._empty_strided,
+            "copy_": self._copy,
+            "resize_": self._resize,
+            "_local_scalar_dense": self._scalar,
+            "equal": self._equal,
+            "nonzero": self._nonzero,
+            "index.Tensor": self._indexed,
+            "_unsafe_index.Tensor": self._indexed,
+            "_index_put_impl_": self._indexed,
+            "_use_cudnn_ctc_loss": self._never,
+            "_use_miopen_ctc_loss": self._never,
+        }
+
+    def of(self, name: str) -> Kernel:
+        """The kernel for operator `name` (`add.Tensor`)."""
+        func = operator(name)
+        if name in self._special:
+            return self._special[name](func)
+        if name in _METADATA_ONLY:
+            return functools.partial(func.redispatch, _BY_CPU_KERNEL)
+        return self._usual(func)
+
+    def _usual(self, func: Any) -> Kernel:
+        """The kernel that the operator's schema and PyTorch's rules for shapes ask for."""
+        schema = _schema(func)
+        if schema.out:
+            return self._out(func, schema)
+        if schema.returns == 0 or all(key is not None for key in schema.written):
+            return self._in_place(func, schema)
+        return self._functional(func, schema)
+
+    def _functional(self, func: Any, schema: _Schema) -> Kernel:
+        """A kernel that makes new tensors."""
+        runtime, kinds = self.runtime, dict[Any, Kind]()
+        single = schema.returns == 1
+        new = runtime.memory.new
+
+        def make(what: Any, args: tuple[Any, ...], kwargs: dict[str, Any], born: list[int]) -> Any:
+            kind = what.__class__
+            if kind is Layout:
+                return new(what, born)
+            if kind is list:
+                return [make(item, args, kwargs, born) for item in what]
+            if kind is _Argument:
+                return args[what.key] if what.key.__class__ is int else kwargs[what.key]
+            return torch.zeros(what.shape, dtype=what.dtype) if kind is _Host else what
+
+        def kernel(*args: Any, **kwargs: Any) -> Any:
+            key = (_kind(args, True), *kwargs, _kind(kwargs.values(), True)) if kwargs else _kind(args, True)
+            kind = kinds.get(key)
+            if kind is None:
+                kind = kinds[key] = Kind(self._remembered(func, schema, key, args, kwargs))
+            born: list[int] = []
+            if single:
+                what = kind.made[0]
+                out = new(what, born) if what.__class__ is Layout else make(what, args, kwargs, born)
+            else:
+                out = tuple([make(what, args, kwargs, born) for what in kind.made])
+            if runtime.observer is not None:
+                runtime.observer.operator(func, args, kwargs, out, born, kind)
+            return out
+
+        return kernel
+
+    def _in_place(self, func: Any, schema: _Schema) -> Kernel:
+        """A kernel that only writes its arguments."""
+        runtime, kinds, written = self.runtime, dict[Any, Kind](), schema.written
+        first = written[0] if len(written) == 1 else None
+
+        def kernel(*args: Any, **kwargs: Any) -> Any:
+            if first == 0:
+                out = args[0]
+            else:
+                values = tuple([args[key] if isinstance(key, int) else kwargs[str(key)] for key in written])
+                out = None if not values else values[0] if first is not None else values
+            if runtime.observer is not None:
+                key = (_kind(args, False), *kwargs, _kind(kwargs.values(), False)) if kwargs else _kind(args, False)
+                kind = kinds.get(key)
+                if kind is None:
+                    kind = kinds[key] = Kind(())
+                runtime.observer.operator(func, args, kwargs, out, [], kind)
+            return out
+
+        return kernel
+
+    def _out(self, func: Any, schema: _Schema) -> Kernel:
+        """A kernel with arguments `out=`, which it resizes where PyTorch does."""
+        runtime, kinds, names = self.runtime, dict[Any, Kind](), schema.out
+
+        def kernel(*args: Any, **kwargs: Any) -> Any:
+            key = (_kind(args, True), *kwargs, _kind(kwargs.values(), True))
+            kind = kinds.get(key)
+            if kind is None:
+                kind = kinds[key] = Kind(self._remembered(func, schema, key, args, kwargs))
+            born: list[int] = []
+            old = [self._grow(kwargs[what.name], what.shape, what.strides, born) for what in kind.made]
+            values = tuple([kwargs[name] for name in names]) if schema.returns else ()
+            out = None if not values else values[0] if len(values) == 1 else values
+            if runtime.observer is not None:
+                runtime.observer.operator(func, args, kwargs, out, born, kind)
+            del old
+            return out
+
+        return kernel
+
+    def _remembered(
+        self, func: Any, schema: _Schema, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, ...]:
+        """What such a call makes (or resizes), by PyTorch's rules; asked once in a process, but for long lists."""
+        if any(isinstance(value, list | tuple) and len(value) > _LONG for value in args):
+            return self._ask(func, schema, args, kwargs)
+        whole = (func, self.runtime.profile.arch, key)
+        made = _known.get(whole)
+        if made is None:
+            if len(_known) >= _REMEMBERED:
+                _known.clear()
+            made = _known[whole] = self._ask(func, schema, args, kwargs)
+        return made
+
+    def _ask(self, func: Any, schema: _Schema, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+        places = None
+        if func._schema.name.startswith("aten::_foreach_") and schema.written == (None,):
+            args, places = _distinct(args)
+        fake, fakes = self.shapes.infer(func, args, kwargs)
+        if schema.out:
+            return tuple(
+                _Resized(name, tuple(fakes[name].shape), tuple(fakes[name].stride()))
+                for name in schema.out
+                if isinstance(kwargs[name], torch.Tensor) and kwargs[name].shape != fakes[name].shape
+            )
+        outputs = corrected(str(func), fake, args, kwargs)
+        if places is not None:
+            outputs = [outputs[place] for place in places]
+        made = tuple(
+            _described(value) if written is None else _Argument(written)
+            for value, written in zip((outputs,) if schema.returns == 1 else outputs, schema.written, strict=True)
+        )
+        return _as_on_cuda(func._schema.name, args, kwargs, made)
+
+    def _grow(self, tensor: torch.Tensor, shape: tuple[int, ...], strides: tuple[int, ...], born: list[int]) -> Any:
+        """Resize `tensor` as `resize_` does on CUDA: a larger storage is born before the old one dies.
+
+        The answer is the old one, to be kept until the birth has been told.
+        """
+        old = tensor.untyped_storage()
+        layout = Layout(shape, strides, tensor.dtype)
+        needed = layout.nbytes + tensor.storage_offset() * tensor.dtype.itemsize if layout.nbytes else 0
+        if needed <= tensor.untyped_storage().nbytes():
+            torch.ops.aten.as_strided_.default(tensor, shape, strides, tensor.storage_offset())
+        else:
+            set_storage(tensor, self.runtime.memory.new(layout, born), shape, strides)
+        return old
+
+    # -- operators with rules of their own: each method makes the kernel
+
+    def _new(self, func: Any, kind: Kind, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+        born: list[int] = []
+        out = self.runtime.memory.new(kind.made[0], born)
+        if self.runtime.observer is not None:
+            self.runtime.observer.operator(func, args, kwargs, out, born, kind)
+        return out
+
+    def _empty(self, func: Any) -> Kernel:
+        kinds = dict[Any, Kind]()
+
+        def kernel(size: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+            dtype = kwargs.get("dtype") or torch.get_default_dtype()
+            order = kwargs.get("memory_format")
+            key = (tuple(size), dtype, order)
+            kind = kinds.get(key)
+            if kind is None:
+                kind = kinds[key] = Kind((_empty_layout(*key),))
+            return self._new(func, kind, (size, *args), kwargs)
+
+        return kernel
+
+    def _empty_strided(self, func: Any) -> Kernel:
+        kinds = dict[Any, Kind]()
+
+        def kernel(size: Any, stride: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+            key = (tuple(size), tuple(stride), kwargs.get("dtype") or torch.get_default_dtype())
+            kind = kinds.get(key)
+            if kind is None:
+                kind = kinds[key] = Kind((Layout(*key),))
+            return self._new(func, kind, (size, stride, *args), kwargs)
+
+        return kernel
+
+    def _copy(self, func: Any) -> Kernel:
+        """at::native::copy_ (ATen/native/cuda/Copy.cu, copy_requires_temporaries): across devices, a tensor that is not
+        contiguous, or of another dtype, goes through a temporary. To the host it is cast there, if the host waits."""
+        on_device = self._in_place(func, _schema(func))
+        runtime = self.runtime
+
+        def kernel(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+            if target.is_cuda == source.is_cuda:
+                on_device(target, source, non_blocking)
+                return target
+            plain = target.dtype == source.dtype and (
+                (target.is_contiguous() and source.is_contiguous())
+                or (target.stride() == source.stride() and is_dense(source))
+            )
+            if target.is_cuda:
+                if plain or target.is_contiguous():
+                    on_device(target, source, non_blocking)
+                else:
+                    on_device(target, on_device(torch.empty_like(target), source), non_blocking)
+                return target
+            cast = source.to(target.dtype) if non_blocking and not plain else source
+            sent = cast if plain else cast.expand_as(target).contiguous()
+            boolean = target.dtype is torch.bool
+            # a larger one is offloaded, not read: its pages stay untouched
+            if target.nbytes <= _FILLED and not runtime.host_copies_keep:
+                runtime.assume(f"values copied from the device: {runtime.truth if boolean else 0}")
+                target.fill_(runtime.truth if boolean else 0)
+            on_device(target, sent, non_blocking)
+            if not non_blocking:
+                runtime.synchronized()
+            return target
+
+        return kernel
+
+    def _resize(self, func: Any) -> Kernel:
+        runtime = self.runtime
+
+        def kernel(tensor: torch.Tensor, size: Any, **kwargs: Any) -> torch.Tensor:
+            shape = tuple(size)
+            if tensor.shape != shape:
+                born: list[int] = []
+                old = self._grow(tensor, shape, contiguous(shape), born)
+                if runtime.observer is not None:
+                    runtime.observer.operator(func, (tensor, size), kwargs, tensor, born, Kind(()))
+                del old
+            return tensor
+
+        return kernel
+
+    def _scalar(self, func: Any) -> Kernel:
+        runtime = self.runtime
+
+        def kernel(tensor: torch.Tensor) -> Any:
+            dtype = tensor.dtype
+            value: Any = runtime.truth if dtype is torch.bool else 0.0 if dtype.is_floating_point else 0
+            if runtime.storage(tensor) in runtime.places:
+                value = tensor.storage_offset()
+            else:
+                runtime.assume(f"a {str(dtype).removeprefix('torch.')} read from the device: {value}")
+            if runtime.observer is not None:
+                runtime.observer.operator(func, (tensor,), {}, value, [], Kind(()))
+            runtime.synchronized()
+            return value
+
+        return kernel
+
+    def _equal(self, func: Any) -> Kernel:
+        runtime = self.runtime
+
+        def kernel(one: torch.Tensor, other: torch.Tensor) -> bool:
+            same = one.shape == other.shape
+            if same:
+                runtime.assume("two tensors compared on the device: equal")
+            if runtime.observer is not None:
+                runtime.observer.operator(func, (one, other), {}, same, [], Kind(()))
+            runtime.synchronized()
+            return same
+
+        return kernel
+
+    def _nonzero(self, func: Any) -> Kernel:
+        """Places of elements that are not zero, by dimension: as many as `Runtime.nonzero` says, the first ones."""
+        runtime, kinds = self.runtime, dict[Any, Kind]()
+
+        def kernel(tensor: torch.Tensor) -> torch.Tensor:
+            rows = runtime.nonzero(tensor)
+            if runtime.nonzero is torch.Tensor.numel:
+                runtime.assume("elements that are not zero, where the host asks: all")
+            key = (rows, _kind((tensor,), True))
+            kind = kinds.get(key)
+            if kind is None:
+                layout = Layout((rows, tensor.ndim), (1, max(rows, 1)), torch.int64)
+                kind = kinds[key] = Kind((layout,))
+            places = self._new(func, kind, (tensor,), {})
+            runtime.synchronized()
+            if tensor.ndim == 1:
+                runtime.places.add(runtime.storage(places))
+            return places
+
+        return kernel
+
+    def _indexed(self, func: Any) -> Kernel:
+        """Masks among indices become the places where they are set (ATen/native/IndexingUtils.h, `expandTensors`); a
+        number that is put where a mask is set fills (`canDispatchToMaskedFill`)."""
+        usual = self._usual(func)
+        fills = func._opname == "_index_put_impl_"
+
+        def kernel(source: torch.Tensor, indices: Any, *rest: Any, **kwargs: Any) -> Any:
+            masks = [index for index in indices if index is not None and index.dtype in (torch.bool, torch.uint8)]
+            if not masks:
+                return usual(source, indices, *rest, **kwargs)
+            given = [index for index in indices if index is not None]
+            accumulate = rest[1] if len(rest) > 1 else kwargs.get("accumulate", False)
+            if fills and not accumulate and len(given) == 1 and not rest[0].is_cuda and rest[0].numel() == 1:
+                mask = masks[0][(..., *[None] * (source.ndim - len(indices) + 1 - masks[0].ndim))]
+                return torch.ops.aten.masked_fill_.Scalar(source, mask, rest[0].item())
+            places: list[Any] = []
+            for index in indices:
+                masked = index is not None and index.dtype in (torch.bool, torch.uint8)
+                places.extend(torch.ops.aten.nonzero.default(index).unbind(1) if masked else [index])
+            return usual(source, places, *rest, **kwargs)
+
+        return kernel
+
+    def _never(self, func: Any) -> Kernel:
+        return lambda *args, **kwargs: False
+
+
+@functools.lru_cache(4096)
+def _empty_layout(shape: tuple[int, ...], dtype: torch.dtype, memory_format: torch.memory_format | None) -> Layout:
+    if memory_format is None or memory_format is torch.contiguous_format:
+        return Layout(shape, contiguous(shape), dtype)
+    strides = torch.empty(shape, dtype=dtype, device="meta", memory_format=memory_format).stride()
+    return Layout(shape, strides, dtype)
+
+
+def operator(name: str) -> Any:
+    """The overload called `name` (`add.Tensor`, `mm`) of aten."""
+    packet, _, overload = name.partition(".")
+    return getattr(getattr(torch.ops.aten, packet), overload or "default")
+
+
+def names() -> tuple[str, ...]:
+    """Every operator that gets a kernel."""
+    return (*cuda_operators(), *_ALSO)

@@ -1,0 +1,333 @@
+"""The Python side of `torch.cuda` for a device that is not there: answers from a profile, and nothing done."""
+
+from __future__ import annotations
+
+import contextlib
+import heapq
+import importlib
+import types
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+
+if TYPE_CHECKING:
+    from graph.fake_cuda.device import Runtime
+
+
+#: The first number of a stream that stands for an event.
+FIRST_POINT: Final = 5000
+
+
+class Stream:
+    """A CUDA stream by number; 0 is the default stream."""
+
+    runtime: Runtime
+    _made = 0
+
+    def __init__(self, device: Any = None, priority: int = 0, *, number: int | None = None, **_: Any) -> None:
+        if number is None:
+            Stream._made += 1
+        self.stream_id = Stream._made if number is None else number
+        self.cuda_stream = self.stream_id
+        self.device_index = 0
+        self.device_type = 1
+        self.device = torch.device("cuda", 0)
+        self.priority = priority
+
+    def query(self) -> bool:
+        """All is done."""
+        return True
+
+    def synchronize(self) -> None:
+        """The host waits."""
+        self.runtime.synchronized()
+
+    def wait_stream(self, stream: Any) -> None:
+        """What comes on this stream waits for what is on `stream` now."""
+        self.runtime.tell("wait_stream", self.stream_id, stream.stream_id)
+
+    def wait_event(self, event: Any) -> None:
+        """What comes on this stream waits for `event`."""
+        event.wait(self)
+
+    def record_event(self, event: Any = None) -> Any:
+        """`event`, or a new one, recorded on this stream."""
+        recorded = Event() if event is None else event
+        recorded.record(self)
+        return recorded
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Stream) and other.stream_id == self.stream_id
+
+    def __hash__(self) -> int:
+        return hash((Stream, self.stream_id))
+
+
+class Points:
+    """Numbers of the streams that stand for events: one for each event that lives, used again when it is gone."""
+
+    def __init__(self) -> None:
+        self._free: dict[int, list[int]] = {}  # by the stream on which such events were recorded
+        self._stream: dict[int, int] = {}
+
+    def take(self, stream: int) -> int:
+        """A number for an event on `stream`."""
+        free = self._free.setdefault(stream, [])
+        if free:
+            return heapq.heappop(free)
+        number = FIRST_POINT + len(self._stream)
+        self._stream[number] = stream
+        return number
+
+    def give_back(self, number: int) -> None:
+        """The event of this number (0: none) is gone, or recorded anew."""
+        if number:
+            heapq.heappush(self._free[self._stream[number]], number)
+
+
+class Event:
+    """A CUDA event: a point on a stream.
+
+    It is told as a stream of its own that waits there for the one it is recorded on; who waits for the event waits for
+    that stream.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.device = torch.device("cuda", 0)
+        self._point = 0
+        self._points = Stream.runtime.points
+
+    def __del__(self) -> None:
+        self._points.give_back(self._point)
+
+    def record(self, stream: Any = None) -> None:
+        """This point of `stream`, or of the current one."""
+        on = (Stream.runtime.stream if stream is None else stream).stream_id
+        self._points.give_back(self._point)
+        self._point = self._points.take(on)
+        Stream.runtime.tell("wait_stream", self._point, on)
+
+    def wait(self, stream: Any = None) -> None:
+        """What comes on `stream`, or on the current one, waits for this point."""
+        if self._point:
+            waiting = Stream.runtime.stream if stream is None else stream
+            Stream.runtime.tell("wait_stream", waiting.stream_id, self._point)
+
+    def query(self) -> bool:
+        """It is complete."""
+        return True
+
+    def synchronize(self) -> None:
+        """The host waits."""
+        Stream.runtime.synchronized(self._point)
+
+    def elapsed_time(self, other: Any) -> float:
+        """No time passes."""
+        return 0.0
+
+
+class _Storages:
+    """What changes in `torch.UntypedStorage` and `torch.Tensor`: storages that change their size, and use on streams.
+
+    A storage keeps its address when it is resized: only the runtime knows that its bytes were given back.
+    """
+
+    def __init__(self, runtime: Runtime) -> None:
+        self.live = runtime.memory.live
+        self.tell = runtime.tell
+        self.number = runtime.number_at
+
+    def changes(self) -> list[tuple[Any, str, Any]]:
+        """Owner, name and function of each."""
+        live, tell, number = self.live, self.tell, self.number
+        storage: Any = torch.UntypedStorage
+        resize, nbytes, record = storage.resize_, storage.nbytes, torch.Tensor.record_stream
+
+        def resized(self: Any, size: int) -> Any:
+            if self.device.type != "cuda":
+                return resize(self, size)
+            mine = number(self.data_ptr())
+            if mine in live and live[mine] != size:
+                live[mine] = int(size)
+                tell("resized", mine, int(size))
+            return self
+
+        def measured(self: Any) -> int:
+            if self.device.type != "cuda":
+                return int(nbytes(self))
+            return live.get(number(self.data_ptr()), 0)
+
+        def recorded(self: torch.Tensor, stream: Any) -> None:
+            if isinstance(stream, Stream):
+                tell("record_stream", number(self.untyped_storage().data_ptr()), stream.stream_id)
+            else:
+                record(self, stream)
+
+        return [
+            (storage, "resize_", resized),
+            (storage, "nbytes", measured),
+            (storage, "size", measured),
+            (torch.Tensor, "record_stream", recorded),
+        ]
+
+
+class _Device:
+    """`torch.cuda.device`: there is only device 0."""
+
+    def __init__(self, device: Any = None) -> None:
+        self.idx = 0
+        self.prev_idx = 0
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *exc: object) -> None:
+        pass
+
+
+class _StreamContext:
+    """`torch.cuda.stream(s)`."""
+
+    def __init__(self, runtime: Runtime, stream: Any) -> None:
+        self.runtime, self.stream = runtime, stream
+
+    def __enter__(self) -> None:
+        self.before = self.runtime.stream
+        if self.stream is not None:
+            self.runtime.stream = self.stream
+
+    def __exit__(self, *exc: object) -> None:
+        self.runtime.stream = self.before
+
+
+def _properties(runtime: Runtime) -> types.SimpleNamespace:
+    """`torch.cuda.get_device_properties`."""
+    card = runtime.profile
+    return types.SimpleNamespace(
+        name=card.product,
+        major=card.arch[0],
+        minor=card.arch[1],
+        total_memory=card.total_bytes,
+        multi_processor_count=card.sm_count,
+        max_threads_per_multi_processor=card.max_threads_per_sm,
+        max_threads_per_block=card.max_threads_per_block,
+        warp_size=card.warp_size,
+        shared_memory_per_block=48 << 10,
+        shared_memory_per_block_optin=card.shared_memory_per_block,
+        shared_memory_per_multiprocessor=card.shared_memory_per_sm,
+        regs_per_multiprocessor=65536,
+        L2_cache_size=card.l2_bytes,
+        is_integrated=0,
+        is_multi_gpu_board=0,
+        gcnArchName="",
+        uuid="",
+    )
+
+
+def forget() -> None:
+    """Answers that `torch.cuda` asked the device for once and kept: as in a new process, it is to ask again."""
+    torch.cuda._check_bf16_tensor_supported.cache_clear()
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    """A call that has no effect without a device."""
+
+
+def attributes(runtime: Runtime) -> dict[str, Any]:
+    """What replaces the attributes of these names in `torch.cuda`."""
+    card = runtime.profile
+    default = Stream(number=0)
+    state = torch.zeros(16, dtype=torch.uint8)
+    generator: Any = types.SimpleNamespace(
+        device=torch.device("cuda", 0),
+        get_state=lambda: state.clone(),
+        set_state=_nothing,
+        initial_seed=lambda: 0,
+        manual_seed=_nothing,
+        seed=lambda: 0,
+        clone_state=lambda: generator,
+        graphsafe_get_state=lambda: generator,
+        graphsafe_set_state=_nothing,
+    )
+    Stream.runtime, Stream._made = runtime, 0
+    runtime.default_stream = default
+    quiet = (
+        "_lazy_init init set_device ipc_collect reset_peak_memory_stats reset_max_memory_allocated "
+        "reset_accumulated_memory_stats reset_max_memory_cached set_rng_state set_rng_state_all manual_seed "
+        "manual_seed_all seed seed_all set_per_process_memory_fraction cudart _lazy_call"
+    )
+    return {
+        **dict.fromkeys(quiet.split(), _nothing),
+        "is_available": lambda: True,
+        "is_initialized": lambda: True,
+        "_is_in_bad_fork": lambda: False,
+        "is_current_stream_capturing": lambda: False,
+        "device_count": lambda: 1,
+        "_device_count_nvml": lambda: 1,
+        "current_device": lambda: 0,
+        "_exchange_device": lambda device: 0,
+        "_maybe_exchange_device": lambda device: 0,
+        "device": _Device,
+        "device_of": _Device,
+        "_DeviceGuard": _Device,
+        "get_device_name": lambda device=None: card.product,
+        "get_device_capability": lambda device=None: card.arch,
+        "get_device_properties": lambda device=None: _properties(runtime),
+        "can_device_access_peer": lambda device, peer_device: True,
+        "get_arch_list": lambda: [f"sm_{card.arch[0]}{card.arch[1]}"],
+        "empty_cache": runtime.cache_emptied,
+        "synchronize": lambda device=None: runtime.synchronized(),
+        "memory_allocated": lambda device=None: runtime.allocated(),
+        "max_memory_allocated": lambda device=None: runtime.allocated(),
+        "memory_reserved": lambda device=None: runtime.allocated(),
+        "max_memory_reserved": lambda device=None: runtime.allocated(),
+        "memory_stats": lambda device=None: {},
+        "mem_get_info": lambda device=None: (card.total_bytes - runtime.allocated(), card.total_bytes),
+        "get_rng_state": lambda device="cuda": state.clone(),
+        "get_rng_state_all": lambda: [state.clone()],
+        "initial_seed": lambda: 0,
+        "default_generators": (generator,),
+        "Stream": Stream,
+        "Event": Event,
+        "ExternalStream": Stream,
+        "set_stream": lambda stream: setattr(runtime, "stream", stream),
+        "current_stream": lambda device=None: runtime.stream,
+        "default_stream": lambda device=None: default,
+        "stream": lambda stream: _StreamContext(runtime, stream),
+        "StreamContext": lambda stream: _StreamContext(runtime, stream),
+        "get_stream_from_external": lambda pointer, device=None: Stream(number=pointer),
+    }
+
+
+@contextlib.contextmanager
+def patched(runtime: Runtime) -> Iterator[None]:
+    """`torch.cuda` answers for `runtime`'s card while inside."""
+    answers = attributes(runtime)
+    changes: list[tuple[Any, str, Any]] = [(torch.cuda, name, answer) for name, answer in answers.items()]
+    for part in ("memory", "random"):
+        module = importlib.import_module(f"torch.cuda.{part}")
+        changes += [(module, name, answer) for name, answer in answers.items() if hasattr(module, name)]
+    fake = importlib.import_module("torch._subclasses.fake_tensor")
+    changes += [
+        (fake, "init_gpu_context", _nothing),
+        (fake.log, "disabled", True),  # it logs errors that are raised as well
+        (torch.version, "cuda", torch.version.cuda or "13.0"),
+        (torch._C, "_cuda_getCurrentRawStream", lambda device: 0),
+    ]
+    changes += _Storages(runtime).changes()
+    before = [(target, name, vars(target).get(name, _ABSENT)) for target, name, _ in changes]
+    try:
+        for target, name, answer in changes:
+            setattr(target, name, answer)
+        yield
+    finally:
+        runtime.stream = runtime.default_stream
+        for target, name, old in reversed(before):
+            if old is _ABSENT:
+                delattr(target, name)
+            else:
+                setattr(target, name, old)
+
+
+_ABSENT = object()

@@ -1,0 +1,59 @@
+"""How a run is set up: the points of a training run that a distributed method changes. The defaults are one GPU.
+
+`graph.capture` runs a model through a `Method`; `strategies` has one for every way of spreading a model over GPUs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Method:
+    """One rank of a job. Subclasses change what their method changes; this class is training on one GPU."""
+
+    #: Iterations that must run for real before the last of them may stand for the rest.
+    real_steps: int = 2
+    #: Names of the phases of training, in the order of the numbers that `train` gives its clock.
+    phases: tuple[str, ...] = ("load", "forward", "backward", "optimizer", "end")
+
+    def running(self, runtime: Any, recorder: Any) -> contextlib.AbstractContextManager[None]:
+        """Around the whole run, inside the fake device: process groups begin and end here."""
+        return contextlib.nullcontext()
+
+    def load(self, recorder: Any, built: Any) -> Mapping[str, int]:
+        """Bring `built.module` to the device, wrapped as the method wraps it (`built.module` is replaced by that).
+
+        The answer maps the names of parameters and buffers to their storages.
+        """
+        from graph.loop.placement import place
+
+        found: Mapping[str, int] = built.load(lambda module, keep: place(recorder, module, keep=keep))
+        return found
+
+    def optimizer(self, case: Any, parameters: list[torch.nn.Parameter]) -> Any:
+        """The optimizer over the trainable parameters of the wrapped module."""
+        from graph.loop.training import make_optimizer
+
+        return make_optimizer(case, parameters)
+
+    def train(self, clock: Any, built: Any, case: Any, roles: Any, steps: int) -> None:
+        """The training loop: `steps` iterations, with its marks on `clock` (a `graph.loop.training.Clock`)."""
+        from graph.loop.training import train
+
+        train(clock, built, case, roles, steps, self)
+
+    def micro_step(self, module: Any, micro: int, last: bool) -> contextlib.AbstractContextManager[Any]:
+        """Around forward and backward of one micro-batch (`last`: the one after which the optimizer steps)."""
+        return contextlib.nullcontext()
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """The backward pass of one micro-batch, from its loss."""
+        loss.backward()  # type: ignore[no-untyped-call]
+
+    def settle(self) -> None:
+        """The host has waited for the device: work that was finished is dropped."""

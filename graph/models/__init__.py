@@ -1,0 +1,1 @@
+"""Models without weights: the catalogue, configurations, a user's function; adapters and quantization."""

@@ -1,0 +1,238 @@
+"""Quantized linear layers as bitsandbytes stores and runs them, and its 8-bit optimizer, on the fake device.
+
+bitsandbytes' own Python code for CUDA (bitsandbytes/backends/cuda/ops.py) decides what is allocated; only the compiled
+library that it calls for the arithmetic is replaced by functions that do nothing while the fake device is in use.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import logging
+import sys
+import warnings
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+
+from graph.case import Case
+from graph.errors import CaptureError
+from graph.fake_cuda import device as fake_cuda
+from graph.loop.inputs import DTYPES
+from traces.errors import ConfigError
+
+if TYPE_CHECKING:
+    from graph.models.sources import Built, Place
+
+#: The head stays as it is: its usual names (transformers/quantizers/base.py skips the output embeddings).
+_KEPT: Final = ("lm_head", "embed_out")
+_INT8_THRESHOLD: Final = 6.0
+_CUDA_OPS: Final = "bitsandbytes.backends.cuda.ops"
+
+
+class _Function:
+    """One function of the compiled library: nothing while the fake device is in use."""
+
+    def __init__(self, name: str, real: Any) -> None:
+        self.name, self.real = name, real
+
+    def __call__(self, *arguments: Any) -> Any:
+        if fake_cuda._active or self.real is None:
+            return 0
+        return self.real(*arguments)
+
+
+class _Library:
+    """The compiled library, function by function."""
+
+    def __init__(self, real: Any) -> None:
+        self.real = real
+        self.functions: dict[str, _Function] = {}
+
+    def __getattr__(self, name: str) -> _Function:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        if name not in self.functions:
+            self.functions[name] = _Function(name, getattr(self.real, name) if self.real is not None else None)
+        return self.functions[name]
+
+
+def ready() -> Any:
+    """The package bitsandbytes, ready to run on the fake device. ConfigError if it is missing.
+
+    Called before the fake device is in use (an import looks for a real one). On a real GPU its functions work as
+    before, once the fake device is gone.
+    """
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it would speak of kernels for the CPU
+    try:
+        import bitsandbytes
+    except ImportError as error:
+        raise ConfigError(f"bitsandbytes is needed ({error}); pip install 'llmem[torch]'") from None
+    _with_cuda_kernels()
+    library: Any = importlib.import_module("bitsandbytes.functional")
+    library.name2qmap.clear()  # codes that it keeps on the device, which goes with each capture
+    return bitsandbytes
+
+
+def _with_cuda_kernels() -> None:
+    """bitsandbytes' kernels for CUDA, registered, and calling `_Library`."""
+    extension: Any = importlib.import_module("bitsandbytes.cextension")
+    loaded: Any = sys.modules.get(_CUDA_OPS)
+    if loaded is None:
+        before = extension.lib
+        native: Any = torch._C
+        absent = not hasattr(native, "_cuda_getCurrentRawStream")
+        extension.lib = _Library(None)
+        if absent:
+            native._cuda_getCurrentRawStream = _raw_stream
+        try:
+            loaded = importlib.import_module(_CUDA_OPS)
+        finally:
+            extension.lib = before
+            if absent:
+                del native._cuda_getCurrentRawStream
+    elif not isinstance(loaded.lib, _Library):  # a real GPU is here: its functions stay behind ours
+        loaded.lib = _Library(loaded.lib)
+        for table in (value for name, value in vars(loaded).items() if name.startswith("str2optimizer")):
+            for name, functions in table.items():
+                table[name] = tuple(_Function(name, one) for one in functions)
+    if not isinstance(loaded.CUBLAS_Context, _Contexts):
+        loaded.CUBLAS_Context = _Contexts(loaded.CUBLAS_Context)
+    loaded.torch = _NoOutliers()
+    loaded._get_raw_stream = functools.partial(_stream, getattr(torch._C, "_cuda_getCurrentRawStream", _raw_stream))
+    for name in ("_gpu_dispatch_props", "_gemm_4bit_use_custom_fn"):  # they remember the GPU
+        getattr(getattr(loaded, name, None), "cache_clear", lambda: None)()
+
+
+class _NoOutliers:
+    """PyTorch as bitsandbytes' kernels see it: a search for outlier columns on the fake device finds none."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+    @staticmethod
+    def argwhere(tensor: torch.Tensor) -> torch.Tensor:
+        if not fake_cuda._active:
+            return torch.argwhere(tensor)
+        runtime = fake_cuda._active[0]
+        before, runtime.nonzero = runtime.nonzero, lambda _tensor: 0
+        try:
+            return torch.argwhere(tensor)
+        finally:
+            runtime.nonzero = before
+
+
+class _Contexts:
+    """`CUBLAS_Context` of bitsandbytes, which makes no handle on the fake device."""
+
+    def __init__(self, real: Any) -> None:
+        self.real = real
+
+    def get_instance(self) -> Any:
+        return self if fake_cuda._active else self.real.get_instance()
+
+    @staticmethod
+    def get_context(device: torch.device) -> None:
+        """No handle."""
+
+
+def _raw_stream(index: int) -> int:
+    return 0
+
+
+def _stream(real: Any, index: int) -> int:
+    return 0 if fake_cuda._active else int(real(index))
+
+
+def loader(case: Case, built: Built, place: Place) -> Any:
+    """Load a quantized model as its users do: linear layers one after another, the rest, then what training needs.
+
+    Each weight goes to the device in the model's dtype and is quantized there. For training: peft's
+    prepare_model_for_kbit_training, then adapters on the device.
+    """
+    from graph.models.sources import prepare
+
+    bitsandbytes = ready()
+    quantize(bitsandbytes, built.module, case)
+    placed = place(built.module, lambda tensor: bool(tensor.is_cuda))
+    built.module.is_quantized = True
+    if case.quant == "nf4":
+        built.module.is_loaded_in_4bit = True
+    else:
+        built.module.is_loaded_in_8bit = True
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        if case.task == "train":
+            import peft
+
+            built.module = peft.prepare_model_for_kbit_training(  # type: ignore[no-untyped-call]
+                built.module,
+                use_gradient_checkpointing=bool(case.checkpointing),
+                gradient_checkpointing_kwargs={"use_reentrant": case.checkpointing == "reentrant"},
+            )
+        prepare(built, case, "cuda")
+    return placed
+
+
+def quantize(bitsandbytes: Any, module: Any, case: Case) -> None:
+    """Put every linear layer of a meta model, but its head, on the device in quantized form, in order of modules."""
+    make = _four_bit if case.quant == "nf4" else _eight_bit
+    count = 0
+    for name, layer in list(module.named_modules()):
+        if not isinstance(layer, torch.nn.Linear) or any(word in name for word in _KEPT):
+            continue
+        parent, _, own = name.rpartition(".")
+        module.get_submodule(parent).register_module(own, make(bitsandbytes, layer, case))
+        count += 1
+    if not count:
+        raise CaptureError(f"key 'quant': the model has no nn.Linear but its head for {case.quant}")
+
+
+def _four_bit(bitsandbytes: Any, layer: torch.nn.Linear, case: Case) -> Any:
+    new = bitsandbytes.nn.Linear4bit(
+        layer.in_features,
+        layer.out_features,
+        bias=layer.bias is not None,
+        compute_dtype=compute_dtype(case),
+        compress_statistics=case.double_quant,
+        quant_type="nf4",
+        device="meta",
+    )
+    new.weight = bitsandbytes.nn.Params4bit(
+        _host(layer.weight), requires_grad=False, compress_statistics=case.double_quant, quant_type="nf4", module=new
+    ).to(torch.device("cuda", 0))
+    _bias(new, layer)
+    return new
+
+
+def _eight_bit(bitsandbytes: Any, layer: torch.nn.Linear, case: Case) -> Any:
+    new = bitsandbytes.nn.Linear8bitLt(
+        layer.in_features,
+        layer.out_features,
+        layer.bias is not None,
+        has_fp16_weights=False,
+        threshold=_INT8_THRESHOLD,
+        device="meta",
+    )
+    new.weight = bitsandbytes.nn.Int8Params(_host(layer.weight), requires_grad=False, has_fp16_weights=False).to(
+        torch.device("cuda", 0)
+    )
+    _bias(new, layer)
+    return new
+
+
+def _bias(new: Any, layer: torch.nn.Linear) -> None:
+    if layer.bias is not None:
+        new.bias = torch.nn.Parameter(torch.empty(layer.out_features, dtype=layer.bias.dtype, device="cuda"))
+
+
+def _host(weight: torch.Tensor) -> torch.Tensor:
+    """A weight on the host, never touched: only its pages are reserved."""
+    return torch.empty(weight.shape, dtype=weight.dtype, device="cpu")
+
+
+def compute_dtype(case: Case) -> torch.dtype:
+    """In what 4-bit layers compute: bf16, and for inference the model's dtype where that has 16 bits."""
+    if case.compute:
+        return DTYPES[case.compute]
+    return torch.float16 if case.task == "inference" and case.dtype == "fp16" else torch.bfloat16

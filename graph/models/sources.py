@@ -1,0 +1,496 @@
+"""From a case to a model without weights: a catalogue name, a config.json, or a user's own function.
+
+`build(case)` makes the `nn.Module` on the meta device, in the right dtype, tied, with adapters and checkpointing, in
+training mode; nothing is downloaded and no weight is made. What it cannot make is one line that says what to mend.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import importlib
+import inspect
+import json
+import os
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Final
+
+import torch
+
+from graph.case import Case
+from graph.errors import CaptureError
+from graph.loop.inputs import DTYPES, Input, arguments, hosts, training_batch
+from graph.loop.losses import chunked, in_parts, like_transformers_4_29
+from graph.models import catalogue
+from graph.models.adapters import with_lora
+from graph.models.mixtures import shares
+from graph.models.transformers_4_29.attention import like_transformers_4_29 as like_old_attention
+from traces.errors import ConfigError, LLMemError
+
+#: The class of transformers that picks a model by its configuration, for each head.
+_AUTO: Final[Mapping[str, str]] = {
+    "causal-lm": "AutoModelForCausalLM",
+    "seq2seq-lm": "AutoModelForSeq2SeqLM",
+    "masked-lm": "AutoModelForMaskedLM",
+    "sequence-classification": "AutoModelForSequenceClassification",
+    "image-classification": "AutoModelForImageClassification",
+}
+#: ... and the table in transformers.models.auto.modeling_auto that it reads.
+_TABLES: Final[Mapping[str, str]] = {
+    "seq2seq-lm": "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES",
+    "masked-lm": "MODEL_FOR_MASKED_LM_MAPPING_NAMES",
+    "causal-lm": "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
+    "image-classification": "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES",
+    "sequence-classification": "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES",
+}
+#: Classes of an image classifier whose configuration names none: those of ImageNet.
+_IMAGE_CLASSES: Final = 1000
+
+Place = Callable[[Any, Callable[[torch.Tensor], bool]], Any]
+
+
+@dataclass
+class Built:
+    """A model ready to be placed and trained.
+
+    `module` is on the meta device until `load` has placed it; `load` may replace it (quantization, adapters). `loss`
+    maps (module, keyword arguments) to the scalar to differentiate. `assumptions`: what was assumed, one line each.
+    `held`: outputs of the model that the training loop keeps (`Case.outputs`).
+    """
+
+    module: Any
+    config: Any
+    head: str
+    batch: tuple[Input, ...]
+    loss: Callable[[Any, dict[str, Any]], Any]
+    where: str
+    assumptions: tuple[str, ...] = ()
+    loader: Callable[[Built, Place], Any] | None = field(default=None, repr=False)
+    held: list[Any] = field(default_factory=list, repr=False)
+
+    def host(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """(name, host tensor) of one micro-batch, in the order in which they go to the device."""
+        return hosts(self.batch)
+
+    def forward(self, module: Any, inputs: dict[str, Any]) -> Any:
+        """The loss of one micro-batch; `inputs` by the names that `host` gave."""
+        return self.loss(module, arguments(self.batch, inputs))
+
+    def load(self, place: Place) -> Any:
+        """Put the model on the device by `place(module, keep)`, as its users load it; answers what `place` answered.
+
+        `place` moves every tensor for which `keep(tensor)` is false.
+        """
+        if self.loader is not None:
+            return self.loader(self, place)
+        return place(self.module, _nothing_kept)
+
+
+def _nothing_kept(tensor: torch.Tensor) -> bool:
+    return False
+
+
+def build(case: Case) -> Built:
+    """The model and the inputs of a case, without weights.
+
+    Raises ConfigError for a missing or malformed configuration, an unknown model or architecture, a sequence longer
+    than the model's positions and the like; CaptureError where transformers refuses what is asked for.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        if case.quant or case.optimizer == "adamw-8bit":
+            from graph.models.quantization import ready
+
+            ready()
+        if _is_function(case.model):
+            return _from_function(case)
+        document, place = read_configuration(case.model)
+        return _from_configuration(case, document, place)
+
+
+def _is_function(model: str) -> bool:
+    module, colon, function = model.rpartition(":")
+    words = [*module.split("."), function]
+    return bool(colon) and all(word.isidentifier() for word in words) and catalogue.find(model) is None
+
+
+# ------------------------------------------------------------------------------------------- configurations
+
+
+def read_configuration(model: str) -> tuple[dict[str, Any], str]:
+    """The configuration that `model` names, and where it stands ("catalogue: gpt2", or the path of the file).
+
+    `model` is a name of the catalogue, the path of a JSON file, or of a folder with a config.json. Raises ConfigError.
+    """
+    known = catalogue.find(model)
+    path = Path(model).expanduser()
+    if known is not None and not path.is_file():
+        return catalogue.configuration(known), f"catalogue: {known}"
+    if path.is_dir():
+        path = path / "config.json"
+    elif not path.exists() and path.suffix != ".json" and not model.startswith((".", "/", "~")):
+        near = ", ".join(repr(one) for one in catalogue.nearest(model))
+        raise ConfigError(
+            f"model {model[:80]!r} is neither in the catalogue{f' (near it: {near})' if near else ''} nor a path of a "
+            "config.json nor module:function; nothing is downloaded"
+        )
+    return _read(path), str(path)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        text = path.read_text("utf-8")
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: no such file; the configuration of a model is needed there") from None
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read ({error.strerror})") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: byte {error.start} is not UTF-8; a config.json is text") from None
+    try:
+        document = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{path}, line {error.lineno}, column {error.colno}: not JSON ({error.msg})") from None
+    except RecursionError:
+        raise ConfigError(f"{path}: nested too deeply for a model's configuration") from None
+    if not isinstance(document, dict):
+        raise ConfigError(f"{path}: a configuration is a JSON object, not {type(document).__name__}")
+    return document
+
+
+def transformers_config(document: Mapping[str, Any], place: str) -> Any:
+    """The configuration object of transformers; ConfigError for an unknown architecture or bad values."""
+    transformers = _transformers()
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    kind = document.get("model_type")
+    if not isinstance(kind, str):
+        raise ConfigError(f"{place}: key 'model_type' is missing; it names the architecture, such as 'llama'")
+    if kind not in CONFIG_MAPPING:
+        near = difflib.get_close_matches(kind[:60], list(CONFIG_MAPPING.keys()), n=1, cutoff=0.0)
+        raise ConfigError(
+            f"{place}: transformers {transformers.__version__} knows no model_type {kind[:60]!r}; the nearest is "
+            f"{near[0]!r}. A model of your own goes by module:function"
+        )
+    values = {key: value for key, value in document.items() if key not in ("model_type", "auto_map")}
+    try:
+        return transformers.AutoConfig.for_model(kind, **values)
+    except Exception as error:
+        raise ConfigError(f"{place}: {_line(error)}") from None
+
+
+def head_of(case: Case, config: Any) -> str:
+    """The head of a case: its own, the one that the configuration names, or the usual one of the architecture."""
+    if case.head:
+        return case.head
+    from transformers.models.auto import modeling_auto
+
+    tables = {head: getattr(modeling_auto, name, {}) for head, name in _TABLES.items()}
+    named = list(getattr(config, "architectures", None) or [])
+    for head, table in tables.items():
+        if table.get(config.model_type) in named and named:
+            return head
+    for head, table in tables.items():
+        decoder = head == "masked-lm" and getattr(config, "is_decoder", False)
+        if config.model_type in table and not decoder:
+            return head
+    return "causal-lm"
+
+
+def _from_configuration(case: Case, document: dict[str, Any], place: str) -> Built:
+    config = transformers_config(document, place)
+    head = head_of(case, config)
+    if head == "image-classification" and not {"num_labels", "id2label"} & set(document):
+        config.num_labels = _IMAGE_CLASSES
+    batch = training_batch(case, head, config, place) if case.task == "train" else ()
+    module = _model(case, config, head, place)
+    module.tie_weights()
+    held: list[Any] = []
+    loss = _offloaded(case, _loss(case, head, config, held))
+    built = Built(module, config, head, batch, loss, place, _stated(case, config), held=held)
+    if case.quant:
+        from graph.models.quantization import loader
+
+        built.loader = functools.partial(loader, case)
+    else:
+        prepare(built, case)
+    return built
+
+
+def prepare(built: Built, case: Case, device: str = "meta") -> None:
+    """Adapters, checkpointing and the mode, in the order in which a training script asks for them."""
+    if case.loss.startswith("chunk"):
+        in_parts(built.module, checkpointed=case.loss == "chunk8-ckpt")
+    if case.lora:
+        built.module, assumed = with_lora(built.module, case.lora, case.lora_targets, built.head, device, built.where)
+        built.assumptions += assumed
+    if case.task == "inference":
+        built.module.eval()
+        return
+    if case.checkpointing:
+        if case.lora and not case.quant:
+            built.module.enable_input_require_grads()
+        _checkpoint(built.module, case)
+    if case.loss == "transformers-4.29" and case.attn == "eager":
+        like_old_attention(built.module, cloned=case.strategy == "gemini")
+    built.module.train()
+
+
+def _model(case: Case, config: Any, head: str, place: str) -> Any:
+    options: dict[str, Any] = {"dtype": DTYPES[case.dtype]}
+    if case.attn != "default":
+        options["attn_implementation"] = repeated_sdpa() if case.repeat_kv else case.attn
+    try:
+        with torch.device("meta"):
+            return getattr(_transformers(), _AUTO[head]).from_config(config, **options)
+    except Exception as error:
+        reason = _line(error)
+        if "attention" in reason and case.attn == "sdpa":
+            raise CaptureError(
+                f"{place}: transformers has no attn 'sdpa' for {config.model_type}; use 'eager' or 'default'"
+            ) from None
+        if "Unrecognized configuration" in reason:
+            raise CaptureError(
+                f"{place}: transformers has no {head} of {config.model_type}; choose another 'head'"
+            ) from None
+        raise CaptureError(f"{place}: transformers cannot build it: {reason}") from None
+
+
+def repeated_sdpa() -> str:
+    """The name under which transformers knows an sdpa that gets keys and values once for every head."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
+    from transformers.masking_utils import sdpa_mask
+
+    name = "sdpa_repeated"
+
+    def attention(module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **options: Any) -> Any:
+        groups = query.shape[1] // key.shape[1]
+        alone: Any = SimpleNamespace(is_causal=getattr(module, "is_causal", True))  # it names no groups
+        return sdpa_attention_forward(
+            alone, query, repeat_kv(key, groups), repeat_kv(value, groups), attention_mask, **options
+        )
+
+    AttentionInterface.register(name, attention)
+    AttentionMaskInterface.register(name, sdpa_mask)
+    return name
+
+
+def _checkpoint(module: Any, case: Case) -> None:
+    """As transformers' own switch does it, with PyTorch's selective policies where outputs are kept."""
+    options: dict[str, Any] = {"use_reentrant": case.checkpointing == "reentrant"}
+    if case.save:
+        from torch.utils.checkpoint import create_selective_checkpoint_contexts
+
+        options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, saved_operators(case.save))
+    extra: dict[str, Any] = {}
+    if case.every > 1:
+        extra["every_n_layers"] = case.every
+    if case.offload == "checkpoints":
+        extra["offload"] = True
+    enable = getattr(module, "activation_checkpointing_enable", None) or module.gradient_checkpointing_enable
+    try:
+        enable(options, **extra)
+    except ValueError as error:
+        raise CaptureError(f"key 'checkpointing': {_line(error)}") from None
+
+
+def saved_operators(save: tuple[str, ...]) -> list[Any]:
+    """The operators whose outputs selective checkpointing keeps, by the words of `Case.save`."""
+    aten = torch.ops.aten
+    known = {
+        "matmul": [aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default],
+        "attn": [
+            aten._scaled_dot_product_flash_attention.default,
+            aten._scaled_dot_product_efficient_attention.default,
+            aten._scaled_dot_product_cudnn_attention.default,
+        ],
+    }
+    return [operator for word in save for operator in known[word]]
+
+
+def _loss(case: Case, head: str, config: Any, held: list[Any]) -> Callable[[Any, dict[str, Any]], Any]:
+    extra: dict[str, Any] = {} if head in ("image-classification",) else {"use_cache": case.use_cache}
+    if case.loss and head != "causal-lm":
+        raise ConfigError(f"key 'loss': {case.loss!r} is for decoders (head causal-lm), and this model is {head}")
+    if case.loss == "transformers-4.29":
+        return functools.partial(like_transformers_4_29, extra, config.model_type)
+    if case.loss:
+        return functools.partial(chunked, extra)
+
+    def own(module: Any, inputs: dict[str, Any]) -> Any:
+        outputs = module(**inputs, **extra)
+        if case.outputs != "dropped":
+            held[:] = [outputs]
+        return outputs.loss
+
+    return own
+
+
+def _offloaded(case: Case, loss: Callable[[Any, dict[str, Any]], Any]) -> Callable[[Any, dict[str, Any]], Any]:
+    """The loss with what it saves for backward on the host, where the case offloads activations."""
+    if not case.offload.startswith("activations"):
+        return loss
+
+    def forward(module: Any, inputs: dict[str, Any]) -> Any:
+        with torch.autograd.graph.save_on_cpu(pin_memory=case.offload == "activations-pin"):
+            return loss(module, inputs)
+
+    return forward
+
+
+def _stated(case: Case, config: Any) -> tuple[str, ...]:
+    if case.quant == "int8":
+        return ("int8: no column of the activations holds an outlier",)
+    count = len(shares(case, config))
+    if not count:
+        return ()
+    given = "equal shares" if not case.experts else "shares " + ", ".join(f"{share:g}" for share in case.experts)
+    return (f"mixture of experts: the {count} experts get {given} of the tokens",)
+
+
+# ------------------------------------------------------------------------------------------ a user's function
+
+
+def _from_function(case: Case) -> Built:
+    """What a user's `module:function` returns: (module, inputs) or (module, inputs, loss).
+
+    Called without arguments, or with those of `batch`, `seq` and `dtype` that it names. `inputs`: a mapping of keyword
+    arguments, a sequence of positional ones, or one tensor; only shapes and dtypes count. The loss is
+    `loss(output)` where given, else the output itself, its `loss`, or its first element.
+    """
+    module, inputs, loss = _called(case)
+    module = module.to(DTYPES[case.dtype]) if case.dtype != "fp32" else module
+    named = _named_inputs(inputs, case)
+    batch = tuple(
+        Input((key,), tuple(value.shape), value.dtype, "values" if value.is_floating_point() else "ids")
+        for key, value in named.items()
+        if isinstance(value, torch.Tensor)
+    )
+    plain = {key: value for key, value in named.items() if not isinstance(value, torch.Tensor)}
+
+    def forward(model: Any, tensors: dict[str, Any]) -> Any:
+        given = {**plain, **tensors}
+        positional = [given.pop(f"#{place}") for place in range(len(named)) if f"#{place}" in given]
+        return _scalar(loss, model(*positional, **given), case.model)
+
+    built = Built(module, getattr(module, "config", None), "", batch, _offloaded(case, forward), case.model)
+    given = case.document()
+    asked = [key for key in ("quant", "lora", "checkpointing", "loss", "repeat_kv", "outputs") if key in given]
+    if asked:
+        raise ConfigError(
+            f"model {case.model}: '{asked[0]}' is for configurations; let the function itself return the model so"
+        )
+    module.train(case.task == "train")
+    return built
+
+
+def _called(case: Case) -> tuple[Any, Any, Any]:
+    name, _, function = case.model.rpartition(":")
+    make = _function(name, function, case.model)
+    known = {"batch": case.batch, "seq": case.seq, "dtype": DTYPES[case.dtype]}
+    try:
+        given = inspect.signature(make).parameters
+    except (TypeError, ValueError):
+        given = {}  # type: ignore[assignment]
+    try:
+        with torch.device("meta"):
+            made = make(**{key: value for key, value in known.items() if key in given})
+    except LLMemError:
+        raise
+    except Exception as error:
+        raise CaptureError(f"model {case.model}: the function raised {type(error).__name__}: {_line(error)}") from None
+    if not isinstance(made, tuple) or len(made) not in (2, 3) or not isinstance(made[0], torch.nn.Module):
+        raise CaptureError(
+            f"model {case.model}: the function should return (nn.Module, inputs) or (nn.Module, inputs, "
+            f"loss), not {type(made).__name__}"
+        )
+    return (*made, None) if len(made) == 2 else made
+
+
+def _function(name: str, function: str, model: str) -> Callable[..., Any]:
+    here = os.getcwd()
+    added = here not in sys.path
+    if added:
+        sys.path.insert(0, here)
+    try:
+        module = importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name and (name == error.name or name.startswith(error.name + ".")):
+            raise ConfigError(
+                f"model {model}: no module {error.name!r} in {here} or among the installed ones"
+            ) from None
+        raise CaptureError(f"model {model}: importing {name} failed: {_line(error)}") from None
+    except Exception as error:
+        raise CaptureError(f"model {model}: importing {name} raised {type(error).__name__}: {_line(error)}") from None
+    finally:
+        if added and here in sys.path:
+            sys.path.remove(here)
+    found = getattr(module, function, None)
+    if not callable(found):
+        near = difflib.get_close_matches(
+            function, [one for one in vars(module) if not one.startswith("_")], n=1, cutoff=0.0
+        )
+        hint = f"; the nearest name is {near[0]!r}" if near else ""
+        raise ConfigError(f"model {model}: {name} has no function {function!r}{hint}")
+    return found  # type: ignore[no-any-return]
+
+
+def _named_inputs(inputs: Any, case: Case) -> dict[str, Any]:
+    """Inputs by argument name; positional ones as `#0`, `#1`..."""
+    if isinstance(inputs, torch.Tensor):
+        inputs = (inputs,)
+    if isinstance(inputs, Mapping):
+        named = dict(inputs)
+    elif isinstance(inputs, list | tuple):
+        named = {f"#{place}": value for place, value in enumerate(inputs)}
+    else:
+        raise CaptureError(
+            f"model {case.model}: example inputs are a mapping, a sequence or a tensor, not {type(inputs).__name__}"
+        )
+    if case.dtype != "fp32":
+        for key, value in named.items():
+            if isinstance(value, torch.Tensor) and value.is_floating_point():
+                named[key] = value.to(DTYPES[case.dtype])
+    return named
+
+
+def _scalar(loss: Any, output: Any, model: str) -> Any:
+    if loss is not None:
+        output = loss(output)
+    elif getattr(output, "loss", None) is not None:
+        output = output.loss
+    elif isinstance(output, Mapping) and "loss" in output:
+        output = output["loss"]
+    elif isinstance(output, tuple | list) and output:
+        output = output[0]
+    if not isinstance(output, torch.Tensor) or output.numel() != 1:
+        shape = tuple(output.shape) if isinstance(output, torch.Tensor) else type(output).__name__
+        raise CaptureError(
+            f"model {model}: the forward gives {shape}, not a scalar loss; return a loss function as the third value"
+        )
+    return output
+
+
+# -------------------------------------------------------------------------------------------------- helpers
+
+
+def _transformers() -> Any:
+    """transformers, without its notes and without the network."""
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    try:
+        import transformers
+    except ImportError as error:
+        raise ConfigError(f"transformers is needed to build models ({error}); pip install 'llmem[torch]'") from None
+    transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    return transformers
+
+
+def _line(error: BaseException) -> str:
+    """The text of an error on one line, not too long."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= 300 else text[:297] + "..."

@@ -1,0 +1,1 @@
+"""Recording one run of a model: every operator and storage becomes a step graph."""

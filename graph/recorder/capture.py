@@ -1,0 +1,144 @@
+"""Captures a training run: case in, step graph out, with no GPU and no weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+
+from graph.errors import CaptureError
+from graph.loop.method import Method
+from graph.loop.placement import described
+from graph.loop.training import LOAD, Clock
+from graph.model import Role, StepGraph
+from graph.models.mixtures import Routed, shares
+from graph.recorder.assembly import repeat, step_graph, tables
+from graph.recorder.attribution import Roles, followed
+from graph.recorder.recorder import Progress, Recorder
+from traces.collecting import uncollected
+from traces.errors import LLMemError
+
+
+def capture(case: Any, *, progress: Progress | None = None, method: Method | None = None) -> StepGraph:
+    """One training run of `case` (a `graph.case.Case`), or one generation, as a step graph.
+
+    The model is built without weights, placed on a fake GPU, and trained for `case.steps` iterations: two for real,
+    the others as copies of the second, after a check that it repeats. `progress(phase, step, operators)` is called
+    from time to time; it may raise to stop the capture. Raises CaptureError for what cannot be captured, ConfigError
+    for a bad case, UnsupportedTorch where this PyTorch does not behave as the capture needs. `method` runs the model
+    as one rank of a job; None: on one GPU.
+    """
+    method = Method() if method is None else method
+    real = min(case.steps, method.real_steps)
+    while True:
+        graph = _attempt(case, real, progress, method)
+        if graph is not None:
+            return graph
+        real = min(case.steps, method.real_steps + 1) if real == method.real_steps else case.steps
+
+
+def _attempt(case: Any, real: int, progress: Progress | None, method: Method) -> StepGraph | None:
+    """A capture with `real` iterations run for real; None if the last one does not repeat and there are more."""
+    from graph.fake_cuda import sdpa as attention
+    from graph.fake_cuda.device import fake_cuda
+    from graph.hardware.profile import profile
+    from graph.loop import generation
+    from graph.models.sources import build
+
+    card = profile(case.gpu, case.release, case.cudnn_sdp)
+    inference = case.task == "inference"
+    built = build(case)  # before there is a GPU: libraries look for one when they are imported
+    if inference:
+        generation.check(case, built)
+    with uncollected(), fake_cuda(card) as runtime:
+        attention.install(runtime)
+        recorder = Recorder(runtime, torch.device("cuda", 0), plan=_planner(card), cost=_cost(), progress=progress)
+        roles = Roles()
+        clock = Clock(recorder, case.sync, method.settle, generation.PHASES if inference else method.phases)
+        runtime.observer = recorder
+        runtime.synchronizations = recorder.synchronize
+        runtime.emptied = recorder.empty_cache
+        runtime.truth = case.attention_mask != "padded"  # what `mask.all()` is when the host reads it
+        if experts := shares(case, built.config):
+            runtime.nonzero = Routed(experts)
+        running = ExitStack()
+        try:
+            running.enter_context(method.running(runtime, recorder))
+            clock.begin(LOAD, -1, Role.LOAD)
+            with _told(case, recorder), recorder.ordered_casts(), recorder.nested_backward():
+                parameters = method.load(recorder, built)
+                tensors = described(recorder, built.module)
+                modules = tuple((name, type(part).__name__) for name, part in built.module.named_modules())
+                buffers = frozenset(name for name, _ in built.module.named_buffers(remove_duplicate=False))
+                with followed(recorder, built.module, roles):
+                    if inference:
+                        generation.generate(clock, built, case, roles)
+                    else:
+                        method.train(clock, built, case, roles, real)
+        finally:
+            runtime.observer = None
+            running.close()
+            runtime.synchronizations = runtime.emptied = None
+        assumptions = (*built.assumptions, *(str(text) for text in runtime.assumptions))
+        del built
+    log = recorder.log
+    table = tables(log, roles, parameters, buffers)
+    if case.steps > real and not inference:
+        repeated = repeat(table, clock.boundaries, case.steps - real)
+        if repeated is None:
+            return None
+        table = repeated
+    return step_graph(
+        table,
+        case=case.document(),
+        environment={
+            "gpu": card.name,
+            "arch": list(card.arch),
+            "release": case.release,
+            "torch": str(torch.__version__),
+        },
+        names=tuple(log.names),
+        phases=generation.PHASES if inference else method.phases,
+        parameters=parameters,
+        assumptions=assumptions,
+        tensors=tensors,
+        modules=modules,
+    )
+
+
+@contextmanager
+def _told(case: Any, recorder: Recorder) -> Iterator[None]:
+    """What the model itself raises becomes one line that says where."""
+    try:
+        yield
+    except (LLMemError, MemoryError):
+        raise
+    except Exception as error:
+        lines = str(error).strip().splitlines()
+        place = f"step {recorder.step}" if recorder.step >= 0 else "loading"
+        module = recorder.where()
+        raise CaptureError(
+            f"model {case.model}: {type(error).__name__} in {place}{f', in or after {module}' if module else ''}: "
+            f"{lines[0][:300] if lines else 'no message'}"
+        ) from error
+
+
+def _planner(card: Any) -> Any:
+    """The workspace rules, as the recorder calls them."""
+    from graph.workspaces import plan
+    from graph.workspaces.rules import Call
+
+    def planned(
+        name: str, args: Any, kwargs: Any, out: Any, stream: int, thread: int, grad: bool, state: dict[Any, Any]
+    ) -> Any:
+        return plan(Call(name, args, kwargs, out, card, stream, thread, grad, state))
+
+    return planned
+
+
+def _cost() -> Any:
+    from graph.recorder.flops import cost
+
+    return cost

@@ -1,0 +1,265 @@
+"""What a finished replay means: peaks by phase, what was alive, fragmentation by cause, an out-of-memory explained.
+
+Pure functions of a `Machine` that has run (and of what it measured); nothing here changes it.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from simulator.allocator import layout as at
+from simulator.allocator.settings import NEXT_POWER, AllocatorSettings, Release
+from simulator.engine import kernels as engine
+from simulator.engine.machine import Machine
+from simulator.engine.result import Fragmentation, FreePiece, LiveTensor, OutOfMemory, Peak, PhasePeak
+from traces.model import Int64Array, Op, Strings
+from traces.timelines.timeline import PhaseSpan
+
+LARGEST = 10  # tensors listed at the peak
+_SHORT = {"load": "load", "forward": "fwd", "backward": "bwd", "optimizer": "step", "step": "step", "pipe": "pipe"}
+
+
+# --- phases -----------------------------------------------------------------------------------------------------------
+
+
+def phase_spans(machine: Machine) -> tuple[PhaseSpan, ...]:
+    """The phases of a rank, from each `phase` event to the next."""
+    events = machine.program.events
+    marks = np.flatnonzero(events.op == Op.PHASE)
+    stops = [*marks[1:].tolist(), len(events)][: len(marks)]
+    names, steps = events.strings("name"), events.ints("step")
+    return tuple(
+        PhaseSpan(names.get(int(mark)) or "", int(steps[mark]) if steps[mark] >= 0 else None, int(mark), stop)
+        for mark, stop in zip(marks, stops, strict=True)
+    )
+
+
+def phase_peaks(machine: Machine, spans: tuple[PhaseSpan, ...]) -> tuple[PhasePeak, ...]:
+    """Peaks of every phase; phases of the same key (several micro-batches of a step) are taken together."""
+    found: dict[str, PhasePeak] = {}
+    ends = _first_and_last(spans)
+    out = machine.out
+    for span in spans:
+        window = out[span.start : span.stop]
+        peak = int(window[:, engine.OUT_ALLOCATED].max())
+        reserved = int(window[:, engine.OUT_RESERVED].max())
+        left = int(window[-1, engine.OUT_ALLOCATED])
+        for key in _phase_keys(span, ends):
+            before = found.get(key)
+            if before is not None:
+                peak, reserved = max(peak, before.peak), max(reserved, before.peak_reserved)
+            found[key] = PhasePeak(key, span.name, span.step, peak, left, reserved)
+    return tuple(found.values())
+
+
+def _first_and_last(spans: tuple[PhaseSpan, ...]) -> dict[str, tuple[int, int]]:
+    """The first and the last step of each kind of phase."""
+    ends: dict[str, tuple[int, int]] = {}
+    for span in spans:
+        short = _SHORT.get(span.name)
+        if short is not None and span.step is not None:
+            low, high = ends.get(short, (span.step, span.step))
+            ends[short] = (min(low, span.step), max(high, span.step))
+    return ends
+
+
+def _phase_keys(span: PhaseSpan, ends: dict[str, tuple[int, int]]) -> list[str]:
+    """`fwd_first`, `fwd_last` and the like for the first and last step of a phase; name and step for others."""
+    short = _SHORT.get(span.name)
+    if short == "load":
+        return ["load"]
+    if short is None or span.step is None:
+        return [span.name if span.step is None else f"{span.name}.{span.step}"]
+    keys = [f"{short}_{end}" for end, step in zip(("first", "last"), ends[short], strict=True) if span.step == step]
+    return keys or [f"{short}.{span.step}"]
+
+
+def phase_at(spans: tuple[PhaseSpan, ...], index: int) -> str | None:
+    """The phase that event `index` belongs to, with its step."""
+    found = bisect_right(spans, index, key=lambda span: span.start) - 1
+    if found < 0:
+        return None
+    span = spans[found]
+    return span.name if span.step is None else f"{span.name} {span.step}"
+
+
+# --- what was alive ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Alive:
+    """The allocations alive after some event: dense ids, requested and block bytes, and the events that made them."""
+
+    ids: Int64Array
+    requested: Int64Array
+    block_bytes: Int64Array
+    events: Int64Array  # -1: before the recording
+
+
+def alive_after(machine: Machine, index: int) -> Alive:
+    """The allocations that were alive (not freed) after event `index`; -1: before the first."""
+    program = machine.program
+    count = len(program.ids)
+    born = np.full(count, len(program) + 1, dtype=np.int64)
+    died = np.full(count, len(program) + 1, dtype=np.int64)
+    requested = np.zeros(count, dtype=np.int64)
+    allocs = np.flatnonzero(program.ops == Op.ALLOC)
+    born[program.idents[allocs]] = allocs
+    requested[program.idents[allocs]] = program.args[allocs]
+    frees = np.flatnonzero(program.ops == Op.FREE)
+    died[program.idents[frees]] = frees
+    position = {int(ident): i for i, ident in enumerate(program.ids)} if program.initial.segments else {}
+    for segment in program.initial.segments:
+        for block in segment.blocks:
+            if block.id is not None:
+                i = position[block.id]
+                born[i], requested[i] = -1, block.requested
+                if block.state == "active_pending_free":
+                    died[i] = -1
+    got = machine.ids[:count, 1]
+    ids = np.flatnonzero((born <= index) & (died > index) & (got > 0))
+    return Alive(ids, requested[ids], got[ids], born[ids])
+
+
+def _categories(machine: Machine, alive: Alive) -> tuple[Int64Array, list[str]]:
+    """Category code of each allocation, and the categories' names; unknown where the trace says nothing."""
+    column: Strings = machine.program.events.strings("category")
+    names = [*column.table, "unknown"]
+    codes = np.full(len(alive.ids), len(names) - 1, dtype=np.int64)
+    known = alive.events >= 0
+    own = column.codes[alive.events[known]].astype(np.int64)
+    codes[known] = np.where(own >= 0, own, len(names) - 1)
+    return codes, names
+
+
+def peak_of(machine: Machine, spans: tuple[PhaseSpan, ...]) -> Peak:
+    """What was alive when allocated bytes first reached their peak."""
+    allocated = machine.out[:, engine.OUT_ALLOCATED]
+    index = int(allocated.argmax()) if len(allocated) else -1
+    before = machine.initial_bytes[0]
+    if index < 0 or before >= allocated[index]:
+        index = -1
+    alive = alive_after(machine, index)
+    codes, names = _categories(machine, alive)
+    sums: dict[str, int] = {}
+    for code in np.unique(codes):
+        sums[names[code]] = sums.get(names[code], 0) + int(alive.block_bytes[codes == code].sum())
+    order = np.lexsort((alive.ids, -alive.block_bytes))[:LARGEST]
+    labels = machine.program.events.strings("name")
+    largest = tuple(
+        LiveTensor(
+            id=int(machine.program.ids[alive.ids[i]]),
+            bytes=int(alive.requested[i]),
+            block_bytes=int(alive.block_bytes[i]),
+            category=names[codes[i]],
+            name=labels.get(int(alive.events[i])) if alive.events[i] >= 0 else None,
+            event=int(alive.events[i]),
+            phase=phase_at(spans, int(alive.events[i])) if alive.events[i] >= 0 else None,
+        )
+        for i in order
+    )
+    return Peak(
+        event=index,
+        phase=phase_at(spans, index) if index >= 0 else None,
+        allocated=int(allocated[index]) if index >= 0 else before,
+        reserved=int(machine.out[index, engine.OUT_RESERVED]) if index >= 0 else machine.initial_bytes[2],
+        by_category=dict(sorted(sums.items(), key=lambda item: -item[1])),
+        largest=largest,
+    )
+
+
+# --- fragmentation ----------------------------------------------------------------------------------------------------
+
+
+def round_sizes(sizes: Int64Array, settings: AllocatorSettings, release: Release) -> Int64Array:
+    """round_size of many requests at once (the rule of `allocator.round_size`)."""
+    plain = np.maximum((sizes + 511) // 512 * 512, 512)
+    divisions = np.asarray(settings.bounded_divisions, dtype=np.int64)
+    if not divisions.any():
+        return np.asarray(plain)
+    exponents = np.frexp(np.maximum(sizes, 1).astype(np.float64))[1].astype(np.int64) - 1
+    exponents -= (np.int64(1) << exponents) > sizes  # frexp of a rounded-up double
+    chosen = divisions[np.clip(exponents - 20, 0, 15)]
+    step = (np.int64(1) << exponents) // np.where(chosen < NEXT_POWER, np.maximum(chosen, 1), 1)
+    divided = (sizes + step - 1) // np.maximum(step, 1) * np.maximum(step, 1)
+    rounded = np.where((chosen > 1) & (sizes > 512 * chosen), divided, plain)
+    if release.divisions_one_unrounded:
+        rounded = np.where((chosen == 1) & (sizes > 512), sizes, rounded)
+    return np.asarray(rounded)
+
+
+def fragmentation_of(machine: Machine) -> Fragmentation:
+    """Where reserved bytes were when they first reached their peak."""
+    memory = machine.memory
+    index = int(memory[at.PEAK_EVENT])
+    reserved = int(memory[at.PEAK_RESERVED])
+    allocated, active = machine.initial_bytes[:2]
+    if index >= 0:
+        allocated, active = (int(value) for value in machine.out[index, : engine.OUT_RESERVED])
+    alive = alive_after(machine, index)
+    requested = int(alive.requested.sum())
+    rounded = int(round_sizes(alive.requested, machine.settings, machine.release).sum()) if len(alive.ids) else 0
+    rounded = min(rounded, allocated)
+    return Fragmentation(
+        event=index,
+        reserved=reserved,
+        requested=requested,
+        rounding=rounded - requested,
+        unsplit_remainder=allocated - rounded,
+        pending=active - allocated,
+        stranded=int(memory[at.PEAK_STRANDED]),
+        cached_segments=int(memory[at.PEAK_CACHED]),
+    )
+
+
+# --- out of memory ----------------------------------------------------------------------------------------------------
+
+
+def free_pieces(machine: Machine) -> tuple[FreePiece, ...]:
+    """Free blocks by pool and stream, largest sum first."""
+    memory = machine.memory
+    sums: dict[tuple[str, int], list[int]] = {}
+    for block in machine.free_blocks():
+        which = memory[block + at.SET]
+        pool = "large" if memory[which + at.SET_LARGE] else "small"
+        if memory[memory[which + at.SET_POOL] + at.P_PRIVATE]:
+            pool += " (private)"
+        key = (pool, int(memory[memory[which + at.SET_STREAM] + at.S_VALUE]))
+        sums.setdefault(key, []).append(int(memory[block + at.SIZE]))
+    pieces = [FreePiece(pool, stream, len(sizes), sum(sizes), max(sizes)) for (pool, stream), sizes in sums.items()]
+    return tuple(sorted(pieces, key=lambda piece: (-piece.bytes, piece.pool, piece.stream)))
+
+
+def out_of_memory(machine: Machine, spans: tuple[PhaseSpan, ...]) -> OutOfMemory:
+    """Explain the allocation that failed at `machine.index`, right after it failed."""
+    program, memory, index = machine.program, machine.memory, machine.index
+    pieces = free_pieces(machine)
+    before = machine.out[: index + 1]
+    return OutOfMemory(
+        event=index,
+        id=int(program.ids[program.idents[index]]),
+        name=program.events.strings("name").get(index),
+        phase=phase_at(spans, index),
+        requested=int(program.args[index]),
+        rounded=int(memory[at.FAILED_BYTES]),
+        stream=int(program.stream_values[program.streams[index]]),
+        device_free=int(memory[at.OOM_FREE]),
+        reserved=int(machine.out[index, engine.OUT_RESERVED]),
+        allocated=int(machine.out[index, engine.OUT_ALLOCATED]),
+        free_in_segments=sum(piece.bytes for piece in pieces),
+        largest_free=max((piece.largest for piece in pieces), default=0),
+        pieces=pieces,
+        peak_allocated_before=int(before[:, engine.OUT_ALLOCATED].max()),
+        peak_reserved_before=max(int(before[:, engine.OUT_RESERVED].max()), machine.stat(at.RESERVED_BYTES)["all"][1]),
+    )
+
+
+def host_times(machine: Machine) -> npt.NDArray[np.int64] | None:
+    """The host clock after every event, where the trace has simulated time."""
+    if not machine.program.timed:
+        return None
+    return np.ascontiguousarray(machine.out[:, engine.OUT_TIME])

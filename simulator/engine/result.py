@@ -1,0 +1,296 @@
+"""The plain result of a replay: what every reporter (table, JSON, HTML) is a pure function of.
+
+Bytes are integers throughout. Names are those of `torch.cuda.memory_stats` where PyTorch has one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final, Literal
+
+import numpy as np
+
+from traces.model import Device, Int64Array
+from traces.timelines.timeline import Timeline
+
+SCHEMA_VERSION: Final = 1
+
+
+@dataclass(frozen=True)
+class PhasePeak:
+    """Peaks between two `phase` events; `left` is allocated at the phase's end. `key` is the JSON key."""
+
+    key: str
+    name: str
+    step: int | None
+    peak: int
+    left: int
+    peak_reserved: int
+
+
+@dataclass(frozen=True)
+class LiveTensor:
+    """An allocation that was alive at the peak: `bytes` as requested, `block_bytes` as the allocator gave."""
+
+    id: int
+    bytes: int
+    block_bytes: int
+    category: str
+    name: str | None
+    event: int
+    phase: str | None
+
+
+@dataclass(frozen=True)
+class Peak:
+    """What was alive when allocated bytes first reached their peak (event `event` of the rank)."""
+
+    event: int
+    phase: str | None
+    allocated: int
+    reserved: int
+    by_category: Mapping[str, int]  # block bytes by category; sums to `allocated`
+    largest: tuple[LiveTensor, ...]
+
+
+@dataclass(frozen=True)
+class Fragmentation:
+    """Where reserved bytes were when they first reached their peak; the causes sum to `reserved`.
+
+    `requested`: bytes asked for by tensors alive. `rounding`: added by size rounding. `unsplit_remainder`: kept in
+    blocks that were not split. `pending`: freed, but waiting for another stream. `stranded`: free blocks in segments
+    that hold something. `cached_segments`: wholly free segments.
+    """
+
+    event: int
+    reserved: int
+    requested: int
+    rounding: int
+    unsplit_remainder: int
+    pending: int
+    stranded: int
+    cached_segments: int
+
+
+@dataclass(frozen=True)
+class FreePiece:
+    """Free pieces of one size class at an out-of-memory: `count` blocks of together `bytes` in segments of `pool`."""
+
+    pool: str
+    stream: int
+    count: int
+    bytes: int
+    largest: int
+
+
+@dataclass(frozen=True)
+class OutOfMemory:
+    """The first allocation that failed, and what was free then.
+
+    `device_free` is what the driver had left; `remedies` are allocator settings under which the same trace runs
+    without any out-of-memory event, with their peak reserved bytes. `tried` are the settings that were tried, each
+    added to the replay's own; where there are none, `untried` says why.
+    """
+
+    event: int
+    id: int
+    name: str | None
+    phase: str | None
+    requested: int
+    rounded: int
+    stream: int
+    device_free: int
+    reserved: int
+    allocated: int
+    free_in_segments: int
+    largest_free: int
+    pieces: tuple[FreePiece, ...]
+    peak_allocated_before: int
+    peak_reserved_before: int
+    remedies: tuple[tuple[str, int], ...] = ()
+    tried: tuple[str, ...] = ()
+    untried: str = "nobody asked for it"
+
+
+@dataclass(frozen=True)
+class OutsideTerm:
+    """A part of the device total that is not the allocator's, with its source; its range where it is uncertain."""
+
+    name: str
+    bytes: int
+    source: str
+    low: int | None = None
+    high: int | None = None
+
+
+@dataclass(frozen=True)
+class Report:
+    """State asked for by a `snapshot` or `statistics` event: `kind` says which, `data` is the plain document."""
+
+    event: int
+    kind: Literal["snapshot", "statistics"]
+    data: Mapping[str, Any]
+
+
+#: Kinds of an `EventLog` entry: calls of the device (as in the recordings) and entries of a torch memory trace.
+LOG_KINDS: Final[tuple[str, ...]] = (
+    "A",  # cudaMalloc (trace: segment_alloc)
+    "X",  # cudaMalloc refused
+    "F",  # cudaFree (segment_free)
+    "R",  # address space reserved
+    "V",  # address space given back
+    "M",  # mapped (segment_map)
+    "U",  # unmapped (segment_unmap)
+    "Y",  # cuMemCreate refused
+    "alloc",
+    "free_requested",
+    "free_completed",
+    "oom",
+)
+
+
+@dataclass(frozen=True)
+class EventLog:
+    """What the allocator did, in order: one entry a device call or trace entry (columns of equal length).
+
+    `kind` indexes `LOG_KINDS`; `event` is the index of the trace's event that caused it; `stream` the stream's value.
+    """
+
+    kind: np.ndarray[Any, np.dtype[np.uint8]]
+    event: Int64Array
+    address: Int64Array
+    bytes: Int64Array
+    stream: Int64Array
+
+
+@dataclass(frozen=True)
+class EventColumns:
+    """What stood after every event, for `run --events` (columns of equal length, one value an event)."""
+
+    address: Int64Array  # 0 none, -1 out of memory
+    reserved: Int64Array
+    allocated: Int64Array
+    active: Int64Array
+    segments: Int64Array
+    num_alloc_retries: Int64Array
+    num_ooms: Int64Array
+
+
+@dataclass(frozen=True)
+class Segments:
+    """Memory that the allocator held of the device, by address (columns of equal length).
+
+    A run of mapped pages of an expandable segment stands as one.
+    """
+
+    address: Int64Array
+    bytes: Int64Array
+    stream: Int64Array
+    expandable: np.ndarray[Any, np.dtype[np.bool_]]
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Blocks in use, by address (columns of equal length); what lies between them in the segments is free.
+
+    `category` and `name` index the tables of the `Picture` (name -1: none); `pending` blocks are freed, but wait for
+    another stream.
+    """
+
+    address: Int64Array
+    bytes: Int64Array
+    category: Int64Array
+    name: Int64Array
+    pending: np.ndarray[Any, np.dtype[np.bool_]]
+
+
+@dataclass(frozen=True)
+class Moment:
+    """The allocator's state after event `event` (-1: before the first); `labels` say why it is of interest."""
+
+    labels: tuple[str, ...]
+    event: int
+    phase: str | None
+    allocated: int
+    active: int
+    reserved: int
+    segments: Segments
+    blocks: Blocks
+
+
+@dataclass(frozen=True)
+class Picture:
+    """What a page draws beside the timeline: categories over time, and the allocator at chosen moments.
+
+    `changed` has for every event the category (an index into `categories`) of the allocation that it makes or frees,
+    -1 for other events; `before` the allocated bytes of each category before the first event. `moments` are in order
+    of events.
+    """
+
+    categories: tuple[str, ...]
+    names: tuple[str, ...]
+    changed: np.ndarray[Any, np.dtype[np.int16]]
+    before: tuple[int, ...]
+    moments: tuple[Moment, ...]
+
+
+@dataclass(frozen=True)
+class RankResult:
+    """The replay of one event sequence, on behalf of all `ranks` that share it."""
+
+    ranks: tuple[int, ...]
+    device: Device
+    events: int
+    memory_stats: Mapping[str, int]
+    oom: OutOfMemory | None
+    phases: tuple[PhasePeak, ...]
+    peak: Peak
+    fragmentation: Fragmentation
+    outside: tuple[OutsideTerm, ...]
+    timeline: Timeline
+    reports: tuple[Report, ...] = ()
+    duration_ns: int | None = None
+    columns: EventColumns | None = None
+    log: EventLog | None = None
+    snapshot: Mapping[str, Any] | None = None  # torch's own layout, when asked for
+    picture: Picture | None = None  # for a page, when asked for
+
+    @property
+    def peak_allocated(self) -> int:
+        """`torch.cuda.max_memory_allocated()`."""
+        return self.memory_stats["allocated_bytes.all.peak"]
+
+    @property
+    def peak_reserved(self) -> int:
+        """`torch.cuda.max_memory_reserved()`."""
+        return self.memory_stats["reserved_bytes.all.peak"]
+
+    @property
+    def device_total(self) -> int:
+        """What nvidia-smi would show at most: peak reserved and every term outside the allocator."""
+        return self.peak_reserved + sum(term.bytes for term in self.outside)
+
+
+@dataclass(frozen=True)
+class Result:
+    """The result of a replay: one `RankResult` a distinct event sequence, worst (largest device total) first."""
+
+    ranks: tuple[RankResult, ...]
+    conf: str
+    release: str
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+    schema_version: int = SCHEMA_VERSION
+
+    @property
+    def verdict(self) -> Literal["fits", "oom"]:
+        """`fits` when no rank met an out-of-memory event."""
+        return "oom" if any(rank.oom for rank in self.ranks) else "fits"
+
+    def for_rank(self, rank: int) -> RankResult:
+        """The result of one rank; KeyError if the trace has none of that number."""
+        for result in self.ranks:
+            if rank in result.ranks:
+                return result
+        raise KeyError(rank)

@@ -1,0 +1,372 @@
+"""From a case to an answer: capture the model's step, lower it to a trace, replay it, say whether it fits.
+
+`estimate` is the whole of it. Graphs are kept for a while (`captured`), since cases that differ only in memory or in
+allocator settings share one. Torch is loaded by the capture alone, when it runs.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Final, Literal
+
+from simulator.engine.result import OutsideTerm, RankResult, Result
+from traces.errors import ConfigError
+from traces.model import Trace
+
+if TYPE_CHECKING:
+    from graph.case import Case
+    from graph.loop.method import Method
+    from graph.model import StepGraph
+    from simulator.estimator.closed_form import ClosedForm
+    from simulator.estimator.step_time import GenerationTime, StepTime
+    from strategies.timing.clock import Clock
+
+#: Keys of a case that change nothing in the captured graph, only its replay.
+REPLAY_KEYS: Final = frozenset({"memory", "alloc_conf", "deferred"})
+#: Keys that an answer adds to its case.
+ANSWER_KEYS: Final = (
+    "peak_allocated",
+    "peak_reserved",
+    "phases",
+    "verdict",
+    "verdict_with_context",
+    "min_fit",
+    "ranks",
+    "events",
+    "seconds",
+    "error",
+    "step_time_ns",
+    "tokens_per_second",
+    "tokens_per_second_per_gpu",
+    "first_token_ns",
+    "decode_tokens_per_second",
+    "step_time_note",
+    "estimators",
+)
+#: Packages of the extra `torch`, without which nothing is captured.
+NEEDED: Final = frozenset({"torch", "transformers", "networkx"})
+#: Graphs that a process keeps. One of a large model takes some ten MiB.
+KEPT_GRAPHS: Final = 8
+#: Phases that micro-batches of a step repeat: of those the last one counts, as where a loop notes its peaks by name.
+_REPEATED: Final = frozenset({"forward", "backward", "optimizer", "step"})
+
+Verdict = Literal["fits", "oom"]
+Capture = Callable[["Case"], "StepGraph"]
+Progress = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What a case needs: its replay, the verdict without and with what lies outside the allocator, and the trace.
+
+    `outside` are the terms that `verdict_with_context` sets aside; `result` is of a device less the context that was
+    asked for (none by default). `min_fit` is the smallest device in bytes, context apart, where it was asked for;
+    `step` the time of a steady iteration, or of an inference run, likewise; `closed` the closed-form estimates that
+    were asked for.
+    """
+
+    case: Mapping[str, Any]
+    result: Result
+    trace: Trace
+    outside: tuple[OutsideTerm, ...]
+    verdict_with_context: Verdict
+    assumptions: tuple[str, ...]
+    seconds: float
+    min_fit: int | None = None
+    step: StepTime | GenerationTime | None = None
+    closed: tuple[ClosedForm, ...] = ()
+
+    @property
+    def verdict(self) -> Verdict:
+        """`fits` when no rank ran out of memory, else `oom`."""
+        return self.result.verdict
+
+    @property
+    def worst(self) -> RankResult:
+        """The rank that needs most."""
+        return self.result.ranks[0]
+
+    def document(self) -> dict[str, Any]:
+        """The answer: the case, and peaks in bytes (null where it runs out of memory), phases and verdicts.
+
+        Of several GPUs the peaks are the largest, `phases` and `events` those of the rank that needs most, and `ranks`
+        has the figures of every kind of rank.
+        """
+        fits = self.verdict == "fits"
+        stats = self.worst.memory_stats
+        answer: dict[str, Any] = {
+            **self.case,
+            "peak_allocated": max(rank.peak_allocated for rank in self.result.ranks) if fits else None,
+            "peak_reserved": max(rank.peak_reserved for rank in self.result.ranks) if fits else None,
+            "phases": phase_figures(self.worst) if fits else None,
+            "verdict": self.verdict,
+            "verdict_with_context": self.verdict_with_context,
+            "events": stats["allocation.all.allocated"] + stats["allocation.all.freed"],
+            "seconds": round(self.seconds, 3),
+        }
+        if self.min_fit is not None:
+            answer["min_fit"] = self.min_fit
+        if self.step is not None:
+            answer |= self.step.document()
+        if self.closed:
+            answer["estimators"] = {one.name: one.document() for one in self.closed}
+        if self.trace.world > 1:
+            groups = sorted(self.result.ranks, key=lambda rank: rank.ranks)
+            answer["ranks"] = [{"ranks": list(rank.ranks), **_figures(rank)} for rank in groups]
+        return answer
+
+
+def estimate(
+    case: Case | Mapping[str, Any],
+    *,
+    context: int | Literal["auto"] | None = None,
+    min_memory: bool = False,
+    events: bool = False,
+    log: bool = False,
+    snapshot: bool = False,
+    picture: bool = False,
+    analyse: bool = True,
+    capture: Capture | None = None,
+    progress: Progress | None = None,
+    time_steps: bool = False,
+    interconnect: str = "",
+    estimators: Iterable[str] = (),
+) -> Estimate:
+    """What a training or inference run needs of its GPU, worked out without one.
+
+    `case` is a `graph.case.Case` or a mapping of its keys. `context` are the bytes of the device that are not
+    PyTorch's ("auto": the table of `simulator.estimator.outside`; none by default, and then `verdict_with_context`
+    takes the table). `min_memory` also finds the smallest device. `events`, `log`, `snapshot`, `picture` and `analyse`
+    are those of `simulator.replay`. `capture` makes the graph of a case (default: `captured`); `progress(phase, step,
+    operators)` is called from time to time while the default one does. `time_steps` gives kernels and collectives
+    durations, so that memory in use on several streams comes back in simulated time, and finds the time of a step; the
+    GPUs meet over `interconnect` (`strategies.timing.Clock.connected`). `estimators` are closed forms to stand beside
+    the simulation (`simulator.estimator.closed_form`).
+
+    Raises ConfigError for a bad case, CaptureError where its model cannot be captured, and what `replay` raises.
+    """
+    from graph.case import Case
+    from simulator.engine.min_memory import smallest_memory
+    from simulator.engine.replay import replay
+    from simulator.estimator.closed_form import closed_forms
+    from simulator.estimator.outside import communicator_terms
+    from simulator.estimator.step_time import of_case
+    from strategies.tracing import trace as trace_of
+
+    started = time.perf_counter()
+    asked = case if isinstance(case, Case) else Case.of(case)
+    terms = _terms(asked, context)
+    _check_allocator(asked)
+
+    def graph_of(part: Case, method: Method | None) -> StepGraph:
+        return captured(part, progress, method) if capture is None else capture(part)
+
+    clock = _clock(asked, interconnect) if time_steps else None
+    trace = trace_of(asked, graph_of, clock=clock)
+    if not isinstance(context, int):
+        terms += communicator_terms(communicators(trace))
+    aside = sum(term.bytes for term in terms)
+    found = replay(
+        trace,
+        context=None if context is None else aside,
+        events=events,
+        log=log,
+        snapshot=snapshot,
+        picture=picture,
+        analyse=analyse,
+    )
+    found = replace(found, ranks=tuple(replace(rank, outside=terms) for rank in found.ranks))
+    return Estimate(
+        case=asked.document(),
+        result=found,
+        trace=trace,
+        outside=terms,
+        verdict_with_context=_with_context(trace, found, aside, given=context is not None),
+        assumptions=tuple(trace.metadata.get("assumptions", ())),
+        min_fit=smallest_memory(trace) if min_memory else None,
+        step=of_case(trace, asked, found) if time_steps else None,
+        closed=closed_forms(asked, estimators, aside),
+        seconds=time.perf_counter() - started,
+    )
+
+
+def answer(
+    case: Case | Mapping[str, Any],
+    *,
+    min_memory: bool = False,
+    context: int | Literal["auto"] | None = None,
+    capture: Capture | None = None,
+) -> dict[str, Any]:
+    """The answer document of one case (`Estimate.document`), without other allocator settings tried on out of memory.
+
+    With `min_memory` it has `min_fit`, the smallest device in bytes. Raises what `estimate` raises.
+    """
+    found = estimate(case, min_memory=min_memory, context=context, analyse=False, capture=capture)
+    return found.document()
+
+
+def _figures(rank: RankResult) -> dict[str, Any]:
+    """Peaks, phases and verdict of one kind of rank."""
+    fits = rank.oom is None
+    return {
+        "peak_allocated": rank.peak_allocated if fits else None,
+        "peak_reserved": rank.peak_reserved if fits else None,
+        "phases": phase_figures(rank) if fits else None,
+        "verdict": "fits" if fits else "oom",
+    }
+
+
+def phase_figures(rank: RankResult) -> dict[str, dict[str, int]]:
+    """Peak and remainder of every phase in allocated bytes, keyed as in the JSON document of a replay.
+
+    Where the micro-batches of a step repeat a phase, the last one counts (a replay's own document has the largest).
+    """
+    figures: dict[str, dict[str, int]] = {}
+    allocated = rank.timeline.allocated
+    keys: dict[tuple[str, int | None], list[str]] = {}
+    for phase in rank.phases:
+        keys.setdefault((phase.name, phase.step), []).append(phase.key)
+    for span in rank.timeline.phases:
+        window = allocated[span.start : span.stop]
+        peak, left = int(window.max()), int(window[-1])
+        for key in keys.get((span.name, span.step), ()):
+            if key in figures and span.name not in _REPEATED:
+                peak = max(peak, figures[key]["peak"])
+            figures[key] = {"peak": peak, "left": left}
+    return figures
+
+
+# --- graphs -------------------------------------------------------------------------------------------------------
+
+_graphs: OrderedDict[str, StepGraph] = OrderedDict()
+_capturing: Final = threading.Lock()  # a capture changes torch for the whole process while it runs
+
+
+def captured(case: Case, progress: Progress | None = None, method: Method | None = None) -> StepGraph:
+    """The graph of a case: captured now, or kept from a case that differs in nothing that a capture sees.
+
+    `method` runs the model as one rank of a job (None: on one GPU). `progress(phase, step, operators)` is called from
+    time to time. Raises what `graph.capture.capture` raises.
+    """
+    key = capture_key(case, method)
+    with _capturing:
+        graph = _graphs.get(key)
+        if graph is None:
+            while len(_graphs) >= KEPT_GRAPHS:  # first, so that the old ones' memory serves the new one
+                _graphs.popitem(last=False)
+            graph = capture_of(case, progress, method)
+            _graphs[key] = graph
+        _graphs.move_to_end(key)
+        return graph
+
+
+def capture_of(case: Case, progress: Progress | None = None, method: Method | None = None) -> StepGraph:
+    """The graph of a case, captured; ConfigError where torch or transformers is not installed."""
+    try:
+        from graph.recorder.capture import capture
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] not in NEEDED:
+            raise
+        raise ConfigError(
+            f"{error.name} is not installed, which runs the model's code; install it with: pip install 'llmem[torch]'"
+        ) from None
+    return capture(case, progress=progress, method=method)
+
+
+def forget_graphs() -> None:
+    """Let go of every graph that `captured` keeps."""
+    with _capturing:
+        _graphs.clear()
+
+
+def capture_key(case: Case, method: Method | None = None) -> str:
+    """Text that is the same for cases that share one captured graph (of one rank of a job, where `method` is given).
+
+    Raises ConfigError for a GPU or release that does not exist.
+    """
+    from simulator.allocator.settings import parse_release
+    from simulator.estimator.devices import device
+
+    replayed = REPLAY_KEYS if method is None else REPLAY_KEYS - {"deferred"}  # works of collectives hold their tensors
+    relevant = {key: value for key, value in case.document().items() if key not in replayed}
+    relevant |= {"gpu": device(case.gpu).name, "release": parse_release(case.release).text}
+    if method is not None:
+        job = getattr(method, "case", case)
+        relevant |= {"job": capture_key(job), "rank": getattr(method, "rank", 0), "method": type(method).__name__}
+    return json.dumps(relevant, sort_keys=True, default=str)
+
+
+# --- device and context -------------------------------------------------------------------------------------------
+
+
+def _terms(case: Case, context: int | Literal["auto"] | None) -> tuple[OutsideTerm, ...]:
+    """What lies outside the allocator: what the caller says, else the table's terms for the case's card."""
+    from graph.hardware.profile import profile
+    from graph.workspaces.gemm import workspace_bytes
+    from simulator.estimator.devices import device
+    from simulator.estimator.outside import outside_terms
+
+    card = device(case.gpu).name
+    if isinstance(context, int):
+        if context < 0:
+            raise ConfigError(f"a context of {context} bytes is out of range: give 0 or more")
+        return (OutsideTerm("context", context, "as given"),)
+    profiled = profile(case.gpu, case.release, case.cudnn_sdp)
+    trains = case.task == "train" and profiled.release < (2, 15)  # from then on workspaces do not stay
+    return outside_terms(
+        card,
+        profiled.sm_count * profiled.max_threads_per_sm,
+        second_workspace=workspace_bytes(profiled) if trains else 0,
+    )
+
+
+def communicators(trace: Trace) -> int:
+    """The most NCCL communicators that a rank has: process groups that it shares with others and whose collectives it
+    takes part in. Messages inside a group (`NAME:FROM>TO`) are the group's.
+    """
+    found = 0
+    for entry in trace.ranks:
+        column = entry.events.strings("group")
+        used = {column.table[code].partition(":")[0] for code in {*column.codes.tolist()} - {-1}}
+        groups = {name: parts for name, parts in trace.groups.items() if name.partition(":")[0] in used}
+        for rank in entry.ranks:
+            met = {name.partition(":")[0] for name, parts in groups.items() if _meets(rank, parts)}
+            found = max(found, len(met))
+    return found
+
+
+def _meets(rank: int, parts: Iterable[tuple[int, ...]]) -> bool:
+    return any(rank in part and len(part) > 1 for part in parts)
+
+
+def _clock(case: Case, interconnect: str) -> Clock:
+    """The speeds of a case's GPU and of what joins it to others."""
+    from simulator.estimator.devices import device
+    from strategies.timing.clock import Clock
+
+    return Clock.connected(device(case.gpu).name, interconnect)
+
+
+def _check_allocator(case: Case) -> None:
+    """Refuse illegal allocator settings before the long work begins."""
+    from simulator.allocator.settings import parse_conf, parse_release
+
+    parse_conf(case.alloc_conf, parse_release(case.release))
+
+
+def _with_context(trace: Trace, found: Result, aside: int, *, given: bool) -> Verdict:
+    """The verdict with `aside` bytes of the device taken by others (`given`: `found` has set them aside already)."""
+    from simulator.engine.replay import replay
+
+    if given or found.verdict == "oom":
+        return found.verdict
+    if all(rank.peak_reserved + aside <= rank.device.total_bytes for rank in found.ranks):
+        return "fits"  # no call of the driver would go otherwise
+    if any(aside > rank.device.total_bytes for rank in found.ranks):
+        return "oom"
+    return replay(trace, context=aside, analyse=False).verdict

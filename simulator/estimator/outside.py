@@ -1,0 +1,107 @@
+"""What a training process holds of a GPU besides PyTorch's allocator: terms, each with a range and its source.
+
+No public interface says these sizes beforehand: they are measurements that people published, and a rule for cards
+without one. Every PyTorch that is imitated here loads kernels lazily (CUDA_MODULE_LOADING=LAZY since 1.13), so that the
+context is small at first and grows by the kernels that run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from simulator.engine.result import OutsideTerm
+
+_MIB: Final = 1 << 20
+
+#: Bytes of local memory that a context holds for every thread that a GPU can run at once (cudaLimitStackSize).
+STACK_BYTES: Final = 1024
+#: What a context holds beyond that, in MiB: likely, lowest, highest. The measured contexts of `CONTEXTS` less their
+#: stacks are 133 (RTX 3090), 256 (H200) and 270 (H100), and 213 on an RTX 6000 Ada.
+REST_MIB: Final = (200, 60, 280)
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """A context's size as somebody measured it with PyTorch and lazy loading: MiB likely, lowest, highest; where."""
+
+    likely: int
+    low: int
+    high: int
+    source: str
+
+
+#: CUDA contexts by card, before any kernel of a model has run.
+CONTEXTS: Final[Mapping[str, Measured]] = {
+    "H100-80GB": Measured(534, 480, 560, "meta-pytorch/torchcomms#777: about 534 MiB for each primary context on H100"),
+    "H200-141GB": Measured(520, 480, 560, "clemsgrs/slide2vec#326: about 520 MiB on H200, torch 2.7.1+cu128"),
+    "RTX3090-24GB": Measured(256, 240, 320, "invoke-ai/InvokeAI#9413: 256 MiB on RTX 3090, torch 2.7.1+cu128"),
+}
+#: Where neither the card nor its size is known.
+UNKNOWN: Final = Measured(
+    450, 250, 600, "contexts of 256 to 534 MiB are reported for PyTorch with lazy loading (pytorch/pytorch#109888: 400)"
+)
+#: Kernels of PyTorch, cuBLAS and the attention libraries that a model's first iteration loads.
+KERNELS: Final = Measured(
+    130,
+    30,
+    360,
+    "vllm-project/vllm#12126 and #14447: 0.16 and 0.20 GiB while a model first runs; "
+    "at most all kernels of PyTorch, 362 MiB (pytorch/pytorch#86509, eager less lazy)",
+)
+
+
+#: Buffers of one NCCL communicator in a ring: 12 MiB for each channel to a neighbour (LL 0.5, LL128 4.7, Simple 4 MiB,
+#: in pages of 2 MiB, and control; allocations of 10 and 2 MiB: NVIDIA/nccl#1685), 2 channels over PCIe, 24 over NVLink.
+COMMUNICATOR: Final = Measured(
+    300,
+    24,
+    700,
+    "12 MiB a channel, 2 to 24 channels and more with trees; NVIDIA/nccl#964 measured 544 to 688 MB on 4 A100 with "
+    "NVLink",
+)
+#: Where the workspace of a second cuBLAS handle comes from.
+WORKSPACE: Final = (
+    "autograd's thread has a handle, hence a workspace, of its own on a real GPU; the figures above have one "
+    "(aten/src/ATen/cuda/CublasHandlePool.cpp)"
+)
+
+
+def outside_terms(card: str, threads: int | None = None, *, second_workspace: int = 0) -> tuple[OutsideTerm, ...]:
+    """The terms outside the allocator for one process on a card (a name of `simulator.estimator.devices.CARDS`).
+
+    `threads` is how many threads the card can run at once (multiprocessors times threads of each); it serves cards of
+    which no context was measured. `second_workspace` is the size of a cuBLAS workspace where there may be one more
+    than the allocator's figures have. What several GPUs add is in `communicator_terms`.
+    """
+    context = CONTEXTS.get(card)
+    if context is None:
+        context = UNKNOWN if threads is None else _by_rule(threads)
+    terms = (_term("CUDA context", context), _term("loaded kernels", KERNELS))
+    if not second_workspace:
+        return terms
+    return (*terms, OutsideTerm("2nd cuBLAS handle", second_workspace, WORKSPACE, 0, second_workspace))
+
+
+def communicator_terms(count: int) -> tuple[OutsideTerm, ...]:
+    """The buffers of a rank's NCCL communicators: one for each process group whose collectives it meets others in."""
+    if not count:
+        return ()
+    one = COMMUNICATOR
+    name = "NCCL buffers" if count == 1 else f"NCCL buffers, {count}"
+    return (_term(name, Measured(one.likely * count, one.low * count, one.high * count, one.source)),)
+
+
+def _by_rule(threads: int) -> Measured:
+    stacks = threads * STACK_BYTES // _MIB
+    likely, low, high = (stacks + rest for rest in REST_MIB)
+    source = (
+        f"no measurement known for this card: {STACK_BYTES} B of stack for each of its {threads:,} threads, and "
+        f"{REST_MIB[0]} MiB, as contexts of other cards have ({REST_MIB[1]} to {REST_MIB[2]})"
+    )
+    return Measured(likely, low, high, source)
+
+
+def _term(name: str, found: Measured) -> OutsideTerm:
+    return OutsideTerm(name, found.likely * _MIB, found.source, found.low * _MIB, found.high * _MIB)

@@ -1,0 +1,1 @@
+"""What starts a chosen method: the training script and configuration files."""

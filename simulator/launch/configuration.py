@@ -1,0 +1,349 @@
+"""Configuration files for a case: how to start exactly the run that was simulated.
+
+Written are a start script with `torchrun` and the allocator's settings, the training script that it starts
+(`simulator.launch.training_script`), an `accelerate` configuration, a DeepSpeed configuration where DeepSpeed runs, and
+arguments of transformers' Trainer and of TRL's SFTTrainer. Of a file that is not written `absent` has the reason.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Final
+
+from simulator.launch.training_script import axes_of, script, why_not
+
+if TYPE_CHECKING:
+    from graph.case import Case
+
+#: Every file that may be written.
+FILES: Final = ("launch.sh", "train.py", "accelerate.yaml", "deepspeed.json", "training_args.json", "sft_args.json")
+#: The most GPUs of one machine.
+MACHINE: Final = 8
+FSDP: Final = ("fsdp1", "fsdp2", "fsdp2-nr", "fsdp2-offload", "hsdp", "fsdp2-tp")
+#: Optimizers by their names in transformers' `OptimizerNames`.
+OPTIMIZERS: Final[Mapping[str, str]] = {
+    "adamw": "adamw_torch",
+    "adamw-foreach": "adamw_torch",
+    "adamw-forloop": "adamw_torch",
+    "adamw-fused": "adamw_torch_fused",
+    "adamw-8bit": "adamw_8bit",
+    "adafactor": "adafactor",
+    "sgd": "sgd",
+}
+
+
+def files(case: Mapping[str, Any] | Case) -> dict[str, str]:
+    """File name -> text, for a case: those of `FILES` for which `absent` has no reason.
+
+    Raises ConfigError for a case that cannot be.
+    """
+    asked = _case(case)
+    made = {
+        "launch.sh": lambda: launch(asked),
+        "train.py": lambda: script(asked),
+        "accelerate.yaml": lambda: _yaml(accelerate(asked)),
+        "deepspeed.json": lambda: _json(deepspeed(asked)),
+        "training_args.json": lambda: _json(training_arguments(asked)),
+        "sft_args.json": lambda: _json(sft_arguments(asked)),
+    }
+    missing = absent(asked)
+    return {name: made[name]() for name in FILES if name not in missing}
+
+
+def _case(case: Mapping[str, Any] | Case) -> Case:
+    from graph.case import Case
+
+    return case if isinstance(case, Case) else Case.of(case)
+
+
+def absent(case: Mapping[str, Any] | Case) -> dict[str, str]:
+    """File name -> why a case has no such file, in one line."""
+    asked = _case(case)
+    trainer = _no_trainer(asked)
+    found = {
+        "train.py": why_not(asked),
+        "accelerate.yaml": _no_launcher(asked),
+        "deepspeed.json": "" if _deepspeed(asked) else "the method is not one of DeepSpeed's",
+        "training_args.json": trainer,
+        "sft_args.json": trainer or _no_sft(asked),
+    }
+    return {name: reason for name, reason in found.items() if reason}
+
+
+def _deepspeed(case: Case) -> bool:
+    return case.strategy.startswith("deepspeed")
+
+
+def _megatron(case: Case) -> bool:
+    return case.strategy.startswith("tp-megatron")
+
+
+def _no_launcher(case: Case) -> str:
+    """Why accelerate cannot start a case as it was simulated."""
+    axes = axes_of(case)
+    if case.strategy == "gemini":
+        return "Colossal-AI has a launcher of its own"
+    if "pp" in axes:
+        return "accelerate cuts no pipeline of stages"
+    if {"dp", "tp"} == set(axes):
+        return "accelerate has no replicas of tensor-parallel ranks without FSDP2's shards"
+    if case.strategy == "tp-sp":
+        return "accelerate keeps activations whole between tensor-parallel layers"
+    if case.strategy == "zero1":
+        return "accelerate has no ZeroRedundancyOptimizer"
+    if case.strategy == "ddp-view":
+        return "accelerate takes gradient_as_bucket_view only in code"
+    return ""
+
+
+def _no_trainer(case: Case) -> str:
+    """Why transformers' Trainer cannot run a case as it was simulated."""
+    if _megatron(case):
+        return "Megatron-LM trains, not transformers' Trainer"
+    reasons = {
+        "keeps chosen outputs (selective checkpointing)": case.checkpointing == "selective",
+        "checkpoints every n-th layer": case.every > 1,
+        "steps in backward": case.step_in_backward,
+        "offloads activations": case.offload in ("activations", "activations-pin", "checkpoints"),
+        f"has the loss {case.loss!r}": bool(case.loss),
+        "splits its loss by vocabulary": bool(case.tp_loss),
+        "is in inference": case.task != "train",
+    }
+    reason = next((text for text, so in reasons.items() if so), "")
+    return _no_launcher(case) or (f"transformers' Trainer has no setting for a run that {reason}" if reason else "")
+
+
+def _no_sft(case: Case) -> str:
+    if case.head not in ("", "causal-lm"):
+        return f"TRL's SFTTrainer is for decoders, and the head is {case.head}"
+    return ""
+
+
+def launch(case: Case) -> str:
+    """A script that starts the run: the environment, then `torchrun` (its arguments go to `train.py`)."""
+    lines = ["#!/usr/bin/env bash"]
+    nodes, each = machines(case)
+    if nodes > 1:
+        lines += [
+            f"# Starts the training script on the {each} GPUs of this machine; run it on all {nodes} machines, with",
+            "# MASTER_ADDR set to the address of one of them.",
+        ]
+    else:
+        lines.append(f"# Starts the training script on {each} GPU{'s' if each > 1 else ''} of this machine.")
+    lines += ["set -euo pipefail", 'cd "$(dirname "$0")"']
+    if case.alloc_conf:
+        old = release_of(case) < (2, 9)  # the new name is known from 2.9 on
+        name = "PYTORCH_CUDA_ALLOC_CONF" if old else "PYTORCH_ALLOC_CONF"
+        lines.append(f"export {name}={shlex.quote(case.alloc_conf)}")
+    lines += [f"# {line}" for line in _remarks(case)]
+    return "\n".join([*lines, _command(case)]) + "\n"
+
+
+def _remarks(case: Case) -> list[str]:
+    """What the start script says of the other files."""
+    missing = absent(case)
+    lines = []
+    if "train.py" in missing:
+        lines.append(f"train.py is yours: {missing['train.py']}.")
+    if "accelerate.yaml" not in missing:
+        lines.append('With accelerate instead: accelerate launch --config_file accelerate.yaml train.py "$@"')
+        if _distributed_type(case) == "FSDP" and case.autocast and case.strategy != "fsdp1":
+            lines.append(
+                f"  (the Trainer under it reduces gradients in {case.autocast}; simulated, and in train.py: fp32)"
+            )
+    if "sft_args.json" not in missing:
+        loaded = " --load_in_4bit" if case.quant == "nf4" else " --load_in_8bit" if case.quant == "int8" else ""
+        adapters = f" --use_peft --lora_r {case.lora}" if case.lora else ""
+        names = f" --lora_target_modules {' '.join(case.lora_targets)}" if case.lora_targets else ""
+        lines.append("With TRL instead: trl sft --config sft_args.json --accelerate_config accelerate.yaml \\")
+        lines.append(f"  --model_name_or_path MODEL --dataset_name YOUR_DATA{loaded}{adapters}{names}")
+    return lines
+
+
+def _command(case: Case) -> str:
+    nodes, each = machines(case)
+    if case.world == 1 and not _deepspeed(case):
+        return 'python train.py "$@"'
+    where = "--standalone"
+    if nodes > 1:
+        endpoint = '"${MASTER_ADDR:?set it to the address of one machine}:29500"'
+        where = f"--nnodes={nodes} --rdzv-backend=c10d --rdzv-endpoint={endpoint}"
+    return f'torchrun {where} --nproc-per-node={each} train.py "$@"'
+
+
+def machines(case: Case) -> tuple[int, int]:
+    """How many machines there are, and GPUs on each: as many as divide the world, 8 at most."""
+    each = max(count for count in range(1, MACHINE + 1) if case.world % count == 0)
+    return case.world // each, each
+
+
+def release_of(case: Case) -> tuple[int, int]:
+    """The release of PyTorch as numbers."""
+    major, minor = case.release.split(".")[:2]
+    return int(major), int("".join(letter for letter in minor if letter.isdigit()) or 0)
+
+
+def precision(case: Case) -> str:
+    """Mixed precision as accelerate names it; weights that are in 16 bits throughout have none."""
+    return case.autocast or "no"
+
+
+def accelerate(case: Case) -> dict[str, Any]:
+    """The configuration of `accelerate launch` (accelerate/commands/config/config_args.py, ClusterConfig)."""
+    kind = _distributed_type(case)
+    nodes, _ = machines(case)
+    found: dict[str, Any] = {
+        "compute_environment": "LOCAL_MACHINE",
+        "debug": False,
+        "distributed_type": kind,
+        "downcast_bf16": "no",
+        "enable_cpu_affinity": False,
+        "machine_rank": 0,
+        "main_training_function": "main",
+        "mixed_precision": precision(case),
+        "num_machines": nodes,
+        "num_processes": case.world,
+        "rdzv_backend": "static" if nodes == 1 else "c10d",
+        "same_network": True,
+        "use_cpu": False,
+    }
+    if kind == "FSDP":
+        found["fsdp_config"] = _fsdp(case)
+    if kind == "DEEPSPEED":
+        del found["mixed_precision"]  # the file says it, and accelerate refuses to be told twice
+        found["deepspeed_config"] = {
+            "deepspeed_config_file": "deepspeed.json",
+            "zero3_init_flag": case.init == "zero.Init",
+        }
+    if kind == "MEGATRON_LM":
+        found["megatron_lm_config"] = _megatron_lm(case)
+    split = _split(case)
+    if split:
+        found["parallelism_config"] = split
+    return found
+
+
+def _distributed_type(case: Case) -> str:
+    if _deepspeed(case):
+        return "DEEPSPEED"
+    if case.world == 1:
+        return "NO"
+    if _megatron(case):
+        return "MEGATRON_LM"
+    return "FSDP" if case.strategy == "fsdp1" or "fsdp2" in axes_of(case) else "MULTI_GPU"
+
+
+def _fsdp(case: Case) -> dict[str, Any]:
+    common = {
+        "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+        "fsdp_cpu_ram_efficient_loading": True,
+        "fsdp_offload_params": case.strategy == "fsdp2-offload",
+        "fsdp_activation_checkpointing": False,  # the trainer's arguments turn it on, as the simulated model does
+    }
+    if case.strategy == "fsdp1":
+        one = {"fsdp_version": 1, "fsdp_reshard_after_forward": "FULL_SHARD", "fsdp_use_orig_params": True}
+        return {**one, **common, "fsdp_state_dict_type": "SHARDED_STATE_DICT"}
+    stays = case.strategy == "fsdp2-nr"
+    two = {"fsdp_version": 2, "fsdp_reshard_after_forward": not stays}
+    return {**two, **common, "fsdp_state_dict_type": "SHARDED_STATE_DICT"}
+
+
+def _megatron_lm(case: Case) -> dict[str, Any]:
+    return {
+        "megatron_lm_tp_degree": case.world,
+        "megatron_lm_pp_degree": 1,
+        "megatron_lm_num_micro_batches": case.accum,
+        "megatron_lm_sequence_parallelism": case.strategy.endswith("-sp"),
+        "megatron_lm_recompute_activations": bool(case.checkpointing),
+        "megatron_lm_use_distributed_optimizer": False,
+        "megatron_lm_gradient_clipping": case.clip,
+    }
+
+
+def _split(case: Case) -> dict[str, int]:
+    """accelerate's ParallelismConfig: the sizes of the mesh, where FSDP2's shards are not its only dimension."""
+    axes = axes_of(case)
+    if "fsdp2" not in axes or len(axes) == 1:
+        return {}
+    names = {"dp": "dp_replicate_size", "fsdp2": "dp_shard_size", "tp": "tp_size"}
+    return {f"parallelism_config_{name}": axes.get(axis, 1) for axis, name in names.items()}
+
+
+def deepspeed(case: Case) -> dict[str, Any]:
+    """The DeepSpeed configuration (deepspeed/runtime/config.py)."""
+    stage = int(case.strategy.rpartition("-")[2])
+    zero: dict[str, Any] = {"stage": stage, **dict(case.zero_extra)}
+    if case.buckets is not None:
+        zero |= {"reduce_bucket_size": case.buckets, "allgather_bucket_size": case.buckets}
+    if case.overlap_comm != "default":
+        zero["overlap_comm"] = case.overlap_comm
+    if case.offload == "optimizer":
+        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
+    if case.offload == "parameters":
+        zero["offload_param"] = {"device": "cpu", "pin_memory": True}
+    found: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": case.batch,
+        "gradient_accumulation_steps": case.accum,
+        "gradient_clipping": case.clip,  # always: DeepSpeed clips to 1.0 where it is not told
+        "zero_optimization": zero,
+    }
+    if not case.optimizer.startswith("adamw"):
+        found["zero_allow_untested_optimizer"] = True
+    if "offload_optimizer" in zero:
+        found["zero_force_ds_cpu_optimizer"] = False  # PyTorch's optimizer steps on the host
+    short = case.autocast or (case.dtype if case.dtype != "fp32" else "")
+    if short:
+        found[short] = {"enabled": True}
+    if case.grad_accum_dtype:
+        found["data_types"] = {"grad_accum_dtype": case.grad_accum_dtype}
+    return found
+
+
+def training_arguments(case: Case) -> dict[str, Any]:
+    """Arguments of transformers' Trainer (`TrainingArguments`); TRL's have these too."""
+    found: dict[str, Any] = {
+        "output_dir": "out",
+        "per_device_train_batch_size": case.batch,
+        "gradient_accumulation_steps": case.accum,
+        "optim": OPTIMIZERS[case.optimizer],
+        "max_grad_norm": case.clip,
+        "gradient_checkpointing": case.checkpointing in ("nonreentrant", "reentrant"),
+        "bf16": case.autocast == "bf16",
+        "fp16": case.autocast == "fp16",
+    }
+    if found["gradient_checkpointing"]:
+        found["gradient_checkpointing_kwargs"] = {"use_reentrant": case.checkpointing == "reentrant"}
+    if case.accum > 1 and case.grad_sync == "each" and case.world > 1 and not _deepspeed(case):
+        found["accelerator_config"] = {"gradient_accumulation_kwargs": {"sync_each_batch": True}}
+    if _deepspeed(case):
+        found["deepspeed"] = "deepspeed.json"
+        found["bf16"] = found["bf16"] or case.dtype == "bf16"
+        found["fp16"] = found["fp16"] or case.dtype == "fp16"
+    return found
+
+
+def sft_arguments(case: Case) -> dict[str, Any]:
+    """Arguments of TRL's SFTTrainer (`SFTConfig`): packed sequences, and how the model is loaded."""
+    model: dict[str, Any] = {"dtype": {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}[case.dtype]}
+    if case.attn != "default":
+        model["attn_implementation"] = case.attn
+    if "tp" in axes_of(case):
+        model["tp_plan"] = "auto"
+    return {**training_arguments(case), "max_length": case.seq, "packing": True, "model_init_kwargs": model}
+
+
+def _json(document: Mapping[str, Any]) -> str:
+    return json.dumps(document, indent=2) + "\n"
+
+
+def _yaml(document: Mapping[str, Any], indent: str = "") -> str:
+    """Scalars and mappings as YAML; texts in quotes, so that `no` stays a word."""
+    text = ""
+    for key, value in document.items():
+        if isinstance(value, Mapping):
+            text += f"{indent}{key}:\n{_yaml(value, indent + '  ')}"
+        else:
+            text += f"{indent}{key}: {json.dumps(value)}\n"
+    return text

@@ -1,0 +1,89 @@
+"""Reports of an estimate: the replay's own, under a line that says the case and the verdict with what lies outside."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any, Final
+
+from simulator.allocator.settings import format_bytes
+from simulator.reports import terminal as report
+from traces.text import one_line
+
+if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
+    from rich.table import Table
+
+    from simulator.estimator.estimate import Estimate
+    from simulator.estimator.step_time import GenerationTime, StepTime
+
+#: Keys of a case that the headline does not repeat: the report shows them elsewhere, or the model begins the line.
+_SHOWN_ELSEWHERE: Final = frozenset({"model", "gpu", "memory", "alloc_conf", "release"})
+
+
+def render_json(estimate: Estimate) -> dict[str, Any]:
+    """The document of `estimate --json`: the answer (the case, peaks, phases, verdicts) and that of `run --json`."""
+    return {
+        **estimate.document(),
+        "assumptions": list(estimate.assumptions),
+        **report.render_json(estimate.result),
+    }
+
+
+def render_table(estimate: Estimate, console: Console | None = None) -> None:
+    """Print the case, the verdicts and the tables of its replay."""
+    report.print_parts(_head(estimate), console)
+    report.render_table(estimate.result, console)
+
+
+def _head(estimate: Estimate) -> Iterable[RenderableType]:
+    yield case_line(estimate.case)
+    aside = sum(term.bytes for term in estimate.outside)
+    if aside and estimate.verdict == "fits" and estimate.worst.device.context_bytes == 0:
+        meaning = {"fits": "it fits", "oom": "it runs out of memory"}[estimate.verdict_with_context]
+        yield f"with {format_bytes(aside)} outside the allocator: {meaning}"
+    if estimate.step is not None:
+        yield _time(estimate.step)
+    if estimate.min_fit is not None:
+        yield f"smallest GPU: {format_bytes(estimate.min_fit)} ({estimate.min_fit:,} B), context apart"
+    if estimate.closed:
+        yield _closed(estimate)
+
+
+def _time(step: StepTime | GenerationTime) -> str:
+    """The time of a step, or of the first token and those after it."""
+    from simulator.estimator.step_time import StepTime
+
+    speed = f"{step.tokens_per_second:,.0f} tokens/s"
+    if not isinstance(step, StepTime):
+        rest = f", then {speed}" if step.tokens else ""
+        return f"first token: {report.format_time(step.first_token_ns)}{rest} (a model, not a measurement)"
+    per_gpu = f", {step.tokens_per_second / step.ranks:,.0f} a GPU" if step.ranks > 1 else ""
+    return f"step time: {report.format_time(step.step_ns)}, {speed}{per_gpu} (a model, not a measurement)"
+
+
+def _closed(estimate: Estimate) -> Table:
+    """Closed-form estimates beside the simulation: the device's total, and the terms of each."""
+    table = report.table_of("Estimators", "estimator", "device total", "terms")
+    aside = sum(term.bytes for term in estimate.outside)
+    ours = max(rank.peak_reserved for rank in estimate.result.ranks) + aside
+    note = "reserved by the worst rank, and what is outside"
+    report.add_row(table, "simulation", format_bytes(ours) if estimate.verdict == "fits" else "out of memory", note)
+    for one in estimate.closed:
+        terms = ", ".join(f"{name} {format_bytes(size)}" for name, size in one.terms.items())
+        report.add_row(table, one.name, format_bytes(one.total), terms)
+    return table
+
+
+def case_line(case: Mapping[str, Any]) -> str:
+    """A case on one line: the model, then every key that differs from its default."""
+    parts = [one_line(str(case.get("model", "")))]
+    parts += [f"{key} {one_line(_value(case[key]))}" for key in case if key not in _SHOWN_ELSEWHERE]
+    return ", ".join(parts)
+
+
+def _value(value: object) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, Mapping):
+        return ",".join(f"{key}={size}" for key, size in value.items())
+    return "+".join(map(str, value)) if isinstance(value, list | tuple) else str(value)

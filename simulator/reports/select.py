@@ -1,0 +1,155 @@
+"""Reports of a selection: the table of methods, the winner with the reason, its margin, and what others lack."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from simulator.allocator.settings import format_bytes
+from traces.text import one_line
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from rich.console import Console
+
+    from simulator.selector.select import Outcome, Selection
+
+_COLUMNS = ("method", "batch", "samples", "reserved", "left", "step", "tokens/s")
+
+
+def render_json(found: Selection) -> dict[str, Any]:
+    """The document of `select --json`; bytes and seconds; methods best first."""
+    asked = found.asked
+    winner, second = found.winner, found.runner_up
+    return {
+        "schema_version": 1,
+        "model": asked.keys.get("model"),
+        "gpus": list(asked.gpus),
+        "policy": asked.policy,
+        "global_batch": asked.global_batch,
+        "margin": asked.margin,
+        "winner": None if winner is None else winner.name,
+        "runner_up": None if second is None else second.name,
+        "reason": reason(found),
+        "advice": found.advice,
+        "methods": [_method(one) for one in found.outcomes],
+        "unfinished": list(found.unfinished),
+        "outside": [
+            {"name": one.name, "bytes": one.bytes, "low": one.low, "high": one.high, "source": one.source}
+            for one in found.outside
+        ],
+        "seconds": round(found.seconds, 3),
+    }
+
+
+def _method(one: Outcome) -> dict[str, Any]:
+    document: dict[str, Any] = {
+        "method": one.name,
+        "verdict": "error" if one.error else "fits" if one.fits else "oom",
+        "case": one.case,
+        "batch": one.batch,
+        "accum": one.accum,
+        "samples": one.samples,
+        "peak_allocated": one.peak_allocated,
+        "peak_reserved": one.peak_reserved,
+        "worst_ranks": list(one.worst),
+        "limit": one.limit,
+        "left": {"likely": one.slack, "low": one.slack_low, "high": one.slack_high},
+        "retries": one.retries,
+        "step_seconds": one.step_seconds,
+        "tokens_per_second": one.tokens_per_second,
+        "score": one.score,
+        "tried": {str(batch): fits for batch, fits in one.tried.items()},
+        "short": one.short,
+        "remedies": list(one.remedies),
+        "seconds": round(one.seconds, 3),
+    }
+    return {**document, "error": one.error} if one.error else document
+
+
+def reason(found: Selection) -> str:
+    """Why the winner is it, in a sentence."""
+    winner, second = found.winner, found.runner_up
+    if not found.outcomes:
+        return "no method is finished"
+    if winner is None:
+        return f"no method fits a single sample; {found.advice}" if found.advice else "no method fits"
+    if found.asked.policy == "llmem":
+        text = f"{winner.name}: score {winner.score:g} (LLMem's Algorithm 1)"
+        return text if second is None else f"{text}, before {second.name} with {second.score:g}"
+    text = f"{winner.name} is predicted fastest: {winner.tokens_per_second:,.0f} tokens/s"
+    if second is None:
+        return f"{text}; no other method fits"
+    ahead = winner.tokens_per_second / second.tokens_per_second - 1
+    return f"{text}, {ahead:.0%} more than {second.name}"
+
+
+def closeness(one: Outcome) -> str:
+    """How close a method is to the limit, with the uncertainty of what lies outside the allocator."""
+    if one.slack_low >= 0:
+        sure = "it fits with all of that"
+    elif one.slack >= 0:
+        sure = f"at the most of that it would lack {format_bytes(-one.slack_low)}: a smaller micro-batch is safer"
+    else:
+        sure = "it has no room"
+    span = f"{_signed(one.slack_low)} to {_signed(one.slack_high)}"
+    retries = f" after {one.retries} allocator retries" if one.retries else ""
+    return f"{format_bytes(max(0, one.slack))} left on the fullest GPU{retries} ({span} by what lies outside): {sure}"
+
+
+def _signed(size: int) -> str:
+    return f"-{format_bytes(-size)}" if size < 0 else format_bytes(size)
+
+
+def lines(found: Selection) -> Iterator[str]:
+    """What stands under the table."""
+    winner = found.winner
+    yield reason(found)
+    if winner is not None:
+        yield f"{winner.name}: {closeness(winner)}"
+    for one in found.outcomes:
+        if one.error:
+            yield f"{one.name}: not possible: {one_line(one.error)}"
+        elif not one.fits:
+            mend = f"; it would fit with {' or '.join(one.remedies)}" if one.remedies else ""
+            yield f"{one.name}: one sample lacks {format_bytes(one.short)}{mend}"
+    if found.unfinished:
+        yield f"not finished: {', '.join(found.unfinished)}"
+
+
+def _cells(one: Outcome) -> tuple[str, ...]:
+    if not one.fits:
+        return (one.name, "-", "", format_bytes(one.peak_reserved) if one.peak_reserved else "", "", "", "")
+    return (
+        one.name,
+        f"{one.accum} x {one.batch}" if one.accum > 1 else str(one.batch),
+        str(one.samples),
+        format_bytes(one.peak_reserved),
+        _signed(one.slack),
+        f"{one.step_seconds:.3f} s",
+        f"{one.tokens_per_second:,.0f}",
+    )
+
+
+def _title(found: Selection) -> str:
+    asked = found.asked
+    kinds = {name: asked.gpus.count(name) for name in dict.fromkeys(asked.gpus)}
+    cards = " + ".join(f"{count} x {name}" for name, count in kinds.items())
+    return f"{one_line(str(asked.keys.get('model', '')))} on {cards}"
+
+
+def render_table(found: Selection, console: Console | None = None) -> None:
+    """Print the ranked table and what is to be said about it."""
+    from simulator.reports.terminal import add_row, print_parts, table_of
+
+    table = table_of(_title(found), *_COLUMNS, right=range(1, len(_COLUMNS)))
+    for one in found.outcomes:
+        add_row(table, *_cells(one))
+    print_parts((table, "", *lines(found)), console)
+
+
+def render_html(found: Selection) -> str:
+    """The page of a selection (`simulator.reports.html.select`)."""
+    from simulator.reports.html.select import render_select
+
+    return render_select(found)

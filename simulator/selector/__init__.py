@@ -1,0 +1,1 @@
+"""Which method and micro-batch: candidates, the largest batch of each, their order."""

@@ -1,0 +1,188 @@
+"""The largest micro-batch of a method: simulated at one after the other, each captured, until the next does not fit.
+
+Where to look next is read off replays of what was captured with the sizes of other micro-batches
+(`simulator.selector.extrapolate`). The answer itself is a captured step that fits; that one sample more does not is
+decided by a captured step, or by a replay with the sizes on the lines through two captured ones, of which the answer is
+one.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Final
+
+from simulator.selector.extrapolate import PRIMES, Line, prime_for, sizes_in
+from traces.errors import LLMemError
+from traces.model import RankEvents, Trace
+
+if TYPE_CHECKING:
+    from graph.case import Case
+    from graph.loop.method import Method
+    from graph.model import StepGraph
+    from simulator.engine.result import OutsideTerm, Result
+    from strategies.timing.clock import Clock
+
+#: A device on which peaks are taken where nothing fits.
+AMPLE: Final = 1 << 42
+#: Methods whose first rank needs most: the first pieces of torch.chunk are the largest.
+FIRST_NEEDS_MOST: Final = frozenset({"fsdp2", "fsdp2-nr", "fsdp2-offload", "hsdp", "fsdp2-tp"})
+#: Methods whose kinds of rank differ in what they hold for good alone: which needs most shows at any micro-batch.
+SAME_STEPS: Final = frozenset({"deepspeed-1", "deepspeed-2"})
+
+
+class Probe:
+    """Simulates a method at one micro-batch after the other; keeps what it saw.
+
+    `keys` are those of the case; `outside(groups)` the terms outside the allocator for a rank in so many groups,
+    `margin` the bytes of the device that stay free beside them.
+    """
+
+    def __init__(
+        self, keys: Mapping[str, Any], name: str, outside: Callable[[int], tuple[OutsideTerm, ...]], margin: int
+    ) -> None:
+        self.keys = keys
+        self.name = name
+        self.outside = outside
+        self.margin = margin
+        self.traces: dict[int, Trace] = {}
+        self.results: dict[int, Result] = {}
+        self.alone: int | None = None  # the rank that needs most, where it stands for all
+
+    @property
+    def tried(self) -> dict[int, bool]:
+        """Micro-batches that were captured, and whether they fit."""
+        return {batch: found.verdict == "fits" for batch, found in sorted(self.results.items())}
+
+    def case(self, batch: int, **more: Any) -> Case:
+        """The case of the method at a micro-batch."""
+        from graph.case import Case
+
+        return Case.of({**self.keys, "batch": batch, **more}, where=self.name)
+
+    def first(self) -> int:
+        """The micro-batch to begin with."""
+        from graph.models.sources import read_configuration
+
+        try:
+            return prime_for(sizes_in(read_configuration(str(self.keys["model"]))[0]))
+        except LLMemError:  # a function of the user's own
+            return PRIMES[0]
+
+    def fits(self, batch: int) -> bool:
+        """Whether a micro-batch fits, captured."""
+        case = self.case(batch)
+        made = self.trace(case)
+        found = self.replayed(made)
+        if self.alone is None and case.strategy in SAME_STEPS:
+            self.alone = max(found.ranks, key=lambda rank: rank.peak_allocated).ranks[0]
+            made = self.trace(case)
+        self.traces[batch], self.results[batch] = made, found
+        return found.verdict == "fits"
+
+    def guess(self, low: int, high: int) -> tuple[int, bool]:
+        """The largest of `low` .. `high` - 1 that fits by the lines through what was captured, and whether that is
+        sure: by two captured steps, of which `low` is one.
+        """
+        base = low if low in self.traces else min(self.traces, key=lambda batch: abs(batch - high))
+        others = sorted((batch for batch in self.traces if batch != base), key=lambda batch: abs(batch - base))
+        known = self.traces[base]
+        line = Line.through(known, base, self.traces[others[0]], others[0]) if others else Line.of(known, base)
+        stride = 1 if base == low else high
+        found = low
+        while high - found > 1:
+            place = min(found + stride, high - 1) if stride < high - found else (found + high) // 2
+            if self.replayed(line.at(place)).verdict == "fits":
+                found, stride = place, 2 * stride
+            else:
+                high, stride = place, high
+        return found, bool(others) and base == low
+
+    def replayed(self, trace: Trace) -> Result:
+        """The replay of a trace on its devices, less what lies outside the allocator and the margin."""
+        from simulator.engine.replay import replay
+
+        return replay(trace, context=self.aside(trace), analyse=False)
+
+    def aside(self, trace: Trace) -> int:
+        """Bytes of a device that the allocator may not have: the likely size of what lies outside, and the margin."""
+        return sum(term.bytes for term in self.terms(trace)) + self.margin
+
+    def terms(self, trace: Trace) -> tuple[OutsideTerm, ...]:
+        """What lies outside the allocator."""
+        from simulator.estimator.estimate import communicators
+
+        return self.outside(communicators(trace))
+
+    def unlimited(self, case: Case) -> Result:
+        """The replay of a case on ample devices."""
+        from simulator.engine.replay import replay
+
+        return replay(self.trace(replace(case, memory=AMPLE)), context=0, analyse=False)
+
+    def seconds(self, case: Case, clock: Clock) -> float:
+        """Seconds of a step of a case, by the clock of its slowest GPU."""
+        from simulator.estimator.step_time import step_seconds
+
+        return step_seconds(self.trace(case, clock), clock)
+
+    def trace(self, case: Case, clock: Clock | None = None) -> Trace:
+        """The trace of a case: of all kinds of rank, or of the one that needs most, which then stands for all."""
+        from strategies.lowering import MODULES, Lowered, finish
+        from strategies.single import events_of
+        from strategies.tracing import MESHES, trace
+
+        speed = None if clock is None else clock.speed()
+        rank = self._needs_most(case)
+        if rank is None:
+            return trace(case, shared_graph, speed=speed)
+        module: Any = importlib.import_module(MESHES if case.mesh else MODULES[case.strategy])
+        method = module.method(case, rank)
+        graph = shared_graph(method.captured_case(), method)
+        entry = RankEvents(tuple(range(case.world)), events_of(graph, speed, late=case.deferred == "late"))
+        groups = module.groups(case) if hasattr(module, "groups") else {"default_pg": (tuple(range(case.world)),)}
+        return finish(Lowered((entry,), groups), graph, case)
+
+    def _needs_most(self, case: Case) -> int | None:
+        """The rank that needs most, where the others differ from it in sizes of what they hold for good alone."""
+        if self.alone is not None:
+            return self.alone
+        if case.mesh and case.strategy != "gemini":
+            return None if "pp" in case.mesh else 0
+        if case.strategy in FIRST_NEEDS_MOST:
+            return 0
+        if case.strategy == "zero1":
+            return int(importlib.import_module("strategies.parallel.ddp").heaviest(case))
+        return None
+
+
+def shared_graph(case: Case, method: Method | None) -> StepGraph:
+    """Captures a case; the graph of one GPU that a strategy rewrites is shared by all its meshes."""
+    from simulator.estimator.estimate import captured
+
+    if method is None:
+        case = replace(case, world=1, mesh={}, memory=None)
+    return captured(case, None, method)
+
+
+def largest(
+    fits: Callable[[int], bool], guess: Callable[[int, int], tuple[int, bool]], most: int, first: int = PRIMES[0]
+) -> int:
+    """The largest whole number up to `most` that fits, 0 for none; what fits is taken to be monotonous.
+
+    `fits` is dear and asked once a number, `first` first. `guess(low, high)` says which of `low` .. `high` - 1 is the
+    largest that fits, and whether it is to be believed when it says `low`, which is known to fit.
+    """
+    low, high = 0, most + 1
+    place = min(first, most)
+    while True:
+        low, high = (place, high) if fits(place) else (low, place)
+        if high - low == 1:
+            return low
+        place, sure = guess(low, high)
+        if place <= low:
+            if sure and low:
+                return low
+            place = low + 1
+        place = min(place, high - 1)

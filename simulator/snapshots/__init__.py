@@ -1,0 +1,1 @@
+"""Torch memory snapshots above the allocator: verified by a replay."""

@@ -1,0 +1,1 @@
+"""One trace under many settings, devices, orders and lengths."""

@@ -1,0 +1,114 @@
+"""LLMem's methods on Colossal-AI's Gemini: one GPU, CDP, ADP, TP and DP+TP, from the step graph of the whole model.
+
+The mesh of the case says which: `dp` ranks share chunks (ADP; `adp` and `gemini` mean the same), `cdp` ranks keep them
+whole and reduce gradients in place, `tp` ranks split every linear layer. The case is that of LLMem's scripts: fp16,
+reentrant checkpointing, eager attention, the loss of transformers 4.29, release 2.0. The card is none of these: without
+`gpu` it is the usual one of a case, and LLMem's own was a V100-16GB.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+import numpy as np
+
+from graph.case import Case
+from graph.model import Int64Array, StepGraph
+from strategies.gemini.chunk_layout import ChunkConfig, ChunkLayout, layout, local_parameters, pack, search
+from strategies.gemini.chunk_moves import GROUP, WORLD, Gemini, Options
+from strategies.gemini.event_builder import EventBuilder
+from strategies.gemini.skeleton import Skeleton
+from strategies.gemini.tensor_parallel import GROUP as TENSOR
+from strategies.gemini.tensor_parallel import GeminiTensorParallel
+from strategies.lowering import Lowered
+from strategies.parallel.mesh import Mesh
+from strategies.single import Speed
+from traces.errors import ConfigError
+from traces.model import RankEvents
+
+#: The axes that LLMem's methods have: one of data parallelism, and tp.
+AXES: Final = ("dp", "adp", "gemini", "cdp", "tp")
+#: What Gemini cannot do, or LLMem never did with it: key of the case, values that are possible, why.
+POSSIBLE: Final[Mapping[str, tuple[tuple[object, ...], str]]] = {
+    "dtype": (("fp16", "bf16"), "its chunks hold parameters in 16 bits beside an fp32 copy"),
+    "autocast": (("",), "its parameters are in 16 bits already"),
+    "quant": (("",), "its chunks hold no quantized weights"),
+    "lora": ((0,), "its chunks hold trainable parameters only"),
+    "accum": ((1,), "gradients overwrite the parameters in its chunks"),
+    "optimizer": (("adamw", "adamw-fused", "adamw-forloop"), "it has HybridAdam"),
+    "offload": (("",), "LLMem keeps its chunks on the GPU"),
+    "clip": ((0.0,), "LLMem does not clip"),
+}
+
+
+def ranks(graph: StepGraph, case: Case, mesh: Mapping[str, int] | None, speed: Speed | None) -> Lowered:
+    """The events of every rank, equal ones once. Raises ConfigError for a mesh or a case that Gemini cannot have."""
+    _check(case)
+    axes = Mesh.of(dict(mesh) if mesh else {"dp": case.world}, AXES)
+    axes.check_world(case.world)
+    along = [name for name, size in axes.axes if size > 1 and name != "tp"]
+    if len(along) > 1:
+        raise ConfigError(f"mesh: {axes} has {along[0]} and {along[1]}; give one axis of data parallelism, and tp")
+    data, tensor = axes.world // axes.size("tp"), axes.size("tp")
+    skeleton = Skeleton.captured(graph)
+    frozen = [one.name for one in skeleton.parameters if not one.trainable]
+    if frozen:
+        raise ConfigError(
+            f"strategy 'gemini': {len(frozen)} parameters are frozen, {frozen[0]} the first; it trains all"
+        )
+    shapes = [(one.name, one.shape) for one in skeleton.parameters]
+    chunks = _whole(shapes, data, tensor) if axes.size("cdp") > 1 else layout(shapes, data=data, tensor=tensor)
+    entries = []
+    for members in distinct(chunks):
+        out = EventBuilder()
+        if case.deferred == "late":
+            out.hold_events(True)
+        kind = GeminiTensorParallel if tensor > 1 else Gemini
+        walker = kind(skeleton, chunks, members[0], Options(), out)
+        if speed is not None:
+            walker.durations, walker.speed = _durations(graph, walker, speed), speed
+        entries.append(RankEvents(members, walker.run().events()))
+    return Lowered(tuple(entries), groups(data, tensor))
+
+
+def _durations(graph: StepGraph, walker: Gemini, speed: Speed) -> Int64Array:
+    """Nanoseconds of each operator of a rank: tensor parallelism divides the products of linear layers."""
+    flops, moved = graph.operators.flops.copy(), graph.operators.moved.copy()
+    if isinstance(walker, GeminiTensorParallel):
+        plan = walker.plan
+        split = np.asarray([*plan.linears, *plan.inputs, *plan.weights], dtype=np.int64)
+        flops[split] //= walker.tensor
+        moved[split] //= walker.tensor  # weights and one side of the activations: nearly all
+    return speed.kernels_ns(graph, flops, moved)
+
+
+def distinct(chunks: ChunkLayout) -> tuple[tuple[int, ...], ...]:
+    """Ranks by what they keep of each chunk: all of one tuple have the same events."""
+    found: dict[tuple[object, ...], list[int]] = {}
+    for rank in range(chunks.data * chunks.tensor):
+        pieces = (chunk.pieces(chunks.place(chunk, rank)) for chunk in chunks.chunks)
+        key = tuple(tuple((slot.name, slot.end - slot.start) for slot in some) for some in pieces)
+        found.setdefault(key, []).append(rank)
+    return tuple(tuple(members) for members in found.values())
+
+
+def groups(data: int, tensor: int) -> dict[str, tuple[tuple[int, ...], ...]]:
+    """Who meets whom: along `dp`, along `tp` (neighbours), and all."""
+    mesh = Mesh((("dp", data), ("tp", tensor)))
+    return {GROUP: mesh.groups("dp"), TENSOR: mesh.groups("tp"), WORLD: (tuple(range(mesh.world)),)}
+
+
+def _whole(shapes: list[tuple[str, tuple[int, ...]]], data: int, tensor: int) -> ChunkLayout:
+    """Conventional data parallelism: the same chunks, every one of them kept whole by every rank."""
+    parameters = local_parameters(shapes, data=data, tensor=tensor)
+    configs = {degree: ChunkConfig(one.elements, True) for degree, one in search(parameters).items()}
+    return ChunkLayout(configs, pack(parameters, configs), data, tensor)
+
+
+def _check(case: Case) -> None:
+    for key, (values, why) in POSSIBLE.items():
+        given = getattr(case, key)
+        if given not in values:
+            known = ", ".join(repr(value) for value in values)
+            raise ConfigError(f"key {key!r}: strategy 'gemini' takes {known}, not {given!r}: {why}")

@@ -1,0 +1,1 @@
+"""Tensor parallelism in the manner of Megatron."""

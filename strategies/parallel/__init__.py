@@ -1,0 +1,1 @@
+"""PyTorch's own distributed methods, run as one rank of a job."""

@@ -1,0 +1,90 @@
+"""Data parallel by torch's DistributedDataParallel: `ddp`, `ddp-view` and, with a sharded optimizer, `zero1`.
+
+Every rank holds the whole model; gradients meet in buckets, which DDP lays out anew after the first backward
+(torch/csrc/distributed/c10d/reducer.cpp). `ddp-view` is `gradient_as_bucket_view=True`; `zero1` puts torch's
+ZeroRedundancyOptimizer around the optimizer, so that each rank holds the states of its share of the parameters.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from typing import TYPE_CHECKING, Any
+
+from graph.case import Case
+from graph.loop.method import Method
+from strategies.parallel.native import Native, place_all
+
+if TYPE_CHECKING:
+    import torch
+
+
+class DataParallel(Native):
+    """One rank under DistributedDataParallel."""
+
+    kept = frozenset({"all_reduce"})
+    real_steps = 3  # DDP rebuilds its buckets in the second iteration, so that the third is the first usual one
+
+    def wrap(self, recorder: Any, built: Any) -> torch.nn.Module:
+        """The whole model, wrapped; without the check that all ranks have the same shapes, which asks the others."""
+        from unittest import mock
+
+        import torch.nn.parallel.distributed as parallel
+
+        from graph.fake_cuda.collectives import without_logger
+
+        module = place_all(recorder, built)
+        with mock.patch.object(parallel, "_verify_param_shape_across_processes", return_value=None):
+            wrapped = parallel.DistributedDataParallel(
+                module, device_ids=[0], gradient_as_bucket_view=self.case.strategy == "ddp-view"
+            )
+        return without_logger(wrapped)
+
+    def micro_step(self, module: Any, micro: int, last: bool) -> contextlib.AbstractContextManager[Any]:
+        """Gradients are not synchronized before the last micro-batch, where the case says so."""
+        if self.case.grad_sync == "last" and not last:
+            quiet: contextlib.AbstractContextManager[Any] = module.no_sync()
+            return quiet
+        return contextlib.nullcontext()
+
+
+class ShardedOptimizer(DataParallel):
+    """DistributedDataParallel with ZeroRedundancyOptimizer (torch/distributed/optim/zero_redundancy_optimizer.py)."""
+
+    def optimizer(self, case: Case, parameters: list[torch.nn.Parameter]) -> Any:
+        """The case's optimizer over this rank's share of the parameters."""
+        from graph.loop.training import optimizer_class
+
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # its package scripts functions as it is imported
+            from torch.distributed.optim import ZeroRedundancyOptimizer
+
+        kind, options = optimizer_class(case)
+        return ZeroRedundancyOptimizer(parameters, optimizer_class=kind, **options)
+
+
+def method(case: Case, rank: int) -> Method:
+    """How rank `rank` runs."""
+    return ShardedOptimizer(case, rank) if case.strategy == "zero1" else DataParallel(case, rank)
+
+
+def distinct(case: Case) -> tuple[tuple[int, ...], ...]:
+    """Ranks that do the same: all under DDP; each alone where the optimizer's shares differ."""
+    if case.strategy == "zero1":
+        return tuple((rank,) for rank in range(case.world))
+    return (tuple(range(case.world)),)
+
+
+def heaviest(case: Case) -> int:
+    """The rank whose share of the optimizer's states is the largest under `zero1`.
+
+    ZeroRedundancyOptimizer hands out the parameters, largest first, to the rank that has least
+    (torch/distributed/optim/zero_redundancy_optimizer.py, _partition_parameters).
+    """
+    from graph.models.sources import build
+
+    held = [0] * case.world
+    parameters = (one for one in build(case).module.parameters() if one.requires_grad)
+    for size in sorted((one.numel() for one in parameters), reverse=True):
+        held[held.index(min(held))] += size
+    return held.index(max(held))

@@ -1,0 +1,166 @@
+"""What PyTorch's own distributed methods share: one rank of a job, run with torch.distributed's real code.
+
+DDP, FSDP and tensor parallelism are captured, not imitated: `graph.capture` runs a rank of the job with PyTorch's
+modules around the model, on a process group whose collectives end at once (`graph.fake_cuda.collectives`). Streams,
+gathered parameters, buckets and the order of all events are then PyTorch's own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from graph.case import Case
+from graph.errors import CaptureError
+from graph.loop.method import Method
+
+if TYPE_CHECKING:
+    import torch
+
+    from graph.fake_cuda.collectives import Collectives
+
+
+class Native(Method):
+    """Rank `rank` of a job of `case.world` ranks under one of PyTorch's methods; subclasses say how it wraps."""
+
+    #: Kinds of collective whose works nobody waits for.
+    kept: frozenset[str] = frozenset()
+
+    def __init__(self, case: Case, rank: int) -> None:
+        self.case = case
+        self.rank = rank
+        self._collectives: Collectives | None = None
+
+    def captured_case(self) -> Case:
+        """The case as the loop sees it, where the method does a part of it itself."""
+        return self.case
+
+    def wrap(self, recorder: Any, built: Any) -> torch.nn.Module:
+        """The model of `built` on the device, wrapped."""
+        raise NotImplementedError
+
+    @contextlib.contextmanager
+    def running(self, runtime: Any, recorder: Any) -> Iterator[None]:
+        """The process group of the job."""
+        from graph.fake_cuda.collectives import process_group
+
+        runtime.host_copies_keep = True  # what rank 0 broadcast to itself comes back as it went
+        runtime.late = self.case.deferred == "late"
+        with (
+            warnings.catch_warnings(),
+            _quiet("torch.distributed.tensor"),
+            process_group(runtime, recorder, self.rank, self.case.world, self.kept) as collectives,
+        ):
+            warnings.simplefilter("ignore", UserWarning)  # advice of FSDP to whoever writes the model's code
+            self._collectives = collectives
+            try:
+                yield
+            finally:
+                self._collectives = None
+
+    def load(self, recorder: Any, built: Any) -> Mapping[str, int]:
+        """Wrap and place the model; answers the storages of this rank's parameters and buffers by name."""
+        built.module = self.wrap(recorder, built)
+        built.module.train()
+        return storages(recorder, built.module)
+
+    def settle(self) -> None:
+        """The watchdog drops what is finished."""
+        if self._collectives is not None:
+            if self.case.deferred == "late":
+                self._collectives.settle_late()
+            else:
+                self._collectives.settle()
+
+
+@contextlib.contextmanager
+def _quiet(name: str) -> Iterator[None]:
+    """No advice on a logger, on how collectives could be merged."""
+    logger = logging.getLogger(name)
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
+
+
+def storages(recorder: Any, module: torch.nn.Module) -> dict[str, int]:
+    """Name -> storage of all parameters and buffers of a wrapped module; of a sharded one, what this rank holds."""
+    named = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
+    numbers = {name: recorder.number(local(tensor)) for name, tensor in named}
+    return {name: number for name, number in numbers.items() if number >= 0}
+
+
+def local(tensor: Any) -> torch.Tensor:
+    """The part of a tensor that this rank holds."""
+    part: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return part
+
+
+def layers(module: torch.nn.Module) -> list[torch.nn.Module]:
+    """The repeated blocks of a model: items of its lists of modules that lie in no other such list.
+
+    Raises CaptureError for a model without any.
+    """
+    import torch
+
+    def walk(part: torch.nn.Module) -> Iterator[torch.nn.Module]:
+        for child in part.children():
+            if isinstance(child, torch.nn.ModuleList) and len(child) > 1:
+                yield from child
+            else:
+                yield from walk(child)
+
+    found = list(walk(module))
+    if not found:
+        raise CaptureError("the model has no list of layers (torch.nn.ModuleList) that could be wrapped one by one")
+    return found
+
+
+def place_all(recorder: Any, built: Any) -> torch.nn.Module:
+    """The whole model on the device, as a plain job has it."""
+    Method().load(recorder, built)
+    module: torch.nn.Module = built.module
+    return module
+
+
+def tied(module: torch.nn.Module) -> bool:
+    """Whether two names of the model are one parameter."""
+    names = sum(1 for _ in module.named_parameters(remove_duplicate=False))
+    return names != sum(1 for _ in module.named_parameters())
+
+
+def without_autocast(case: Case) -> Case:
+    """The case for methods that cast by themselves."""
+    return replace(case, autocast="")
+
+
+def by_shards(case: Case, shards: int, divisors: tuple[int, ...] = (1,)) -> tuple[tuple[int, ...], ...]:
+    """Groups of ranks that hold shards of the same sizes, when every parameter is split over `shards` ranks.
+
+    The first dimension is split as torch.chunk splits it (pieces of one size, the last ones smaller or empty);
+    `divisors` are by what else it may have been divided before. Rank `r` has shard `r % shards`.
+    """
+    from graph.models.sources import build
+
+    rows = {max(1, -(-tensor.shape[0] // by)) for tensor in _parameters(build(case).module) for by in divisors}
+    found = shard_groups(rows, shards)
+    return tuple(tuple(rank for rank in range(case.world) if rank % shards in members) for members in found)
+
+
+def shard_groups(rows: set[int], shards: int) -> tuple[frozenset[int], ...]:
+    """Groups of shards of the same sizes, when every one of `rows` is split as torch.chunk splits it."""
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for shard in range(shards):
+        key = tuple(min(max(count - shard * -(-count // shards), 0), -(-count // shards)) for count in sorted(rows))
+        groups.setdefault(key, []).append(shard)
+    return tuple(map(frozenset, groups.values()))
+
+
+def _parameters(module: torch.nn.Module) -> Iterator[torch.Tensor]:
+    return (one for one in module.parameters() if one.dim())

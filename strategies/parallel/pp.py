@@ -1,0 +1,175 @@
+"""Pipeline parallel by torch.distributed.pipelining: `pp`, one stage a rank, by 1F1B or GPipe.
+
+Each rank is captured with PyTorch's own PipelineStage and schedule (torch/distributed/pipelining). A step is one
+`schedule.step` over all micro-batches (phase `pipe`), then the optimizer (phase `step`), then zero_grad. Every rank
+brings all token ids to its device; the last has the losses, and the merged logits where outputs are returned.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Any
+
+from graph.case import Case
+from graph.loop.method import Method
+from strategies.parallel.native import Native, place_all
+from traces.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
+
+LOAD, PIPE, STEP, END = range(4)
+
+
+class Pipeline(Native):
+    """One stage of a pipeline over all ranks."""
+
+    phases: tuple[str, ...] = ("load", "pipe", "step", "end")
+    #: The group of ranks that make a pipeline; None: all.
+    group: Any = None
+
+    @property
+    def stage(self) -> int:
+        """Which stage this rank has."""
+        return self.rank
+
+    @property
+    def stages(self) -> int:
+        """How many stages there are."""
+        return self.case.world
+
+    def wrap(self, recorder: Any, built: Any) -> torch.nn.Module:
+        """The stage's part of the model, on the device."""
+        from strategies.parallel.stages import cut
+
+        built.module = cut(built.module, self.stage, self.stages)
+        return place_all(recorder, built)
+
+    def train(self, clock: Any, built: Any, case: Case, roles: Any, steps: int) -> None:
+        """Steps of the schedule, each followed by the optimizer's."""
+        import torch
+
+        from graph.model import Role
+        from graph.recorder.attribution import note_states
+
+        recorder = clock.recorder
+        clock.mark(PIPE, 0, Role.FORWARD, iteration=0)
+        schedule = self._schedule(recorder, built, case)
+        parameters = [one for one in built.module.parameters() if one.requires_grad]
+        optimizer = self.optimizer(case, parameters) if parameters else None
+        ids = torch.zeros((case.batch * case.microbatches, case.seq), dtype=torch.int64, device="cpu")
+        first, last = self.stage == 0, self.stage + 1 == self.stages
+        for step in range(steps):
+            tokens = ids.to(recorder.device)
+            roles.input.add(recorder.number(tokens))
+            losses: list[Any] = []
+            with self._around(case):
+                options: dict[str, Any] = {} if case.return_outputs else {"return_outputs": False}
+                if last:
+                    options |= {"target": tokens, "losses": losses}
+                merged = schedule.step(*((tokens,) if first else ()), **options)
+            clock.mark(STEP, step, Role.OPTIMIZER)
+            if optimizer is not None:
+                if case.clip:
+                    torch.nn.utils.clip_grad_norm_(built.module.parameters(), case.clip)
+                optimizer.step()
+                note_states(recorder, optimizer, roles)
+            final = step + 1 == steps
+            following = (END, -1, Role.OTHER) if final else (PIPE, step + 1, Role.FORWARD)
+            clock.mark(*following, iteration=step + 1)
+            if optimizer is not None:
+                optimizer.zero_grad()
+            del merged, losses, options
+        recorder.runtime.observer = None
+
+    def _around(self, case: Case) -> contextlib.AbstractContextManager[Any]:
+        """What stands around a step of the schedule."""
+        import torch
+
+        from graph.loop.inputs import DTYPES
+
+        around = contextlib.ExitStack()
+        if case.autocast:
+            around.enter_context(torch.autocast("cuda", dtype=DTYPES[case.autocast]))
+        if case.offload.startswith("activations"):
+            pinned = case.offload == "activations-pin"
+            around.enter_context(torch.autograd.graph.save_on_cpu(pin_memory=pinned))
+        return around
+
+    def _schedule(self, recorder: Any, built: Any, case: Case) -> Any:
+        from strategies.parallel.pipelining import Boundary, schedule
+
+        boundary = Boundary(
+            stage=self.stage,
+            stages=self.stages,
+            tokens=(case.batch, case.seq),
+            hidden=int(built.config.get_text_config().hidden_size),
+            vocabulary=int(built.config.get_text_config().vocab_size),
+            dtype=case.dtype,
+        )
+        return schedule(case, built.module, boundary, recorder, self._collectives, self.group)
+
+
+def check(case: Case) -> None:
+    """ConfigError for a case that no pipeline can run."""
+    refused = {
+        "accum": (case.accum > 1, "a pipeline accumulates over its 'microbatches'"),
+        "quant": (bool(case.quant), "a pipeline trains unquantized weights"),
+        "loss": (bool(case.loss), "the last stage of a pipeline has cross-entropy over whole logits"),
+        "attention_mask": (bool(case.attention_mask), "the stages of a pipeline hand on hidden states alone"),
+        "autocast": (case.autocast == "fp16", "a schedule scales no loss; use 'bf16'"),
+        "task": (case.task != "train", "a pipeline trains"),
+        "offload": (
+            bool(case.offload) and not case.offload.startswith("activations"),
+            "a pipeline offloads 'activations' or 'activations-pin'",
+        ),
+    }
+    for key, (bad, reason) in refused.items():
+        if bad:
+            raise ConfigError(f"key '{key}': strategy 'pp' cannot have {getattr(case, key)!r}: {reason}")
+
+
+def check_schedule(case: Case, stages: int) -> None:
+    """ConfigError for a schedule that has too few micro-batches for `stages`."""
+    if case.schedule == "1F1B" and case.microbatches < stages:
+        raise ConfigError(
+            f"key 'microbatches': 1F1B needs at least as many micro-batches as stages ({stages}), not "
+            f"{case.microbatches}"
+        )
+
+
+def built_layers(case: Case) -> int:
+    """How many layers the model of a case has. Raises ConfigError for a model that is no decoder."""
+    from graph.models.sources import build
+    from strategies.parallel.stages import layers_of
+
+    built = build(case)
+    if built.head != "causal-lm":
+        raise ConfigError(
+            f"strategy 'pp' is for decoders (head causal-lm), and this model is {built.head or 'unknown'}"
+        )
+    return len(list(layers_of(built.module)))
+
+
+def method(case: Case, rank: int) -> Method:
+    """How rank `rank` runs."""
+    return Pipeline(case, rank)
+
+
+def distinct(case: Case) -> tuple[tuple[int, ...], ...]:
+    """Every rank has a stage of its own."""
+    from strategies.parallel.stages import shares
+
+    check(case)
+    shares(built_layers(case), case.world)
+    check_schedule(case, case.world)
+    return tuple((rank,) for rank in range(case.world))
+
+
+def groups(case: Case) -> dict[str, tuple[tuple[int, ...], ...]]:
+    """All ranks, and the pairs of neighbours with one name for each direction."""
+    found: dict[str, tuple[tuple[int, ...], ...]] = {"default_pg": (tuple(range(case.world)),)}
+    for rank in range(case.world - 1):
+        found[f"default_pg:{rank}>{rank + 1}"] = ((rank, rank + 1),)
+        found[f"default_pg:{rank + 1}>{rank}"] = ((rank, rank + 1),)
+    return found

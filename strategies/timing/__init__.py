@@ -1,0 +1,1 @@
+"""Durations: kernels by a roofline, collectives by their links, the host's launches."""

@@ -1,0 +1,1 @@
+"""The file forms of the native trace: JSON in rows or columns, and `.npz`."""

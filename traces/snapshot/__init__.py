@@ -1,0 +1,1 @@
+"""Torch memory snapshots: their pickles read without running code, and written."""

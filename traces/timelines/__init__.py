@@ -1,0 +1,1 @@
+"""Memory over time as files: CSV, npz, Parquet, and Perfetto's JSON."""
