@@ -6,6 +6,9 @@ import importlib
 import os
 import signal
 import threading
+from collections import defaultdict
+from collections.abc import Generator, Sequence
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -25,15 +28,112 @@ settings.register_profile(
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 
+#: What `scripts/test --quick` leaves out: tests that take more than a second of CPU, as `--measure` finds them, and
+#: whole files that import torch.
+SLOW = Path(__file__).with_name("slow.txt")
+#: Why a test may be skipped where every package is installed. The README names each.
+NAMED = ("no Chromium", "root may", "no /dev/", "POSIX permissions", "--recordings names no folder")
+
+seconds: defaultdict[str, float] = defaultdict(float)
+skipped: list[str] = []
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--recordings",
         metavar="FOLDER",
         help="also replay every recording (*.jsonl, *.jsonl.gz) below FOLDER",
     )
+    parser.addoption(
+        "--complete",
+        action="store_true",
+        help="fail where a test is skipped for want of a package (scripts/test, whose environment has all)",
+    )
+    parser.addoption(
+        "--measure",
+        action="store_true",
+        help="measure the CPU time of each test, and put those of more than a second into tests/slow.txt",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "slow: named in tests/slow.txt; scripts/test --quick leaves it out")
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
     """Compile the replay's kernels once, before workers start: commands announce a compilation, tests expect none."""
     if not hasattr(session.config, "workerinput"):
         importlib.import_module("simulator.allocator.prepared")
+
+
+def function(nodeid: str) -> str:
+    """The name of a test without its parameters."""
+    return nodeid.partition("[")[0]
+
+
+def file(nodeid: str) -> str:
+    """The file of a test, from the root."""
+    return nodeid.partition("::")[0]
+
+
+def slow() -> set[str]:
+    """Functions (`tests/test_x.py::test_y`) and whole files that the quick subset leaves out."""
+    return set(SLOW.read_text("utf-8").split())
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """A whole file that is left out is not imported either: it would bring torch."""
+    name = f"tests/{collection_path.name}"
+    return (config.option.markexpr == "not slow" and name in slow()) or None
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
+    named = slow()
+    for item in items:
+        if not named.isdisjoint((function(item.nodeid), file(item.nodeid))):
+            item.add_marker("slow")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
+    """CPU, its own and of the processes that it waited for: the wall clock says how busy the machine is."""
+    before = sum(os.times()[:4])
+    try:
+        return (yield)
+    finally:
+        item.user_properties.append(("cpu", sum(os.times()[:4]) - before))
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    if report.when == "call":
+        cpu = dict(report.user_properties)["cpu"]
+        assert isinstance(cpu, float)
+        seconds[function(report.nodeid)] += cpu
+    _keep_reason(report)
+
+
+def pytest_collectreport(report: pytest.CollectReport) -> None:
+    _keep_reason(report)
+
+
+def _keep_reason(report: pytest.TestReport | pytest.CollectReport) -> None:
+    if report.skipped and isinstance(report.longrepr, tuple):
+        skipped.append(report.longrepr[2])
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if hasattr(session.config, "workerinput"):
+        return
+    if session.config.getoption("--measure"):
+        whole = {name for name in slow() if "::" not in name}
+        found = (slow() - set(seconds)) | {name for name in seconds if seconds[name] > 1 and file(name) not in whole}
+        SLOW.write_text("".join(f"{name}\n" for name in sorted(found)), "utf-8")
+    if session.config.getoption("--complete") and not all(any(one in reason for one in NAMED) for reason in skipped):
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    if config.getoption("--complete"):
+        for reason in sorted({reason for reason in skipped if not any(one in reason for one in NAMED)}):
+            terminalreporter.write_line(f"--complete: skipped for what should be there: {reason}", red=True)

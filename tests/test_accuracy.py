@@ -7,7 +7,7 @@ import pytest
 from tests.accuracy.__main__ import GOALS, Outcome, predict, summary
 from tests.accuracy.recordings import TABLES, Recording, recordings
 
-pytest.importorskip("torch", reason="needs the extra torch")
+pytest.importorskip("torch")
 
 SMALL = ("opt-125m", "gpt2", "qwen2-0.5b", "t5-small", "bert-base", "bart-base", "vit-base")
 ROWS = {"single": 14, "seq2seq": 6, "inference": 2, "multi": 5, "offload": 4, "min_fit": 2}

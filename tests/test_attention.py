@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,8 +25,6 @@ from graph.workspaces.rules import Call, Plan
 
 DATA: Final = Path(__file__).parent / "data" / "attention.json"
 ITEM_BYTES: Final = {"float64": 8, "int64": 8, "uint64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "bool": 1}
-
-needs_torch = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="needs PyTorch")
 
 
 @cache
@@ -389,20 +386,19 @@ def differences(gpu: str, release: str, rows: Sequence[Any]) -> list[Any]:
     return wrong
 
 
-@needs_torch
 @pytest.mark.filterwarnings("ignore")  # PyTorch tells of every kernel that is put in place of another
 def test_every_recorded_call_of_the_operator() -> None:
     """Forward and backward of scaled_dot_product_attention, whole: conversions, padding, kernels, derivatives."""
+    pytest.importorskip("torch")
     by_device: dict[tuple[str, str], list[Any]] = {}
     for gpu, release, *row in recorded()["operator"]:
         by_device.setdefault((gpu, release), []).append(row)
     assert [wrong for (gpu, release), rows in by_device.items() for wrong in differences(gpu, release, rows)] == []
 
 
-@needs_torch
 @pytest.mark.filterwarnings("ignore")
 def test_no_kernel_left_is_one_clear_line() -> None:
-    import torch
+    torch = pytest.importorskip("torch")
 
     from graph.errors import CaptureError
     from graph.fake_cuda.device import fake_cuda

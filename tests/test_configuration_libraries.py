@@ -1,12 +1,8 @@
-"""Configuration files, read by the libraries that they are for: accelerate, DeepSpeed, transformers and TRL.
-
-A group of its own: the extra `configs` installs them. Where `CI` is set none of them may be missing.
-"""
+"""Configuration files, read by the libraries that they are for: accelerate, DeepSpeed, transformers and TRL."""
 
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import json
 import os
 import subprocess
@@ -31,20 +27,6 @@ STAGES = ("deepspeed-1", "deepspeed-2", "deepspeed-3")
 #: Settings that change what is written.
 RICH: dict[str, Any] = {"autocast": "bf16", "accum": 2, "clip": 1.0, "checkpointing": "nonreentrant"}
 VARIANTS: tuple[dict[str, Any], ...] = ({}, RICH, {"dtype": "bf16", "grad_sync": "last", "accum": 4})
-
-
-@pytest.fixture(autouse=True)
-def _libraries() -> None:
-    """All of them, in CI; else what is there."""
-    missing = [name for name in ("accelerate", "deepspeed", "trl") if importlib.util.find_spec(name) is None]
-    if missing and os.environ.get("CI"):
-        pytest.fail(f"not installed: {', '.join(missing)}; EXTRAS=test,torch,dask,configs scripts/test")
-
-
-def needs(name: str) -> None:
-    """Skip only where a library is not installed at all."""
-    if importlib.util.find_spec(name) is None:
-        pytest.skip(f"{name} is not installed; the extra configs has it")
 
 
 def with_file(name: str) -> list[str]:
@@ -74,7 +56,7 @@ def launched(path: Path) -> tuple[Any, dict[str, str]]:
 @pytest.mark.parametrize("keys", VARIANTS, ids=lambda keys: "-".join(keys) or "plain")
 @pytest.mark.parametrize("method", with_file("accelerate.yaml"))
 def test_accelerate_launches_its_file(method: str, keys: dict[str, Any], tmp_path: Path) -> None:
-    needs("accelerate")
+    pytest.importorskip("accelerate")
     from accelerate.commands.config.config_args import load_config_from_file
     from accelerate.parallelism_config import ParallelismConfig
     from accelerate.utils import FullyShardedDataParallelPlugin
@@ -120,7 +102,7 @@ for name in sys.argv[1:]:
 
 
 def test_deepspeed_reads_its_files(tmp_path: Path) -> None:
-    needs("deepspeed")
+    pytest.importorskip("deepspeed")
     variants: list[dict[str, Any]] = [
         {},
         {"buckets": 1_000_000, "clip": 1.0},
@@ -143,7 +125,7 @@ def test_deepspeed_reads_its_files(tmp_path: Path) -> None:
 
 
 def test_deepspeeds_scripts_run(tmp_path: Path) -> None:
-    needs("deepspeed")
+    pytest.importorskip("deepspeed")
     paths = []
     for method, keys in (
         ("deepspeed-1", {}),
@@ -170,15 +152,13 @@ def test_trainer_and_trl_read_their_arguments(
     method: str, keys: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if "deepspeed" in method:
-        needs("deepspeed")
+        pytest.importorskip("deepspeed")
+    trl = pytest.importorskip("trl")
     from transformers import HfArgumentParser, TrainingArguments
 
     found = written(tmp_path, method, **keys)
     monkeypatch.chdir(tmp_path)
-    kinds: list[tuple[str, Any]] = [("training_args.json", TrainingArguments)]
-    if importlib.util.find_spec("trl") is not None:
-        kinds.append(("sft_args.json", importlib.import_module("trl").SFTConfig))
-    for name, kind in kinds:
+    for name, kind in (("training_args.json", TrainingArguments), ("sft_args.json", trl.SFTConfig)):
         given = {**json.loads(found[name]), "use_cpu": True}  # else it asks the GPU whether it knows bf16
         (read,) = HfArgumentParser(kind).parse_dict(given, allow_extra_keys=False)
         assert (read.per_device_train_batch_size, read.gradient_accumulation_steps) == (2, keys.get("accum", 1))
@@ -203,7 +183,7 @@ def test_trainer_knows_every_optimizer(optimizer: str, tmp_path: Path) -> None:
 
 
 def test_trl_takes_the_command_of_the_start_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    needs("trl")
+    pytest.importorskip("trl")
     make_parser = importlib.import_module("trl.scripts.sft").make_parser
     text = written(tmp_path, "ddp", lora=8, lora_targets="q_proj,v_proj")["launch.sh"]
     monkeypatch.chdir(tmp_path)

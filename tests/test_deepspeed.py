@@ -7,6 +7,9 @@ from typing import Any
 
 import pytest
 
+pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
 from graph.case import Case
 from graph.recorder.capture import capture
 from simulator.engine.replay import replay

@@ -10,7 +10,7 @@ import pytest
 
 from simulator.estimator.estimate import estimate, forget_graphs
 
-torch = pytest.importorskip("torch", reason="needs the extra torch")
+torch = pytest.importorskip("torch")
 
 from graph.recorder import list_sharding  # noqa: E402
 

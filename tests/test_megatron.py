@@ -12,6 +12,9 @@ from typing import Any
 
 import pytest
 
+pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
 from graph.case import Case
 from graph.model import StepGraph
 from graph.recorder.capture import capture

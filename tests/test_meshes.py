@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("torch", reason="needs the extra torch")
+pytest.importorskip("torch")
 
 from graph.case import Case
 from simulator.estimator.estimate import estimate

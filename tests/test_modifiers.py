@@ -13,7 +13,7 @@ from simulator.estimator.estimate import Estimate, estimate
 from strategies.modifiers import check
 from traces.errors import ConfigError
 
-torch = pytest.importorskip("torch", reason="needs the extra torch")
+torch = pytest.importorskip("torch")
 
 MODEL = {
     "model_type": "llama",

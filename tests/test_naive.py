@@ -19,12 +19,17 @@ def test_naive_model_equals_recording(name: str) -> None:
     assert_same(name, recording.rows, recording.observed, naive_replay(recording.rows, recording.setup))
 
 
-@pytest.mark.parametrize("name", golden.names("2.11.0/"))
-@pytest.mark.parametrize("release", ["2.9.1", "2.12.1", "2.14.1", "2.15.0"])
-def test_releases_differ_exactly_where_a_recording_of_their_own_says_so(name: str, release: str) -> None:
+@pytest.mark.parametrize(
+    ("release", "name"),
+    [
+        (release, name)
+        for release in ("2.9.1", "2.12.1", "2.14.1", "2.15.0")
+        for name in golden.names("2.11.0/")
+        if release != "2.9.1" or not name.endswith(UNKNOWN_TO_2_9)
+    ],
+)
+def test_releases_differ_exactly_where_a_recording_of_their_own_says_so(release: str, name: str) -> None:
     workload = name.removeprefix("2.11.0/")
-    if release == "2.9.1" and workload in UNKNOWN_TO_2_9:
-        pytest.skip("the release does not know the options")
     recording = golden.load(name)
     setup = Setup(
         release,

@@ -19,7 +19,7 @@ from strategies.parallel.tp import groups as tp_groups
 from traces.errors import LLMemError
 from traces.model import Op
 
-torch = pytest.importorskip("torch", reason="needs the extra torch")
+torch = pytest.importorskip("torch")
 
 TINY = {
     "model_type": "llama",

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("torch", reason="needs the extra torch")
+pytest.importorskip("torch")
 import torch
 
 from graph.case import Case

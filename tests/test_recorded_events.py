@@ -9,7 +9,7 @@ import pytest
 from tests.accuracy.diffing import edits
 from tests.accuracy.recorded_events import difference, recorded
 
-pytest.importorskip("torch", reason="needs the extra torch")
+pytest.importorskip("torch")
 
 #: Recorded events that may differ, with the reason; all others must be equal in order and size.
 EXPLAINED = {

@@ -221,6 +221,7 @@ def few(names: tuple[str, ...]) -> Callable[[Asked], tuple[selection.Candidate, 
 
 def test_the_batch_found_is_the_largest(small: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """At the batch that was found every rank fits, at the next one some rank does not: both are captured here."""
+    pytest.importorskip("torch")
     from simulator.estimator.estimate import estimate
 
     monkeypatch.setattr(selection, "candidates", few(("ddp", "zero1", "fsdp2", "pp")))
@@ -238,6 +239,7 @@ def test_the_batch_found_is_the_largest(small: str, monkeypatch: pytest.MonkeyPa
 
 def test_a_global_batch_is_divided(small: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """23 samples would fit DDP, 24 the pipeline: of 120 it takes a part that divides them."""
+    pytest.importorskip("torch")
     monkeypatch.setattr(selection, "candidates", few(("ddp", "pp")))
     room = sum(term.bytes for term in selection.outside_of(Asked(KEYS, ("T4-16GB",) * 2), 1)) + (100 << 20)
     options = ["--memory", f"{room}B", "--seq", "128", "--margin", "0", "--jobs", "1", "--json"]
@@ -259,6 +261,7 @@ def test_a_global_batch_is_divided(small: str, monkeypatch: pytest.MonkeyPatch, 
 )
 def test_what_would_make_a_method_fit(tmp_path: Path, method: str, room: int, remedies: tuple[str, ...]) -> None:
     """MiB are reserved bytes by `llmem estimate` on a large GPU."""
+    pytest.importorskip("torch")
     config = {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "n_layer": 6, "n_embd": 512, "n_head": 8}
     (tmp_path / "config.json").write_text(json.dumps({**config, "vocab_size": 8000, "n_positions": 512}), "utf-8")
     keys = {"model": str(tmp_path / "config.json"), "seq": 512, "dtype": "bf16"}
@@ -352,5 +355,6 @@ def test_wrong_questions_are_refused_at_once(words: list[str], says: str) -> Non
 
 
 def test_a_model_that_no_method_can_take_is_one_error() -> None:
+    pytest.importorskip("torch")
     with pytest.raises(ConfigError, match="model 'nosuch' is neither in the catalogue"):
         selection.select(Asked({"model": "nosuch"}, ("A100-80GB",) * 2), jobs=1)

@@ -13,7 +13,7 @@ from simulator.estimator.estimate import Estimate, estimate
 from simulator.estimator.step_time import GenerationTime, StepTime
 from traces.model import Op
 
-torch = pytest.importorskip("torch", reason="needs the extra torch")
+torch = pytest.importorskip("torch")
 
 MODEL = {
     "model_type": "llama",

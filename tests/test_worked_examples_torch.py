@@ -10,6 +10,8 @@ import functools
 
 import pytest
 
+pytest.importorskip("torch")
+
 from tests.captured_examples import captured, expected, rewritten, run
 from tests.worked_examples import examples
 
