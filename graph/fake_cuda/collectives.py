@@ -10,7 +10,6 @@ does so at once; DDP's reducer waits for futures instead, so its all-reduces are
 from __future__ import annotations
 
 import contextlib
-import itertools
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
@@ -201,7 +200,7 @@ def process_group(
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     collectives = Collectives(runtime, recorder, kept)
-    with _named_by_rank(rank), mock.patch.object(sys, "excepthook"):  # torch puts one with the rank there
+    with mock.patch.object(sys, "excepthook"):  # torch puts one with the rank there
         dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
         try:
             collectives.install()
@@ -210,18 +209,3 @@ def process_group(
         finally:
             collectives.settle()
             dist.destroy_process_group()
-
-
-@contextlib.contextmanager
-def _named_by_rank(rank: int) -> Iterator[None]:
-    """Process groups get names that are the same for corresponding groups of all ranks: their count among the rank's.
-
-    DTensor keeps meshes of one job in its caches for the next one, which may be another rank of an equal mesh.
-    """
-    own, others = itertools.count(), itertools.count()
-
-    def named(ranks: Sequence[int], use_hashed_name: bool) -> str:
-        return f"{next(own)}" if not ranks or rank in ranks else f"other-{next(others)}"
-
-    with mock.patch.object(dist.distributed_c10d, "_process_group_name", new=named):
-        yield

@@ -24,6 +24,7 @@ from typing import Any, Final, Protocol
 import torch
 import torch._dynamo  # optimizers import it: not under a torch.cuda that is ours
 
+from graph import fake_leftovers
 from graph.errors import CaptureError, UnsupportedTorch
 from graph.fake_cuda import self_check as fake_check
 from graph.fake_cuda import stubs as fake_stubs
@@ -196,10 +197,14 @@ def fake_cuda(profile: Profile) -> Iterator[Runtime]:
         stack.enter_context(_kernels(runtime))
         if not _verified:
             fake_check.verify(runtime)
-            runtime.reset()
             _verified.append(True)
-        fake_stubs.forget()
-        yield runtime
+        fake_leftovers.drop()
+        runtime.reset()
+        try:
+            yield runtime
+        finally:
+            runtime.observer = None
+            fake_leftovers.drop()
 
 
 # ------------------------------------------------------------------------------------------------- the C++ side

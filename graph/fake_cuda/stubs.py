@@ -225,11 +225,6 @@ def _properties(runtime: Runtime) -> types.SimpleNamespace:
     )
 
 
-def forget() -> None:
-    """Answers that `torch.cuda` asked the device for once and kept: as in a new process, it is to ask again."""
-    torch.cuda._check_bf16_tensor_supported.cache_clear()
-
-
 def _nothing(*args: Any, **kwargs: Any) -> None:
     """A call that has no effect without a device."""
 

@@ -69,8 +69,6 @@ def ready() -> Any:
     except ImportError as error:
         raise ConfigError(f"bitsandbytes is needed ({error}); pip install 'llmem[torch]'") from None
     _with_cuda_kernels()
-    library: Any = importlib.import_module("bitsandbytes.functional")
-    library.name2qmap.clear()  # codes that it keeps on the device, which goes with each capture
     return bitsandbytes
 
 
@@ -100,8 +98,6 @@ def _with_cuda_kernels() -> None:
         loaded.CUBLAS_Context = _Contexts(loaded.CUBLAS_Context)
     loaded.torch = _NoOutliers()
     loaded._get_raw_stream = functools.partial(_stream, getattr(torch._C, "_cuda_getCurrentRawStream", _raw_stream))
-    for name in ("_gpu_dispatch_props", "_gemm_4bit_use_custom_fn"):  # they remember the GPU
-        getattr(getattr(loaded, name, None), "cache_clear", lambda: None)()
 
 
 class _NoOutliers:
