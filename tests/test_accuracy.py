@@ -29,7 +29,7 @@ def test_prediction_is_as_close_as_its_table_allows(row: Recording) -> None:
         error = found.error(figure)
         if error is not None:
             assert abs(error) <= worst
-    assert found.answer["verdict"] == "fits"
+    assert found.answer["verdict"] != "oom"
 
 
 def test_runs_that_ran_out_of_memory_are_told() -> None:

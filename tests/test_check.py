@@ -69,12 +69,15 @@ def test_results_as_baseline_and_as_run(path: str, tmp_path: Path) -> None:
 
 
 def test_a_result_counts_what_it_reserves_and_the_context(tmp_path: Path) -> None:
-    """What the result itself has outside the allocator does not count, as for a trace."""
+    """What the result itself has outside the allocator counts, or what --context says in its place."""
     result = replay(training(), context=64 * MIB)
     reserved = result.ranks[0].peak_reserved
     assert result.ranks[0].device_total == reserved + 64 * MIB
     (tmp_path / "r.json").write_text(json.dumps(render_json(result)))
-    assert invoke(str(tmp_path / "r.json"), "--budget", str(reserved))[0] == 0
+    path = str(tmp_path / "r.json")
+    assert invoke(path, "--budget", str(reserved + 64 * MIB))[0] == 0
+    assert invoke(path, "--budget", str(reserved + 64 * MIB - 1))[0] == 3
+    assert invoke(path, "--budget", str(reserved), "--context", "0")[0] == 0
     assert invoke(str(tmp_path / "r.json"), "--budget", str(reserved + MIB - 1), "--context", "1MiB")[0] == 3
 
 
@@ -111,10 +114,13 @@ def test_documents(path: str) -> None:
 
 def test_cases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(estimation, "captured", lambda case, progress=None, method=None: stub(case))
-    peak = estimation.estimate({"model": "m", "steps": 2}, capture=stub).worst.peak_reserved
+    peak = estimation.estimate({"model": "m", "steps": 2}, capture=stub).worst.device_total
     assert invoke("m", "--steps", "2", "--budget", str(peak))[0] == 0
     assert invoke("m", "--steps", "2", "--budget", str(peak - 1))[0] == 3
-    assert invoke("m", "--steps", "2", "--budget", str(peak), "--context", "auto")[0] == 3
+    assert invoke("m", "--steps", "2", "--budget", str(peak - 1), "--context", "0")[0] == 0
+    assert invoke("m", "--steps", "2", "--budget", str(peak), "--memory", "300MiB")[1].startswith("check: out of mem")
+    code, shown = invoke("m", "--steps", "2", "--budget", str(peak), "--memory", str(peak))
+    assert (code, shown.split(" needs ")[0]) == (0, "check: tight: m")
     (tmp_path / "case.json").write_text('{"model": "m", "steps": 2}')
     code, shown = invoke(str(tmp_path / "case.json"), "--budget", str(peak))
     assert code == 0

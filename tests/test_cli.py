@@ -246,7 +246,7 @@ def test_fits(trace: str, replayed: Callable[[Result], list[dict[str, Any]]]) ->
     seen = replayed(result(rank_result(timeline(30)), notes=("assumed release 2.13", "assumed release 2.13")))
     outcome = call("run", trace)
     assert outcome.exit_code == 0
-    assert outcome.stdout.startswith("fits: 1 rank")
+    assert outcome.stdout.startswith("fits: needs 39.20 GiB of 79.25 GiB (40.05 GiB left)\n1 rank, ")
     assert outcome.stderr.count("note: assumed release 2.13") == 1
     assert seen == [
         {
@@ -268,11 +268,12 @@ def test_out_of_memory_is_exit_code_3(trace: str, replayed: Callable[[Result], l
     )
     outcome = call("run", trace)
     assert outcome.exit_code == 3
-    assert outcome.stdout.startswith("out of memory: 2 ranks")
+    said = "out of memory: asked for 3.00 GiB with 512.00 MiB of 79.25 GiB left on rank 0"
+    assert outcome.stdout.startswith(f"{said}\n2 ranks")
     partly = call("run", trace, "--ranks", "1", "--json")
     assert partly.exit_code == 3
     assert [rank["rank"] for rank in json.loads(partly.stdout)["ranks"]] == [1]
-    assert "a rank that is not shown runs out of memory" in partly.stderr
+    assert "note: the verdict of a rank that is not shown: out of memory" in partly.stderr
 
 
 def test_options_reach_the_replay(

@@ -62,8 +62,8 @@ def test_the_report_names_case_peaks_and_terms() -> None:
         "+ 2nd cuBLAS handle",
         "0 B to 8.1",
         "220.00 MiB to 440.00 MiB",  # the context's range on 80 multiprocessors of 2048 threads
-        "outside the allocator: it fits",
-        "smallest GPU: 20.00 MiB",
+        "\nfits: needs 518.12 MiB of 15.77 GiB (15.27 GiB left)\n",  # 360 + 130 + 8.125 outside, 20 reserved
+        "smallest GPU: 518.12 MiB",
         "on V100-16GB",
     ):
         assert text in shown, shown
@@ -77,7 +77,8 @@ def test_json_has_the_answer_and_the_replay() -> None:
     assert (document["model"], document["batch"], document["sync"]) == ("m", 2, False)
     assert document["peak_allocated"] == PEAK
     assert document["phases"]["fwd_first"]["peak"] == 6 * MIB
-    assert document["verdict_with_context"] == "fits"
+    assert document["verdict"] == "fits"
+    assert document["device_total"] == document["ranks"][0]["device_total"]
     assert document["assumptions"] == ["routers spread tokens evenly"]
     stats = document["ranks"][0]["memory_stats"]
     assert stats["allocated_bytes.all.peak"] == PEAK
@@ -101,10 +102,12 @@ def test_a_context_that_takes_the_room() -> None:
     assert call("estimate", "m", "--memory", "30MiB", "--context", "10MiB").exit_code == 0
     outcome = call("estimate", "m", "--memory", "30MiB", "--context", "11MiB")
     assert outcome.exit_code == 3
-    assert "outside the allocator" not in outcome.stdout  # the tables have it
+    assert "\nout of memory: needs 31.00 MiB of 30.00 MiB (1.00 MiB too much)\n" in outcome.stdout
     assert "+ context" in outcome.stdout
-    assert call("estimate", "m", "--context", "auto").exit_code == 0
-    assert "it runs out of memory" in call("estimate", "m", "--memory", "30MiB").stdout
+    assert call("estimate", "m", "--context", "auto").stdout == call("estimate", "m").stdout
+    outcome = call("estimate", "m", "--memory", "30MiB")  # all of it is taken by others
+    assert outcome.exit_code == 3
+    assert "\nout of memory: needs 5" in outcome.stdout
 
 
 def test_every_output(tmp_path: Path) -> None:
@@ -204,7 +207,7 @@ def test_a_sweep_and_its_continuation(tmp_path: Path) -> None:
     path, out = cases(tmp_path, {"model": "m"}, {"model": "m", "memory": MIB}, {"model": "fails"}), str(tmp_path / "r")
     outcome = call("sweep", path, "-o", out, *THREADS)
     assert outcome.exit_code == 0
-    assert outcome.stdout.startswith("3 cases: 1 fit, 1 out of memory, 1 failed; ")
+    assert outcome.stdout.startswith("3 cases: 1 fit, 0 tight, 1 out of memory, 1 failed; ")
     assert f"note: 1 of 3 cases failed: see 'error' in {out}" in outcome.stderr
     again = call("sweep", path, "-o", out, "--json", "-q", *THREADS)
     document = json.loads(again.stdout)
@@ -220,14 +223,14 @@ def test_a_sweep_in_which_all_fail(tmp_path: Path) -> None:
     path = cases(tmp_path, {"model": "fails"}, {"modle": "m"})
     outcome = call("sweep", path, "-o", str(tmp_path / "r"), *THREADS)
     assert outcome.exit_code == 1
-    assert outcome.stdout.startswith("2 cases: 0 fit, 0 out of memory, 2 failed")
+    assert outcome.stdout.startswith("2 cases: 0 fit, 0 tight, 0 out of memory, 2 failed")
 
 
 def test_sweeps_with_a_context_and_the_smallest_memory(tmp_path: Path) -> None:
     path, out = cases(tmp_path, {"model": "m", "memory": 30 * MIB}), tmp_path / "r"
     assert call("sweep", path, "-o", str(out), "--context", "11MiB", "--min-memory", *THREADS).exit_code == 0
     (answer,) = (json.loads(line) for line in out.read_text().splitlines())
-    assert (answer["verdict"], answer["min_fit"]) == ("oom", 20 * MIB)
+    assert (answer["verdict"], answer["min_fit"]) == ("oom", (20 + 11) * MIB)
 
 
 @pytest.mark.parametrize(

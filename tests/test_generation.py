@@ -148,7 +148,7 @@ def chosen() -> list[Recording]:
 def test_recorded_runs_are_met(recording: Recording) -> None:
     from simulator.estimator.estimate import answer
 
-    found = answer(recording.case)
+    found = answer(recording.case, context=0)
     for figure in ("peak_allocated", "peak_reserved"):
         assert found[figure] == pytest.approx(recording.figure(figure), rel=5e-4), figure
     load = recording.figure("load_peak")
@@ -162,6 +162,6 @@ def test_recorded_training_of_quantized_weights_is_met(number: int) -> None:
 
     rows = [r for r in recordings("single") if r.row["quant"] == "nf4" and r.row["model"] == "qwen2-0.5b"]
     row = rows[number]
-    found = answer(row.case)
+    found = answer(row.case, context=0)
     for figure in ("peak_allocated", "peak_reserved"):
         assert found[figure] == pytest.approx(row.figure(figure), rel=1e-3), (row, figure)

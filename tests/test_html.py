@@ -185,7 +185,7 @@ def test_fragmentation_rows_sum_to_reserved() -> None:
 def test_out_of_memory_is_told() -> None:
     line = replace(timeline(2_000), ooms=(1_500,))
     page = Page(render_html(result(rank_result(line, oom=out_of_memory(1_500)))))
-    assert "Rank 0 asked for 3.00 GiB at event 1,500 with 512.00 MiB left on the device." in page.text
+    assert "Asked for 3.00 GiB with 512.00 MiB of 79.25 GiB left" in page.text
     assert "expandable_segments:True" in page.text
     assert page.data["ranks"][0]["ooms"] == [1_500]
     without = replace(out_of_memory(1_500), remedies=())
@@ -425,15 +425,24 @@ def test_a_selection_draws_methods_over_time() -> None:
         assert f"{format_bytes(rank.peak_reserved)} reserved at most" in page.text
 
 
-def test_methods_are_drawn_as_they_were_searched(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_methods_are_drawn_beside_what_lies_outside(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(estimation, "captured", lambda case, progress=None, method=None: stub(case))
-    limit = device("T4-16GB").total_bytes - 3 * GIB
     keys = {"model": "m", "gpu": "T4-16GB"}
-    outcomes = (Outcome("single", keys, 1, batch=2, worst=(0,), limit=limit, tokens_per_second=1.0),)
-    ((name, found),) = drawn(Selection(Asked({"model": "m"}, ("T4-16GB",)), outcomes))
+    outcomes = (Outcome("single", keys, 1, batch=2, worst=(0,), tokens_per_second=1.0),)
+    ((name, found),) = drawn(Selection(Asked({"model": "m"}, ("T4-16GB",), context=3 * GIB), outcomes))
     assert (name, found.verdict) == ("single", "fits")
-    assert found.ranks[0].timeline.limit_bytes == limit
+    assert found.ranks[0].timeline.limit_bytes == device("T4-16GB").total_bytes - 3 * GIB
     assert found.ranks[0].picture is not None
+
+
+@pytest.mark.parametrize(("retries", "badge"), [(0, "fits"), (2, "tight")])
+def test_the_badge_and_the_sentence_are_the_verdict(retries: int, badge: str) -> None:
+    rank = rank_result(timeline(30))
+    written = render_html(result(replace(rank, memory_stats={**rank.memory_stats, "num_alloc_retries": retries})))
+    page = Page(written)
+    assert f'<span class="badge {badge}">{badge.capitalize()}</span>' in written
+    assert "Needs 39.20 GiB of 79.25 GiB (40.05 GiB left)" in page.text
+    assert ("tries again 2 times" in page.text) == (retries == 2)
 
 
 @pytest.mark.parametrize("pictured", [False, True])

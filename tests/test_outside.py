@@ -6,11 +6,13 @@ import re
 
 import pytest
 
+from graph.case import Case
 from graph.hardware.profile import profile
 from simulator.engine.result import OutsideTerm
 from simulator.estimator.devices import CARDS
-from simulator.estimator.outside import CONTEXTS, communicator_terms, outside_terms
+from simulator.estimator.outside import CONTEXTS, communicator_terms, outside_of, outside_terms
 from simulator.reports.terminal import range_and_source
+from simulator.selector.select import Asked, outside
 
 MIB = 1 << 20
 
@@ -54,6 +56,18 @@ def test_a_second_workspace_is_uncertain() -> None:
     *others, workspace = outside_terms("A100-80GB", 108 * 2048, second_workspace=8_519_680)
     assert len(others) == 2
     assert (workspace.low, workspace.bytes, workspace.high) == (0, 8_519_680, 8_519_680)
+
+
+def test_a_choice_and_an_estimate_count_the_same() -> None:
+    """Both, the second cuBLAS workspace too; of two kinds of GPU the one counts that has more outside."""
+    keys = {"model": "gpt2", "dtype": "bf16"}
+    case = Case.of({**keys, "gpu": "H100-80GB"})
+    terms = outside_of(case, "auto", 1)
+    assert [term.name for term in terms] == ["CUDA context", "loaded kernels", "2nd cuBLAS handle", "NCCL buffers"]
+    assert outside(Asked(keys, ("H100-80GB",) * 2), 1) == outside(Asked(keys, ("T4-16GB", "H100-80GB")), 1) == terms
+    assert outside(Asked(keys, ("H100-80GB",), context=7 * MIB), 0) == (OutsideTerm("context", 7 * MIB, "as given"),)
+    inference = Case.of({**keys, "gpu": "H100-80GB", "task": "inference"})
+    assert [term.name for term in outside_of(inference, "auto", 0)] == ["CUDA context", "loaded kernels"]
 
 
 def test_every_communicator_has_its_buffers() -> None:

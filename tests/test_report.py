@@ -100,7 +100,10 @@ def test_many_phases_keep_the_largest() -> None:
 
 def test_out_of_memory_says_what_was_asked_and_what_was_free() -> None:
     text = text_of(two_kinds_of_rank(), 200)
-    assert text.startswith("out of memory: 38 ranks, PyTorch 2.13, max_split_size_mb:128\n")
+    assert text.startswith(
+        "out of memory: asked for 3.00 GiB with 512.00 MiB of 79.25 GiB left on ranks 0-2,5\n"
+        "38 ranks, PyTorch 2.13, max_split_size_mb:128\n"
+    )
     assert "Out of memory at event 600 (forward)" in text
     asked = "3.00 GiB (3,221,225,472 B, rounded to 3,221,225,984 B)"
     assert f"asked: {asked} on stream 0, for id 77 (model.layers.31.mlp.down_proj)" in text

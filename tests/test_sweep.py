@@ -52,7 +52,7 @@ def test_worker_processes_answer_every_case(tmp_path: Path) -> None:
     )
     out = tmp_path / "results.jsonl"
     summary = sweep(read_cases(path), out, jobs=2, capture=stub)
-    assert (summary.total, summary.fits, summary.oom, summary.failed) == (9, 2, 1, 6)
+    assert (summary.total, summary.fits, summary.tight, summary.oom, summary.failed) == (9, 2, 0, 1, 6)
     answers = {}
     for line in lines(out):
         answers[line.get("line") or line["model"] + str(line.get("memory", line.get("accum", "")))] = line
@@ -73,11 +73,11 @@ def test_answers_are_those_of_estimate(tmp_path: Path) -> None:
     from simulator.estimator.estimate import answer
 
     case = {"model": "m", "batch": 3, "alloc_conf": "expandable_segments:True"}
-    sweep([case], tmp_path / "r", executor=threads(), capture=stub, min_memory=True)
+    sweep([case], tmp_path / "r", executor=threads(), capture=stub, min_memory=True, context=5 * MIB)
     (found,) = lines(tmp_path / "r")
-    expected = answer(case, capture=stub, min_memory=True)
+    expected = answer(case, capture=stub, min_memory=True, context=5 * MIB)
     assert {**found, "seconds": 0} == {**expected, "seconds": 0}
-    assert found["min_fit"] == 20 * MIB
+    assert found["min_fit"] == 20 * MIB + 5 * MIB
 
 
 def test_models_captured_by_worker_processes(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 _EPILOG = (
     "Prints one line. Exit codes: 3 out of memory or over the budget, 4 a peak grew by more than --fail-over against "
-    "the baseline. What counts is peak reserved memory and what --context adds to it."
+    "the baseline; 0 else, also where it is tight. What counts is peak reserved memory and what lies outside PyTorch."
 )
 
 
@@ -23,7 +23,11 @@ _EPILOG = (
 @click.option("--budget", metavar="SIZE", help="Memory that the run may take of each GPU.")
 @click.option("--against", metavar="BASELINE", help="A trace, snapshot or result that it is compared with.")
 @click.option("--fail-over", metavar="2%|SIZE", help="Growth of a peak against the baseline that is allowed.")
-@click.option("--context", metavar="SIZE|auto", help="Memory of each GPU that is not PyTorch's; auto: a known card's.")
+@click.option(
+    "--context",
+    metavar="SIZE|auto",
+    help="Memory of each GPU that is not PyTorch's (default: auto for a case, what it says itself for a file).",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead of the line.")
 @click.option("--markdown", "as_markdown", is_flag=True, help="Print Markdown, for a pull request.")
 @click.option("-q", "--quiet", is_flag=True, help="No notes and no progress on stderr.")
@@ -103,15 +107,17 @@ def _is_config(document: Any) -> bool:
 
 
 def _answered(side: Side, context: str | None) -> Side:
-    """A result or an answer: what it has outside the allocator counts only as far as --context says."""
+    """A result or an answer: what it has outside the allocator counts, or what --context says instead."""
     from dataclasses import replace
 
     from simulator.commands.common import sizes
 
     _, outside = sizes(None, context)
+    if outside is None:
+        return side
 
     def total(reserved: int | None) -> int | None:
-        return None if reserved is None else reserved + (outside or 0)
+        return None if reserved is None else reserved + outside
 
     ranks = (
         replace(rank, values={**rank.values, "device_total": total(rank.values["peak_reserved"])})
@@ -132,7 +138,7 @@ def _replayed(run: str, name: str, context: str | None) -> Side:
 
 
 def _estimated(case: Any, name: str, context: str | None) -> Side:
-    """An estimate; without --context what lies outside the allocator does not count."""
+    """An estimate, which counts what lies outside the allocator."""
     from dataclasses import replace
 
     from simulator.commands.common import context_size
@@ -140,7 +146,5 @@ def _estimated(case: Any, name: str, context: str | None) -> Side:
     from simulator.estimator.estimate import estimate
 
     found = estimate(case, context=context_size(context), events=True, analyse=False)
-    result = found.result
-    if context is None:
-        result = replace(result, ranks=tuple(replace(rank, outside=()) for rank in result.ranks))
-    return side_of_replay(replace(result, notes=(*found.assumptions, *result.notes)), found.trace, name)
+    result = replace(found.result, notes=(*found.assumptions, *found.result.notes))
+    return side_of_replay(result, found.trace, name)

@@ -8,11 +8,14 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final
 
 from simulator.allocator.settings import parse_size
 from traces.errors import ConfigError, LLMemError
 from traces.text import one_line
+
+if TYPE_CHECKING:
+    from simulator.estimator.outside import Context
 
 #: Seconds of work before a spinner appears.
 PATIENCE: Final = 0.5
@@ -125,11 +128,10 @@ def sizes(memory: str | None, context: str | None) -> tuple[int | None, int | No
     return size_option("--memory", memory), size_option("--context", context)
 
 
-def context_size(text: str | None) -> int | Literal["auto"] | None:
-    """The bytes of --context for an estimate, or `auto`; ConfigError if it is malformed."""
-    if text is not None and text.strip().lower() == "auto":
-        return "auto"
-    return size_option("--context", text)
+def context_size(text: str | None) -> Context:
+    """The bytes of --context for an estimate, or `auto`, the default; ConfigError if it is malformed."""
+    size = None if text is None or text.strip().lower() == "auto" else size_option("--context", text)
+    return "auto" if size is None else size
 
 
 def size_option(option: str, text: str | None) -> int | None:

@@ -7,12 +7,14 @@ from typing import Any
 import click
 
 from simulator.commands.case_options import case_options
-from simulator.commands.shared_options import file_options
+from simulator.commands.shared_options import context_option, file_options
 from simulator.reports.outputs import Outputs
 
 _EPILOG = (
     "MODEL is a name of the catalogue, the path of a Hugging Face config.json (or its folder), or module:function, "
-    "a function that returns an nn.Module and its example inputs. Sizes: 80GB is 80 x 10^9 bytes, 80GiB is 80 x 2^30."
+    "a function that returns an nn.Module and its example inputs. Sizes: 80GB is 80 x 10^9 bytes, 80GiB is 80 x 2^30. "
+    "Exit codes: 0 it fits, or is tight (it runs with retries, or not with all that may lie outside PyTorch's memory); "
+    "3 out of memory."
 )
 
 
@@ -20,7 +22,7 @@ _EPILOG = (
 @click.argument("model", metavar="MODEL")
 @case_options
 @click.option("--allocator", metavar="CONF", help="The same as --alloc-conf.")
-@click.option("--context", metavar="SIZE|auto", help="Memory of the GPU that is not PyTorch's; auto: a known card's.")
+@context_option
 @click.option("--min-memory", is_flag=True, help="Also find the smallest GPU on which it runs.")
 @click.option("--time", "timing", is_flag=True, help="Kernels and collectives take time: also the time of a step.")
 @click.option(
@@ -38,7 +40,7 @@ _EPILOG = (
 def command(
     model: str,
     allocator: str | None,
-    context: str | None,
+    context: str,
     min_memory: bool,
     timing: bool,
     interconnect: str | None,
@@ -65,6 +67,7 @@ def command(
 
     from simulator.estimator.estimate import estimate
     from simulator.reports.estimate import render_json, render_table
+    from simulator.verdict import exit_code
 
     name = one_line(model)
     with working(f"capturing {name}", quiet, compiles=True) as say:
@@ -85,4 +88,4 @@ def command(
         print_json(render_json(found))
     else:
         render_table(found)
-    return 3 if found.verdict == "oom" else 0
+    return exit_code(found.verdict)

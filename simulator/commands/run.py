@@ -9,7 +9,10 @@ import click
 from simulator.commands.shared_options import file_options
 from simulator.reports.outputs import Outputs
 
-_EPILOG = "Sizes: 80GB is 80 x 10^9 bytes, 80GiB is 80 x 2^30, a plain number is bytes."
+_EPILOG = (
+    "Sizes: 80GB is 80 x 10^9 bytes, 80GiB is 80 x 2^30, a plain number is bytes. Exit codes: 0 it fits, or is tight "
+    "(the allocator has to give memory back and try again); 3 out of memory."
+)
 
 
 @click.command("run", epilog=_EPILOG)
@@ -18,7 +21,7 @@ _EPILOG = "Sizes: 80GB is 80 x 10^9 bytes, 80GiB is 80 x 2^30, a plain number is
 @click.option("--allocator-from-env", is_flag=True, help="Take the allocator settings from the environment.")
 @click.option("--release", metavar="R", help="PyTorch release to imitate, 2.0 to 2.15, over the trace's.")
 @click.option("--memory", metavar="SIZE", help="Total memory of each GPU, over the trace's.")
-@click.option("--context", metavar="SIZE|auto", help="Memory of each GPU that is not PyTorch's.")
+@click.option("--context", metavar="SIZE", help="Memory of each GPU that is not PyTorch's (default: the trace's).")
 @click.option("--ranks", metavar="0,3-5", help="Ranks to report, in the table and in files. All are replayed.")
 @file_options
 def command(
@@ -61,6 +64,7 @@ def command(
 
     from simulator.engine.replay import replay
     from simulator.reports.terminal import render_json, render_table
+    from simulator.verdict import WORDS, exit_code
 
     with working("replaying", quiet, compiles=True):
         result = replay(
@@ -76,9 +80,9 @@ def command(
         written.write(shown, source)
     announce(result.notes, quiet)  # those of reading the trace among them
     if shown.verdict != result.verdict:
-        announce(("a rank that is not shown runs out of memory",), quiet)
+        announce((f"the verdict of a rank that is not shown: {WORDS[result.verdict]}",), quiet)
     if as_json:
         print_json(render_json(shown))
     else:
         render_table(shown)
-    return 3 if result.verdict == "oom" else 0
+    return exit_code(result.verdict)

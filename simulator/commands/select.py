@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from simulator.commands.case_options import case_options
-from simulator.commands.shared_options import check_workers, worker_options, workers
+from simulator.commands.shared_options import check_workers, context_option, worker_options, workers
 
 if TYPE_CHECKING:
     from simulator.selector.select import Asked, Selection
@@ -27,6 +27,7 @@ _EPILOG = (
 @click.option("--global-batch", metavar="N", type=click.IntRange(1), help="Samples of an optimizer step, of all GPUs.")
 @click.option("--margin", metavar="SHARE", type=float, default=0.02, help="Share of each GPU to stay free (0.02).")
 @click.option("--config", metavar="FOLDER", help="Write configuration files for the winner.")
+@context_option
 @worker_options
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead of a table.")
 @click.option("--html", metavar="FILE", help="Write a page: methods side by side, the best two over time.")
@@ -40,6 +41,7 @@ def command(
     global_batch: int | None,
     margin: float,
     config: str | None,
+    context: str,
     jobs: int | None,
     executor: str | None,
     dask: str | None,
@@ -51,11 +53,12 @@ def command(
 ) -> int:
     """Find the fastest method and its largest micro-batch for MODEL on these GPUs."""
     from simulator.commands.case_options import case_from
-    from simulator.commands.common import print_json
+    from simulator.commands.common import context_size, print_json
     from simulator.reports.select import render_json, render_table
     from simulator.selector.select import Asked
 
     check_workers(executor, dask)
+    outside = context_size(context)
     names = [part.strip() for part in (options.pop("gpu", None) or "A100-80GB").split(",")]
     cards = _cards(names, gpus)
     for key in ("batch", "strategy", "world", "mesh", "accum"):
@@ -63,7 +66,7 @@ def command(
             raise click.UsageError(f"--{key} is what select finds; leave it out")
     case = case_from(model, {**options, "gpu": cards[0]})
     _check_files(html, config, force)
-    asked = Asked(case.document(), cards, policy, global_batch, margin)
+    asked = Asked(case.document(), cards, policy, global_batch, margin, context=outside)
     found, interrupted = _selected(asked, (jobs, executor, dask), quiet)
     if as_json:  # before files are drawn and written: this much is safe
         print_json(render_json(found))

@@ -33,6 +33,13 @@ _FILE_OPTIONS: Final = (
     click.option("--force", is_flag=True, help="Replace files that exist."),
     click.option("-q", "--quiet", is_flag=True, help="No notes and no progress on stderr."),
 )
+_CONTEXT_OPTION: Final = click.option(
+    "--context",
+    metavar="SIZE|auto",
+    default="auto",
+    show_default=True,
+    help="Memory of each GPU that is not PyTorch's; auto: measured on such GPUs, as a range; 0: none.",
+)
 _WORKER_OPTIONS: Final = (
     click.option("--jobs", metavar="N", type=click.IntRange(1, 4096), help="Worker processes (default: one a core)."),
     click.option("--executor", metavar="MODULE:NAME", help="An executor as of concurrent.futures, or what makes one."),
@@ -52,6 +59,11 @@ def file_options(command: Command) -> Command:
         return command(written=Outputs(**files, force=force, output=output), **options)
 
     return _added(_FILE_OPTIONS, collected)
+
+
+def context_option(command: Command) -> Command:
+    """Add `--context` of an estimate, which `context_size` understands."""
+    return _CONTEXT_OPTION(command)
 
 
 def worker_options(command: Command) -> Command:

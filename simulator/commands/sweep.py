@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from simulator.commands.shared_options import check_workers, worker_options, workers
+from simulator.commands.shared_options import check_workers, context_option, worker_options, workers
 
 if TYPE_CHECKING:
     from simulator.estimator.sweep import Summary
@@ -26,7 +26,7 @@ _EPILOG = (
 @click.argument("cases", metavar="CASES.jsonl")
 @click.option("-o", "--output", "results", metavar="RESULTS.jsonl", required=True, help="Where answers are appended.")
 @worker_options
-@click.option("--context", metavar="SIZE|auto", help="Memory of each GPU that is not PyTorch's; auto: a known card's.")
+@context_option
 @click.option("--min-memory", is_flag=True, help="Also find the smallest GPU of every case.")
 @click.option("--retry", is_flag=True, help="Estimate cases again whose answer is an error.")
 @click.option("--force", is_flag=True, help="Begin RESULTS.jsonl anew.")
@@ -38,7 +38,7 @@ def command(
     jobs: int | None,
     executor: str | None,
     dask: str | None,
-    context: str | None,
+    context: str,
     min_memory: bool,
     retry: bool,
     force: bool,
@@ -101,7 +101,7 @@ def _told(name: str, quiet: bool) -> Iterator[None]:
 
 
 def _document(summary: Summary) -> dict[str, object]:
-    names = ("total", "kept", "fits", "oom", "failed")
+    names = ("total", "kept", "fits", "tight", "oom", "failed")
     counts = {name: getattr(summary, name) for name in names}
     return {"schema_version": 1, **counts, "seconds": round(summary.seconds, 3)}
 
@@ -109,6 +109,6 @@ def _document(summary: Summary) -> dict[str, object]:
 def _line(summary: Summary) -> str:
     kept = f", {summary.kept} of them known before" if summary.kept else ""
     return (
-        f"{summary.total} cases: {summary.fits} fit, {summary.oom} out of memory, {summary.failed} failed{kept}; "
-        f"{summary.seconds:.1f} s"
+        f"{summary.total} cases: {summary.fits} fit, {summary.tight} tight, {summary.oom} out of memory, "
+        f"{summary.failed} failed{kept}; {summary.seconds:.1f} s"
     )

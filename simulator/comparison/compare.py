@@ -16,7 +16,7 @@ from typing import Any, Final, Literal
 
 import numpy as np
 
-from simulator.engine.result import Result
+from simulator.engine.result import VERDICTS, Result, Verdict, worst_verdict
 from traces.errors import ConfigError, TraceError
 from traces.files import open_maybe_gzip, read_stream
 from traces.model import Op, RankEvents, Trace
@@ -53,7 +53,7 @@ class Figures:
     """
 
     ranks: tuple[int, ...]
-    verdict: str
+    verdict: Verdict
     values: Mapping[str, int | None]
     phases: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     categories: Bytes = field(default_factory=dict)
@@ -76,9 +76,9 @@ class Side:
     result: Result | None = field(default=None, repr=False)
 
     @property
-    def verdict(self) -> str:
-        """`fits` when no rank ran out of memory, else `oom`."""
-        return "oom" if any(rank.verdict == "oom" for rank in self.ranks) else "fits"
+    def verdict(self) -> Verdict:
+        """That of the rank that is worst off."""
+        return worst_verdict(rank.verdict for rank in self.ranks)
 
     def most(self, name: str) -> int | None:
         """The largest value of a figure over all ranks; None where none of them has it."""
@@ -209,7 +209,7 @@ class Comparison:
                     words = f"{rank}{change.name.replace('_', ' ')} grew by {growth(change)} ({sizes})"
                     found.append((change.share or 0.0, words))
         told = [words for _, words in sorted(found, key=lambda one: -one[0])]
-        if self.before.verdict == "fits" and self.after.verdict == "oom":
+        if self.before.verdict != "oom" and self.after.verdict == "oom":
             told.insert(0, "it runs out of memory, which it did not")
         return told
 
@@ -284,7 +284,7 @@ def side_of_document(document: Mapping[str, Any], name: str) -> Side:
             for rank in ranks:
                 groups.setdefault(rank.get("same_as", rank["rank"]), []).append(rank)
             return Side(name, "result", _worst_first(_from_result(group) for group in groups.values()))
-        if document.get("verdict") in ("fits", "oom") and "peak_allocated" in document:
+        if document.get("verdict") in VERDICTS and "peak_allocated" in document:
             parts = ranks if isinstance(ranks, list) and ranks else [{**document, "ranks": [0]}]
             return Side(name, "answer", _worst_first(_from_answer(part) for part in parts))
     except (KeyError, TypeError, AttributeError, ValueError) as error:
@@ -307,7 +307,7 @@ def side_of_replay(result: Result, trace: Trace, name: str) -> Side:
         found.append(
             Figures(
                 ranks=rank.ranks,
-                verdict="oom" if rank.oom else "fits",
+                verdict=rank.verdict,
                 values={
                     "peak_allocated": rank.peak_allocated,
                     "peak_reserved": rank.peak_reserved,
@@ -340,7 +340,7 @@ def _from_result(group: Sequence[Mapping[str, Any]]) -> Figures:
             _add(tensors, {}, tensor["name"], tensor["category"], int(tensor["bytes"]))
     return Figures(
         ranks=tuple(int(one["rank"]) for one in group),
-        verdict=str(rank["verdict"]),
+        verdict=_verdict(rank),
         values={
             "peak_allocated": stats["allocated_bytes.all.peak"],
             "peak_reserved": stats["reserved_bytes.all.peak"],
@@ -360,11 +360,17 @@ def _from_answer(answer: Mapping[str, Any]) -> Figures:
     """One kind of rank of an answer."""
     return Figures(
         ranks=tuple(answer["ranks"]),
-        verdict=str(answer["verdict"]),
-        values={name: _known(answer[name], answer["verdict"]) for name in WATCHED},
+        verdict=_verdict(answer),
+        values={name: _known(answer[name], answer["verdict"]) for name in WATCHED}
+        | {"device_total": answer.get("device_total")},
         phases=_phases(answer.get("phases") or {}),
         whole=False,
     )
+
+
+def _verdict(document: Mapping[str, Any]) -> Verdict:
+    """The verdict that a document gives; ValueError where it is none."""
+    return VERDICTS[VERDICTS.index(document["verdict"])]
 
 
 def _known(figure: Any, verdict: str) -> int | None:

@@ -12,8 +12,6 @@ if TYPE_CHECKING:
 
 #: Sizes that are tried are multiples of this: the driver hands out memory in pages of 2 MiB.
 STEP: Final = 2 << 20
-#: The device on which peaks are taken where the trace does not fit its own.
-_AMPLE: Final = 1 << 43
 
 
 def smallest_memory(
@@ -29,7 +27,7 @@ def smallest_memory(
     Raises ReplayError where the trace does not fit any device, and what `simulator.replay` raises.
     """
     from simulator.allocator.layout import ALLOCATED_BYTES, RESERVED_BYTES
-    from simulator.engine.replay import Prepared, prepare, serve
+    from simulator.engine.replay import ENDLESS, Prepared, prepare, serve
 
     made = trace if isinstance(trace, Prepared) else prepare(trace)
 
@@ -40,7 +38,7 @@ def smallest_memory(
 
     fits, allocated, reserved = tried(None)
     if not fits:
-        fits, allocated, reserved = tried(_AMPLE)
+        fits, allocated, reserved = tried(ENDLESS)
         if not fits:
             raise ReplayError("the trace runs out of memory on any device: an allocation fails whatever its size")
     bad, good = allocated // step - 1, -(-reserved // step)

@@ -42,6 +42,7 @@ REMEDIES: Final = (
     "garbage_collection_threshold:0.8,per_process_memory_fraction:0.99",  # it works below a memory limit only
 )
 REMEDY_EVENTS: Final = 3_000_000  # longer traces are not tried again
+ENDLESS: Final = 1 << 43  # the largest device that there may be
 
 
 @dataclass(frozen=True)
@@ -206,7 +207,7 @@ def _set_up(trace: Trace, conf: str | None, release: str | None, memory: int | N
 def _override(device: Device, memory: int | None, context: int | None) -> Device:
     """A device with another size, or another part that is not PyTorch's."""
     if memory is not None:
-        if not 1 <= memory <= 2**43:
+        if not 1 <= memory <= ENDLESS:
             raise ConfigError(f"a device of {memory} bytes is out of range: give 1 byte to 8 TiB")
         name = f"{device.name} with {memory} bytes" if memory != device.total_bytes else device.name
         device = replace(device, total_bytes=memory, name=name)
@@ -383,7 +384,21 @@ def _with_remedies(found: Result, trace: Trace, setup: Setup) -> Result:
         for result in other.ranks:
             if result.oom is None:
                 served.setdefault(result.ranks, []).append((conf, result.peak_reserved))
-    return _with_answers(found, served, tuple(tried), f"PyTorch {setup.release.text} refuses them")
+    return _with_answers(
+        _with_needs(found, trace, setup), served, tuple(tried), f"PyTorch {setup.release.text} refuses them"
+    )
+
+
+def _with_needs(found: Result, trace: Trace, setup: Setup) -> Result:
+    """Add to every out-of-memory what its rank reserves where the device has no end."""
+    other = replay(trace, conf=setup.conf, release=setup.release.text, memory=ENDLESS, analyse=False)
+    ranks = []
+    for result in found.ranks:
+        whole = other.for_rank(result.ranks[0])
+        if result.oom is not None and whole.oom is None:
+            result = replace(result, oom=replace(result.oom, needed=whole.peak_reserved))
+        ranks.append(result)
+    return replace(found, ranks=tuple(ranks))
 
 
 def _with_answers(

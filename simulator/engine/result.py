@@ -5,7 +5,7 @@ Bytes are integers throughout. Names are those of `torch.cuda.memory_stats` wher
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
@@ -15,6 +15,16 @@ from traces.model import Device, Int64Array
 from traces.timelines.timeline import Timeline
 
 SCHEMA_VERSION: Final = 1
+
+#: `tight` fits, but not with all that may lie outside the allocator, or by its giving memory back and trying again.
+Verdict = Literal["fits", "tight", "oom"]
+#: From the best to the worst.
+VERDICTS: Final[tuple[Verdict, ...]] = ("fits", "tight", "oom")
+
+
+def worst_verdict(verdicts: Iterable[Verdict]) -> Verdict:
+    """The verdict of a whole by those of its parts; `fits` where there are none."""
+    return max(verdicts, key=VERDICTS.index, default="fits")
 
 
 @dataclass(frozen=True)
@@ -90,7 +100,8 @@ class OutOfMemory:
 
     `device_free` is what the driver had left; `remedies` are allocator settings under which the same trace runs
     without any out-of-memory event, with their peak reserved bytes. `tried` are the settings that were tried, each
-    added to the replay's own; where there are none, `untried` says why.
+    added to the replay's own; where there are none, `untried` says why. `needed` is what the rank reserves where the
+    device has no end (None where that is not known, or still fails).
     """
 
     event: int
@@ -111,6 +122,7 @@ class OutOfMemory:
     remedies: tuple[tuple[str, int], ...] = ()
     tried: tuple[str, ...] = ()
     untried: str = "nobody asked for it"
+    needed: int | None = None
 
 
 @dataclass(frozen=True)
@@ -237,7 +249,11 @@ class Picture:
 
 @dataclass(frozen=True)
 class RankResult:
-    """The replay of one event sequence, on behalf of all `ranks` that share it."""
+    """The replay of one event sequence, on behalf of all `ranks` that share it.
+
+    `oom_with` are bytes outside the allocator, within their range, with which it runs out of memory (None: it does
+    not within the range, or the replay itself does).
+    """
 
     ranks: tuple[int, ...]
     device: Device
@@ -255,6 +271,19 @@ class RankResult:
     log: EventLog | None = None
     snapshot: Mapping[str, Any] | None = None  # torch's own layout, when asked for
     picture: Picture | None = None  # for a page, when asked for
+    oom_with: int | None = None
+
+    @property
+    def verdict(self) -> Verdict:
+        """`oom` where an allocation failed, `tight` after retries or within the range of what lies outside."""
+        if self.oom is not None:
+            return "oom"
+        return "tight" if self.retries or self.oom_with is not None else "fits"
+
+    @property
+    def retries(self) -> int:
+        """How often the allocator gave free memory back to the device and tried again."""
+        return self.memory_stats.get("num_alloc_retries", 0)
 
     @property
     def peak_allocated(self) -> int:
@@ -284,9 +313,15 @@ class Result:
     schema_version: int = SCHEMA_VERSION
 
     @property
-    def verdict(self) -> Literal["fits", "oom"]:
-        """`fits` when no rank met an out-of-memory event."""
-        return "oom" if any(rank.oom for rank in self.ranks) else "fits"
+    def verdict(self) -> Verdict:
+        """That of the rank that is worst off."""
+        return worst_verdict(rank.verdict for rank in self.ranks)
+
+    @property
+    def decisive(self) -> RankResult:
+        """The rank on which the verdict rests: of those that have it, the one with the least left on its device."""
+        having = (rank for rank in self.ranks if rank.verdict == self.verdict)
+        return max(having, key=lambda rank: rank.device_total - rank.device.total_bytes)
 
     def for_rank(self, rank: int) -> RankResult:
         """The result of one rank; KeyError if the trace has none of that number."""

@@ -11,10 +11,10 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Final, Literal
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
 
-from simulator.engine.result import OutsideTerm, RankResult, Result
+from simulator.engine.result import OutsideTerm, RankResult, Result, Verdict
 from traces.errors import ConfigError
 from traces.model import Trace
 
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from graph.loop.method import Method
     from graph.model import StepGraph
     from simulator.estimator.closed_form import ClosedForm
+    from simulator.estimator.outside import Context
     from simulator.estimator.step_time import GenerationTime, StepTime
     from strategies.timing.clock import Clock
 
@@ -32,9 +33,9 @@ REPLAY_KEYS: Final = frozenset({"memory", "alloc_conf", "deferred"})
 ANSWER_KEYS: Final = (
     "peak_allocated",
     "peak_reserved",
+    "device_total",
     "phases",
     "verdict",
-    "verdict_with_context",
     "min_fit",
     "ranks",
     "events",
@@ -55,26 +56,22 @@ KEPT_GRAPHS: Final = 8
 #: Phases that micro-batches of a step repeat: of those the last one counts, as where a loop notes its peaks by name.
 _REPEATED: Final = frozenset({"forward", "backward", "optimizer", "step"})
 
-Verdict = Literal["fits", "oom"]
 Capture = Callable[["Case"], "StepGraph"]
 Progress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """What a case needs: its replay, the verdict without and with what lies outside the allocator, and the trace.
+    """What a case needs: its replay beside what lies outside the allocator (`simulator.judging`), and the trace.
 
-    `outside` are the terms that `verdict_with_context` sets aside; `result` is of a device less the context that was
-    asked for (none by default). `min_fit` is the smallest device in bytes, context apart, where it was asked for;
-    `step` the time of a steady iteration, or of an inference run, likewise; `closed` the closed-form estimates that
-    were asked for.
+    The devices of the trace have what the replay set aside as their context. `min_fit` is the smallest device in bytes,
+    where it was asked for; `step` the time of a steady iteration, or of an inference run, likewise; `closed` the
+    closed-form estimates that were asked for.
     """
 
     case: Mapping[str, Any]
     result: Result
     trace: Trace
-    outside: tuple[OutsideTerm, ...]
-    verdict_with_context: Verdict
     assumptions: tuple[str, ...]
     seconds: float
     min_fit: int | None = None
@@ -83,8 +80,13 @@ class Estimate:
 
     @property
     def verdict(self) -> Verdict:
-        """`fits` when no rank ran out of memory, else `oom`."""
+        """The verdict of the replay."""
         return self.result.verdict
+
+    @property
+    def outside(self) -> tuple[OutsideTerm, ...]:
+        """What the replay set aside for what lies outside the allocator."""
+        return self.worst.outside
 
     @property
     def worst(self) -> RankResult:
@@ -92,20 +94,20 @@ class Estimate:
         return self.result.ranks[0]
 
     def document(self) -> dict[str, Any]:
-        """The answer: the case, and peaks in bytes (null where it runs out of memory), phases and verdicts.
+        """The answer: the case, and peaks in bytes (null where it runs out of memory), phases and the verdict.
 
         Of several GPUs the peaks are the largest, `phases` and `events` those of the rank that needs most, and `ranks`
         has the figures of every kind of rank.
         """
-        fits = self.verdict == "fits"
+        fits = self.verdict != "oom"
         stats = self.worst.memory_stats
         answer: dict[str, Any] = {
             **self.case,
             "peak_allocated": max(rank.peak_allocated for rank in self.result.ranks) if fits else None,
             "peak_reserved": max(rank.peak_reserved for rank in self.result.ranks) if fits else None,
+            "device_total": max(rank.device_total for rank in self.result.ranks) if fits else None,
             "phases": phase_figures(self.worst) if fits else None,
             "verdict": self.verdict,
-            "verdict_with_context": self.verdict_with_context,
             "events": stats["allocation.all.allocated"] + stats["allocation.all.freed"],
             "seconds": round(self.seconds, 3),
         }
@@ -124,7 +126,7 @@ class Estimate:
 def estimate(
     case: Case | Mapping[str, Any],
     *,
-    context: int | Literal["auto"] | None = None,
+    context: Context = "auto",
     min_memory: bool = False,
     events: bool = False,
     log: bool = False,
@@ -139,56 +141,44 @@ def estimate(
 ) -> Estimate:
     """What a training or inference run needs of its GPU, worked out without one.
 
-    `case` is a `graph.case.Case` or a mapping of its keys. `context` are the bytes of the device that are not
-    PyTorch's ("auto": the table of `simulator.estimator.outside`; none by default, and then `verdict_with_context`
-    takes the table). `min_memory` also finds the smallest device. `events`, `log`, `snapshot`, `picture` and `analyse`
-    are those of `simulator.replay`. `capture` makes the graph of a case (default: `captured`); `progress(phase, step,
-    operators)` is called from time to time while the default one does. `time_steps` gives kernels and collectives
-    durations, so that memory in use on several streams comes back in simulated time, and finds the time of a step; the
-    GPUs meet over `interconnect` (`strategies.timing.Clock.connected`). `estimators` are closed forms to stand beside
-    the simulation (`simulator.estimator.closed_form`).
+    `case` is a `graph.case.Case` or a mapping of its keys. `context` are the bytes of the device that are not PyTorch's
+    ("auto": the table of `simulator.estimator.outside`, with its ranges; 0: none). `min_memory` also finds the smallest
+    device. `events`, `log`, `snapshot`, `picture` and `analyse` are those of `simulator.replay`. `capture` makes the
+    graph of a case (default: `captured`); `progress(phase, step, operators)` is called from time to time while the
+    default one does. `time_steps` gives kernels and collectives durations, so that memory in use on several streams
+    comes back in simulated time, and finds the time of a step; the GPUs meet over `interconnect`
+    (`strategies.timing.Clock.connected`). `estimators` are closed forms to stand beside the simulation
+    (`simulator.estimator.closed_form`).
 
     Raises ConfigError for a bad case, CaptureError where its model cannot be captured, and what `replay` raises.
     """
     from graph.case import Case
     from simulator.engine.min_memory import smallest_memory
-    from simulator.engine.replay import replay
     from simulator.estimator.closed_form import closed_forms
-    from simulator.estimator.outside import communicator_terms
+    from simulator.estimator.outside import bytes_of, communicators, outside_of
     from simulator.estimator.step_time import of_case
+    from simulator.judging import judged, with_context
     from strategies.tracing import trace as trace_of
 
     started = time.perf_counter()
     asked = case if isinstance(case, Case) else Case.of(case)
-    terms = _terms(asked, context)
-    _check_allocator(asked)
+    _check(asked, context)
 
     def graph_of(part: Case, method: Method | None) -> StepGraph:
         return captured(part, progress, method) if capture is None else capture(part)
 
     clock = _clock(asked, interconnect) if time_steps else None
     trace = trace_of(asked, graph_of, clock=clock)
-    if not isinstance(context, int):
-        terms += communicator_terms(communicators(trace))
-    aside = sum(term.bytes for term in terms)
-    found = replay(
-        trace,
-        context=None if context is None else aside,
-        events=events,
-        log=log,
-        snapshot=snapshot,
-        picture=picture,
-        analyse=analyse,
-    )
-    found = replace(found, ranks=tuple(replace(rank, outside=terms) for rank in found.ranks))
+    terms = outside_of(asked, context, communicators(trace))
+    found = judged(trace, terms, analyse=analyse, events=events, log=log, snapshot=snapshot, picture=picture)
+    aside = bytes_of(found.ranks[0].outside)
+    trace = with_context(trace, aside)
     return Estimate(
         case=asked.document(),
         result=found,
         trace=trace,
-        outside=terms,
-        verdict_with_context=_with_context(trace, found, aside, given=context is not None),
         assumptions=tuple(trace.metadata.get("assumptions", ())),
-        min_fit=smallest_memory(trace) if min_memory else None,
+        min_fit=smallest_memory(trace) + aside if min_memory else None,
         step=of_case(trace, asked, found) if time_steps else None,
         closed=closed_forms(asked, estimators, aside),
         seconds=time.perf_counter() - started,
@@ -199,7 +189,7 @@ def answer(
     case: Case | Mapping[str, Any],
     *,
     min_memory: bool = False,
-    context: int | Literal["auto"] | None = None,
+    context: Context = "auto",
     capture: Capture | None = None,
 ) -> dict[str, Any]:
     """The answer document of one case (`Estimate.document`), without other allocator settings tried on out of memory.
@@ -216,8 +206,9 @@ def _figures(rank: RankResult) -> dict[str, Any]:
     return {
         "peak_allocated": rank.peak_allocated if fits else None,
         "peak_reserved": rank.peak_reserved if fits else None,
+        "device_total": rank.device_total if fits else None,
         "phases": phase_figures(rank) if fits else None,
-        "verdict": "fits" if fits else "oom",
+        "verdict": rank.verdict,
     }
 
 
@@ -301,47 +292,7 @@ def capture_key(case: Case, method: Method | None = None) -> str:
     return json.dumps(relevant, sort_keys=True, default=str)
 
 
-# --- device and context -------------------------------------------------------------------------------------------
-
-
-def _terms(case: Case, context: int | Literal["auto"] | None) -> tuple[OutsideTerm, ...]:
-    """What lies outside the allocator: what the caller says, else the table's terms for the case's card."""
-    from graph.hardware.profile import profile
-    from graph.workspaces.gemm import workspace_bytes
-    from simulator.estimator.devices import device
-    from simulator.estimator.outside import outside_terms
-
-    card = device(case.gpu).name
-    if isinstance(context, int):
-        if context < 0:
-            raise ConfigError(f"a context of {context} bytes is out of range: give 0 or more")
-        return (OutsideTerm("context", context, "as given"),)
-    profiled = profile(case.gpu, case.release, case.cudnn_sdp)
-    trains = case.task == "train" and profiled.release < (2, 15)  # from then on workspaces do not stay
-    return outside_terms(
-        card,
-        profiled.sm_count * profiled.max_threads_per_sm,
-        second_workspace=workspace_bytes(profiled) if trains else 0,
-    )
-
-
-def communicators(trace: Trace) -> int:
-    """The most NCCL communicators that a rank has: process groups that it shares with others and whose collectives it
-    takes part in. Messages inside a group (`NAME:FROM>TO`) are the group's.
-    """
-    found = 0
-    for entry in trace.ranks:
-        column = entry.events.strings("group")
-        used = {column.table[code].partition(":")[0] for code in {*column.codes.tolist()} - {-1}}
-        groups = {name: parts for name, parts in trace.groups.items() if name.partition(":")[0] in used}
-        for rank in entry.ranks:
-            met = {name.partition(":")[0] for name, parts in groups.items() if _meets(rank, parts)}
-            found = max(found, len(met))
-    return found
-
-
-def _meets(rank: int, parts: Iterable[tuple[int, ...]]) -> bool:
-    return any(rank in part and len(part) > 1 for part in parts)
+# --- settings -----------------------------------------------------------------------------------------------------
 
 
 def _clock(case: Case, interconnect: str) -> Clock:
@@ -352,21 +303,10 @@ def _clock(case: Case, interconnect: str) -> Clock:
     return Clock.connected(device(case.gpu).name, interconnect)
 
 
-def _check_allocator(case: Case) -> None:
-    """Refuse illegal allocator settings before the long work begins."""
+def _check(case: Case, context: Context) -> None:
+    """Refuse illegal allocator settings and sizes before the long work begins."""
     from simulator.allocator.settings import parse_conf, parse_release
+    from simulator.estimator.outside import outside_of
 
     parse_conf(case.alloc_conf, parse_release(case.release))
-
-
-def _with_context(trace: Trace, found: Result, aside: int, *, given: bool) -> Verdict:
-    """The verdict with `aside` bytes of the device taken by others (`given`: `found` has set them aside already)."""
-    from simulator.engine.replay import replay
-
-    if given or found.verdict == "oom":
-        return found.verdict
-    if all(rank.peak_reserved + aside <= rank.device.total_bytes for rank in found.ranks):
-        return "fits"  # no call of the driver would go otherwise
-    if any(aside > rank.device.total_bytes for rank in found.ranks):
-        return "oom"
-    return replay(trace, context=aside, analyse=False).verdict
+    outside_of(case, context, 0)

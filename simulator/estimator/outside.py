@@ -7,11 +7,19 @@ context is small at first and grows by the kernels that run.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Final
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Final, Literal
 
 from simulator.engine.result import OutsideTerm
+from traces.errors import ConfigError
+from traces.model import Trace
+
+if TYPE_CHECKING:
+    from graph.case import Case
+
+#: Bytes of a device that are not PyTorch's, or those of the table.
+Context = int | Literal["auto"]
 
 _MIB: Final = 1 << 20
 
@@ -66,6 +74,66 @@ WORKSPACE: Final = (
     "autograd's thread has a handle, hence a workspace, of its own on a real GPU; the figures above have one "
     "(aten/src/ATen/cuda/CublasHandlePool.cpp)"
 )
+
+
+def outside_of(case: Case, context: Context, groups: int, cards: Iterable[str] = ()) -> tuple[OutsideTerm, ...]:
+    """What lies outside the allocator for a rank of a case's job that is in so many process groups with others.
+
+    That is what `context` says, or the table's terms for the case's card (of `cards`, the one with most of them).
+    Raises ConfigError for a negative context.
+    """
+    if context == "auto":
+        found = (_of_card(replace(case, gpu=card)) for card in dict.fromkeys(cards or (case.gpu,)))
+        return max(found, key=bytes_of) + communicator_terms(groups)
+    if context < 0:
+        raise ConfigError(f"a context of {context} bytes is out of range: give 0 or more")
+    return (OutsideTerm("context", context, "as given"),) if context else ()
+
+
+def bytes_of(terms: Iterable[OutsideTerm]) -> int:
+    """Their likely sizes together."""
+    return sum(term.bytes for term in terms)
+
+
+def most_of(terms: Iterable[OutsideTerm]) -> int:
+    """The most that they may be together."""
+    return sum(term.bytes if term.high is None else term.high for term in terms)
+
+
+def least_of(terms: Iterable[OutsideTerm]) -> tuple[OutsideTerm, ...]:
+    """The terms at the least that they may be."""
+    return tuple(term if term.low is None else replace(term, bytes=term.low) for term in terms)
+
+
+def _of_card(case: Case) -> tuple[OutsideTerm, ...]:
+    """The table's terms for a process of a case on its card."""
+    from graph.hardware.profile import profile
+    from graph.workspaces.gemm import workspace_bytes
+    from simulator.estimator.devices import device
+
+    card = profile(case.gpu, case.release, case.cudnn_sdp)
+    trains = case.task == "train" and card.release < (2, 15)  # from then on workspaces do not stay
+    workspace = workspace_bytes(card) if trains else 0
+    return outside_terms(device(case.gpu).name, card.sm_count * card.max_threads_per_sm, second_workspace=workspace)
+
+
+def communicators(trace: Trace) -> int:
+    """The most NCCL communicators that a rank has: process groups that it shares with others and whose collectives it
+    takes part in. Messages inside a group (`NAME:FROM>TO`) are the group's.
+    """
+    found = 0
+    for entry in trace.ranks:
+        column = entry.events.strings("group")
+        used = {column.table[code].partition(":")[0] for code in {*column.codes.tolist()} - {-1}}
+        groups = {name: parts for name, parts in trace.groups.items() if name.partition(":")[0] in used}
+        for rank in entry.ranks:
+            met = {name.partition(":")[0] for name, parts in groups.items() if _meets(rank, parts)}
+            found = max(found, len(met))
+    return found
+
+
+def _meets(rank: int, parts: Iterable[tuple[int, ...]]) -> bool:
+    return any(rank in part and len(part) > 1 for part in parts)
 
 
 def outside_terms(card: str, threads: int | None = None, *, second_workspace: int = 0) -> tuple[OutsideTerm, ...]:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, Final, Self
 
+from simulator.engine.result import VERDICTS
 from simulator.estimator.estimate import ANSWER_KEYS, capture_key
 from simulator.reports.outputs import check_output
 from traces.errors import ConfigError, LLMemError, OutputError
@@ -224,6 +225,6 @@ class Results:
 def _answer(line: bytes) -> dict[str, Any] | None:
     with contextlib.suppress(ValueError, RecursionError):
         value = json.loads(line)
-        if isinstance(value, dict) and ("error" in value or value.get("verdict") in ("fits", "oom")):
+        if isinstance(value, dict) and ("error" in value or value.get("verdict") in VERDICTS):
             return value
     return None

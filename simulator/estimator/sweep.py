@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from simulator.estimator.jobs import Dispatch, MakeExecutor, local_pool
 from simulator.estimator.results_file import Case as Given
@@ -23,6 +23,7 @@ from traces.text import one_line
 
 if TYPE_CHECKING:
     from simulator.estimator.estimate import Capture
+    from simulator.estimator.outside import Context
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +31,7 @@ class Options:
     """What every case of a sweep is estimated with; the fields are arguments of
     `simulator.estimator.estimate.answer`."""
 
-    context: int | Literal["auto"] | None = None
+    context: Context = "auto"
     min_memory: bool = False
     capture: Capture | None = None
 
@@ -42,6 +43,7 @@ class Summary:
     total: int = 0
     kept: int = 0
     fits: int = 0
+    tight: int = 0
     oom: int = 0
     failed: int = 0
     seconds: float = 0.0
@@ -50,7 +52,7 @@ class Summary:
     @property
     def done(self) -> int:
         """Cases that have an answer."""
-        return self.fits + self.oom + self.failed
+        return self.fits + self.tight + self.oom + self.failed
 
     def count(self, answer: Mapping[str, Any]) -> None:
         """Count one answer."""
@@ -64,7 +66,7 @@ def sweep(
     *,
     jobs: int | None = None,
     executor: Executor | MakeExecutor | None = None,
-    context: int | Literal["auto"] | None = None,
+    context: Context = "auto",
     min_memory: bool = False,
     retry: bool = False,
     force: bool = False,
@@ -118,7 +120,7 @@ def _waiting(given: Sequence[Given], file: Results, summary: Summary, *, retry: 
     left = Counter(wanted)
     for answer in file.answers:
         key = content(answer)
-        if min_memory and answer.get("verdict") == "fits" and "min_fit" not in answer:
+        if min_memory and answer.get("verdict") in ("fits", "tight") and "min_fit" not in answer:
             continue
         if left[key] > 0:
             left[key] -= 1

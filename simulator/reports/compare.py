@@ -9,6 +9,7 @@ from simulator.allocator.settings import format_bytes
 from simulator.comparison.compare import COUNTS, Change, Comparison, Pair, growth
 from simulator.engine.ranks import format_ranks
 from simulator.reports.terminal import add_row, print_parts, table_of
+from simulator.verdict import WORDS
 from traces.text import one_line
 
 if TYPE_CHECKING:
@@ -216,8 +217,10 @@ def _code(text: str) -> str:
 def check_line(check: Check) -> str:
     """The verdict of `check` on one line, for the log of a CI run."""
     state = {0: "ok", 3: "over budget", 4: "regression"}[check.exit_code]
-    if check.exit_code == 3 and check.side.verdict == "oom":
-        state = "out of memory"
+    if check.side.verdict == "oom":
+        state = WORDS["oom"]
+    elif check.exit_code == 0 and check.side.verdict == "tight":
+        state = WORDS["tight"]
     needed = check.needed
     text = f"check: {state}: {one_line(check.side.name)}"
     if check.side.verdict == "oom":

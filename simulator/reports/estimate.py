@@ -1,4 +1,4 @@
-"""Reports of an estimate: the replay's own, under a line that says the case and the verdict with what lies outside."""
+"""Reports of an estimate: the replay's own, under a line that says the case."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from simulator.allocator.settings import format_bytes
 from simulator.reports import terminal as report
+from simulator.verdict import WORDS
 from traces.text import one_line
 
 if TYPE_CHECKING:
@@ -21,7 +22,7 @@ _SHOWN_ELSEWHERE: Final = frozenset({"model", "gpu", "memory", "alloc_conf", "re
 
 
 def render_json(estimate: Estimate) -> dict[str, Any]:
-    """The document of `estimate --json`: the answer (the case, peaks, phases, verdicts) and that of `run --json`."""
+    """The document of `estimate --json`: the answer (the case, peaks, phases, the verdict) and that of `run --json`."""
     return {
         **estimate.document(),
         "assumptions": list(estimate.assumptions),
@@ -30,21 +31,17 @@ def render_json(estimate: Estimate) -> dict[str, Any]:
 
 
 def render_table(estimate: Estimate, console: Console | None = None) -> None:
-    """Print the case, the verdicts and the tables of its replay."""
+    """Print the case, the verdict and the tables of its replay."""
     report.print_parts(_head(estimate), console)
     report.render_table(estimate.result, console)
 
 
 def _head(estimate: Estimate) -> Iterable[RenderableType]:
     yield case_line(estimate.case)
-    aside = sum(term.bytes for term in estimate.outside)
-    if aside and estimate.verdict == "fits" and estimate.worst.device.context_bytes == 0:
-        meaning = {"fits": "it fits", "oom": "it runs out of memory"}[estimate.verdict_with_context]
-        yield f"with {format_bytes(aside)} outside the allocator: {meaning}"
     if estimate.step is not None:
         yield _time(estimate.step)
     if estimate.min_fit is not None:
-        yield f"smallest GPU: {format_bytes(estimate.min_fit)} ({estimate.min_fit:,} B), context apart"
+        yield f"smallest GPU: {format_bytes(estimate.min_fit)} ({estimate.min_fit:,} B)"
     if estimate.closed:
         yield _closed(estimate)
 
@@ -64,10 +61,9 @@ def _time(step: StepTime | GenerationTime) -> str:
 def _closed(estimate: Estimate) -> Table:
     """Closed-form estimates beside the simulation: the device's total, and the terms of each."""
     table = report.table_of("Estimators", "estimator", "device total", "terms")
-    aside = sum(term.bytes for term in estimate.outside)
-    ours = max(rank.peak_reserved for rank in estimate.result.ranks) + aside
+    ours = max(rank.device_total for rank in estimate.result.ranks)
     note = "reserved by the worst rank, and what is outside"
-    report.add_row(table, "simulation", format_bytes(ours) if estimate.verdict == "fits" else "out of memory", note)
+    report.add_row(table, "simulation", format_bytes(ours) if estimate.verdict != "oom" else WORDS["oom"], note)
     for one in estimate.closed:
         terms = ", ".join(f"{name} {format_bytes(size)}" for name, size in one.terms.items())
         report.add_row(table, one.name, format_bytes(one.total), terms)

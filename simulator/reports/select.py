@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from simulator.allocator.settings import format_bytes
+from simulator.verdict import WORDS
 from traces.text import one_line
 
 if TYPE_CHECKING:
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
 
     from simulator.selector.select import Outcome, Selection
 
-_COLUMNS = ("method", "batch", "samples", "reserved", "left", "step", "tokens/s")
+_COLUMNS = ("method", "verdict", "batch", "samples", "reserved", "left", "step", "tokens/s")
 
 
 def render_json(found: Selection) -> dict[str, Any]:
@@ -45,7 +46,7 @@ def render_json(found: Selection) -> dict[str, Any]:
 def _method(one: Outcome) -> dict[str, Any]:
     document: dict[str, Any] = {
         "method": one.name,
-        "verdict": "error" if one.error else "fits" if one.fits else "oom",
+        "verdict": "error" if one.error else one.verdict,
         "case": one.case,
         "batch": one.batch,
         "accum": one.accum,
@@ -85,16 +86,11 @@ def reason(found: Selection) -> str:
 
 
 def closeness(one: Outcome) -> str:
-    """How close a method is to the limit, with the uncertainty of what lies outside the allocator."""
-    if one.slack_low >= 0:
-        sure = "it fits with all of that"
-    elif one.slack >= 0:
-        sure = f"at the most of that it would lack {format_bytes(-one.slack_low)}: a smaller micro-batch is safer"
-    else:
-        sure = "it has no room"
-    span = f"{_signed(one.slack_low)} to {_signed(one.slack_high)}"
+    """The verdict of a method, and how close it is to the limit, by the range of what lies outside the allocator."""
+    span = f"{_signed(one.slack_low)} to {_signed(one.slack_high)} by what lies outside the allocator"
     retries = f" after {one.retries} allocator retries" if one.retries else ""
-    return f"{format_bytes(max(0, one.slack))} left on the fullest GPU{retries} ({span} by what lies outside): {sure}"
+    safer = "; a smaller micro-batch is safer" if one.tight else ""
+    return f"{WORDS[one.verdict]}: {format_bytes(one.slack)} left on the fullest GPU{retries} ({span}){safer}"
 
 
 def _signed(size: int) -> str:
@@ -119,9 +115,19 @@ def lines(found: Selection) -> Iterator[str]:
 
 def _cells(one: Outcome) -> tuple[str, ...]:
     if not one.fits:
-        return (one.name, "-", "", format_bytes(one.peak_reserved) if one.peak_reserved else "", "", "", "")
+        return (
+            one.name,
+            "" if one.error else one.verdict,
+            "-",
+            "",
+            format_bytes(one.peak_reserved) if one.peak_reserved else "",
+            "",
+            "",
+            "",
+        )
     return (
         one.name,
+        one.verdict,
         f"{one.accum} x {one.batch}" if one.accum > 1 else str(one.batch),
         str(one.samples),
         format_bytes(one.peak_reserved),
@@ -142,7 +148,7 @@ def render_table(found: Selection, console: Console | None = None) -> None:
     """Print the ranked table and what is to be said about it."""
     from simulator.reports.terminal import add_row, print_parts, table_of
 
-    table = table_of(_title(found), *_COLUMNS, right=range(1, len(_COLUMNS)))
+    table = table_of(_title(found), *_COLUMNS, right=range(2, len(_COLUMNS)))
     for one in found.outcomes:
         add_row(table, *_cells(one))
     print_parts((table, "", *lines(found)), console)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from simulator.allocator.settings import format_bytes
 from simulator.engine.ranks import format_ranks
+from simulator.verdict import WORDS, summary
 from traces.text import one_line
 
 if TYPE_CHECKING:
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
         RankResult,
         Report,
         Result,
+        Verdict,
     )
 
 #: Distinct ranks that the tables show; how many more there are is said.
@@ -44,6 +46,8 @@ CAUSES: Final[Mapping[str, str]] = {
     "cached_segments": "segments wholly free",
 }
 
+#: Colours of the verdicts.
+_STYLES: Final[Mapping[Verdict, str]] = {"fits": "bold green", "tight": "bold yellow", "oom": "bold red"}
 
 # ----------------------------------------------------------------------------------------------------------- JSON
 
@@ -58,6 +62,7 @@ def render_json(result: Result) -> dict[str, Any]:
     return {
         "schema_version": result.schema_version,
         "verdict": result.verdict,
+        "summary": summary(result),
         "release": result.release,
         "conf": result.conf,
         "metadata": dict(result.metadata),
@@ -69,7 +74,7 @@ def render_json(result: Result) -> dict[str, Any]:
 
 def _rank_json(rank: RankResult) -> dict[str, Any]:
     return {
-        "verdict": "oom" if rank.oom else "fits",
+        "verdict": rank.verdict,
         "device": {
             "name": rank.device.name,
             "total_bytes": rank.device.total_bytes,
@@ -94,6 +99,7 @@ def _rank_json(rank: RankResult) -> dict[str, Any]:
         },
         "fragmentation": _fields(rank.fragmentation, "event", "reserved", *CAUSES),
         "outside": [_fields(term, "name", "bytes", "low", "high", "source") for term in rank.outside],
+        "oom_with": rank.oom_with,
         "reports": [_fields(report, "event", "kind", "data") for report in rank.reports],
     }
 
@@ -131,6 +137,7 @@ def _oom_json(oom: OutOfMemory) -> dict[str, Any]:
         "pieces": [_fields(piece, "pool", "stream", "count", "bytes", "largest") for piece in oom.pieces],
         "remedies": [{"conf": conf, "peak_reserved": peak} for conf, peak in oom.remedies],
         "tried": list(oom.tried),
+        "needed": oom.needed,
     }
 
 
@@ -160,8 +167,8 @@ def print_parts(parts: Iterable[RenderableType], console: Console | None = None)
 def _report(result: Result) -> Iterable[RenderableType]:
     shown, hidden = result.ranks[:MOST_RANKS], result.ranks[MOST_RANKS:]
     yield _headline(result)
+    yield _setting(result)
     if not result.ranks:
-        yield "The trace has no ranks."
         return
     yield _summary(shown)
     if hidden:
@@ -175,11 +182,14 @@ def _report(result: Result) -> Iterable[RenderableType]:
 def _headline(result: Result) -> RenderableType:
     from rich.text import Text
 
+    return Text.assemble((WORDS[result.verdict], _STYLES[result.verdict]), f": {summary(result)}")
+
+
+def _setting(result: Result) -> str:
     ranks = sum(len(group.ranks) for group in result.ranks)
-    verdict = Text("fits", "bold green") if result.verdict == "fits" else Text("out of memory", "bold red")
     conf = f", {one_line(result.conf)}" if result.conf else ", default allocator settings"
     many = f"{ranks} ranks" if ranks != 1 else "1 rank"
-    return Text.assemble(verdict, f": {many}, PyTorch {result.release}{conf}")
+    return f"{many}, PyTorch {result.release}{conf}"
 
 
 def table_of(title: str, *columns: str, right: Sequence[int] = ()) -> Table:

@@ -53,7 +53,7 @@ class Probe:
     @property
     def tried(self) -> dict[int, bool]:
         """Micro-batches that were captured, and whether they fit."""
-        return {batch: found.verdict == "fits" for batch, found in sorted(self.results.items())}
+        return {batch: found.verdict != "oom" for batch, found in sorted(self.results.items())}
 
     def case(self, batch: int, **more: Any) -> Case:
         """The case of the method at a micro-batch."""
@@ -79,7 +79,7 @@ class Probe:
             self.alone = max(found.ranks, key=lambda rank: rank.peak_allocated).ranks[0]
             made = self.trace(case)
         self.traces[batch], self.results[batch] = made, found
-        return found.verdict == "fits"
+        return found.verdict != "oom"
 
     def guess(self, low: int, high: int) -> tuple[int, bool]:
         """The largest of `low` .. `high` - 1 that fits by the lines through what was captured, and whether that is
@@ -93,7 +93,7 @@ class Probe:
         found = low
         while high - found > 1:
             place = min(found + stride, high - 1) if stride < high - found else (found + high) // 2
-            if self.replayed(line.at(place)).verdict == "fits":
+            if self.replayed(line.at(place)).verdict != "oom":
                 found, stride = place, 2 * stride
             else:
                 high, stride = place, high
@@ -107,11 +107,13 @@ class Probe:
 
     def aside(self, trace: Trace) -> int:
         """Bytes of a device that the allocator may not have: the likely size of what lies outside, and the margin."""
-        return sum(term.bytes for term in self.terms(trace)) + self.margin
+        from simulator.estimator.outside import bytes_of
+
+        return bytes_of(self.terms(trace)) + self.margin
 
     def terms(self, trace: Trace) -> tuple[OutsideTerm, ...]:
         """What lies outside the allocator."""
-        from simulator.estimator.estimate import communicators
+        from simulator.estimator.outside import communicators
 
         return self.outside(communicators(trace))
 

@@ -15,13 +15,14 @@ from concurrent.futures import Executor
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final
 
-from simulator.engine.result import OutsideTerm
+from simulator.engine.result import OutsideTerm, Verdict
 from simulator.estimator.jobs import Dispatch, MakeExecutor, local_pool
 from simulator.selector.batch_search import Probe, largest
 from traces.errors import ConfigError, LLMemError
 from traces.text import one_line
 
 if TYPE_CHECKING:
+    from simulator.estimator.outside import Context
     from strategies.timing.clock import Clock
 
 POLICIES: Final = ("throughput", "llmem")
@@ -74,7 +75,8 @@ class Candidate:
 class Asked:
     """What is asked: keys of the case that all methods share (`model`, `seq`, ...), the GPUs by rank, and how.
 
-    `gpus` has a name a rank; `margin` is the share of each device that stays free.
+    `gpus` has a name a rank; `margin` is the share of each device that stays free; `context` are the bytes of each that
+    are not PyTorch's (`simulator.estimator.outside`).
     """
 
     keys: Mapping[str, Any]
@@ -83,6 +85,7 @@ class Asked:
     global_batch: int | None = None
     margin: float = MARGIN
     remedies: bool = True
+    context: Context = "auto"
 
     @property
     def world(self) -> int:
@@ -94,9 +97,10 @@ class Asked:
 class Outcome:
     """What a method can do: its largest micro-batch (0: none fits), and peaks, time and speed at it.
 
-    Bytes are of the worst rank; `limit` is its device less what lies outside the allocator and the margin. `slack` is
-    what is left on the device when everything outside has its likely size, `slack_low` at its largest, `slack_high` at
-    its least. `tried` maps micro-batches to whether they fit. `remedies` would make a method fit that does not.
+    Bytes are of the worst rank, replayed beside what lies outside the allocator, without the margin; `limit` is its
+    device less both. `slack` is what is left on the device when everything outside has its likely size, `slack_low` at
+    its largest, `slack_high` at its least; `tight` is the verdict of that replay. `tried` maps micro-batches to whether
+    they fit. `remedies` would make a method fit that does not.
     """
 
     name: str
@@ -112,6 +116,7 @@ class Outcome:
     slack_low: int = 0
     slack_high: int = 0
     retries: int = 0
+    tight: bool = False
     step_seconds: float = 0.0
     tokens_per_second: float = 0.0
     score: float = 0.0
@@ -125,6 +130,11 @@ class Outcome:
     def fits(self) -> bool:
         """Whether at least one sample fits."""
         return self.batch > 0
+
+    @property
+    def verdict(self) -> Verdict:
+        """That of the case at the largest batch, as an estimate of it has it."""
+        return "oom" if not self.fits else "tight" if self.tight else "fits"
 
     @property
     def samples(self) -> int:
@@ -226,7 +236,7 @@ def ranked(asked: Asked, outcomes: Sequence[Outcome], missing: tuple[str, ...], 
     if best and not any(one.fits for one in best):
         advice = "CPU offload" if asked.policy == "llmem" else _advice(best)
     seconds = time.perf_counter() - started
-    return Selection(asked, tuple(best), outside_of(asked, min(1, asked.world - 1)), seconds, missing, advice)
+    return Selection(asked, tuple(best), outside(asked, min(1, asked.world - 1)), seconds, missing, advice)
 
 
 def llmem_score(outcome: Outcome) -> float:
@@ -425,7 +435,7 @@ def _divided(batch: int, most: int) -> Iterator[tuple[int, int]]:
 
 def _probe(candidate: Candidate, asked: Asked) -> Probe:
     margin = 0 if asked.policy == "llmem" else round(asked.margin * _least(asked))  # Algorithm 1 has none
-    return Probe(candidate.keys, candidate.name, lambda groups: outside_of(asked, groups), margin)
+    return Probe(candidate.keys, candidate.name, lambda groups: outside(asked, groups), margin)
 
 
 def _least(asked: Asked) -> int:
@@ -495,6 +505,9 @@ def _measured(
     outcome: Outcome, candidate: Candidate, asked: Asked, probe: Probe, batch: int, accum: int
 ) -> Outcome | None:
     """Peaks, slack and speed of a method at a micro-batch, with so many of them a step; None if that does not fit."""
+    from simulator.estimator.outside import bytes_of, least_of, most_of
+    from simulator.judging import judged
+
     if accum > 1 and "microbatches" in candidate.keys:  # a pipeline accumulates over its micro-batches
         keys = {**candidate.keys, "microbatches": accum * int(candidate.keys["microbatches"])}
         outcome, accum = replace(outcome, keys=keys), 1
@@ -504,9 +517,10 @@ def _measured(
         case = replace(case, accum=2)
     trace = probe.trace(case)
     found = probe.results[batch] if accum == 1 and batch in probe.results else probe.replayed(trace)
-    if found.verdict != "fits":
+    if found.verdict != "oom":
+        found = judged(trace, probe.terms(trace), analyse=False)
+    if found.verdict == "oom":
         return None
-    terms = probe.terms(trace)
     top = max(found.ranks, key=lambda rank: rank.peak_reserved - rank.device.total_bytes)
     total = top.device.total_bytes
     clock = _clock(asked)
@@ -522,10 +536,11 @@ def _measured(
         peak_reserved=top.peak_reserved,
         worst=top.ranks if probe.alone is None else (probe.alone,),
         limit=total - probe.aside(trace),
-        slack=total - top.peak_reserved - sum(term.bytes for term in terms),
-        slack_low=total - top.peak_reserved - sum(term.bytes if term.high is None else term.high for term in terms),
-        slack_high=total - top.peak_reserved - sum(term.bytes if term.low is None else term.low for term in terms),
-        retries=top.memory_stats["num_alloc_retries"],
+        slack=total - top.device_total,
+        slack_low=total - top.peak_reserved - most_of(top.outside),
+        slack_high=total - top.peak_reserved - bytes_of(least_of(top.outside)),
+        retries=max(rank.retries for rank in found.ranks),
+        tight=found.verdict == "tight",
         step_seconds=seconds,
     )
     return replace(done, tokens_per_second=done.samples * case.seq / seconds)
@@ -543,16 +558,9 @@ def _clock(asked: Asked) -> Clock:
 # --- outside ------------------------------------------------------------------------------------------------------
 
 
-def outside_of(asked: Asked, groups: int) -> tuple[OutsideTerm, ...]:
-    """What lies outside the allocator on the card that has most of it."""
-    from graph.hardware.profile import profile
-    from simulator.estimator.devices import device
-    from simulator.estimator.outside import communicator_terms, outside_terms
+def outside(asked: Asked, groups: int) -> tuple[OutsideTerm, ...]:
+    """What lies outside the allocator for a rank in so many groups, on the card that has most of it."""
+    from graph.case import Case
+    from simulator.estimator.outside import outside_of
 
-    best: tuple[OutsideTerm, ...] = ()
-    for name in dict.fromkeys(asked.gpus):
-        card = profile(name, str(asked.keys.get("release", "2.13")), bool(asked.keys.get("cudnn_sdp", False)))
-        terms = outside_terms(device(name).name, card.sm_count * card.max_threads_per_sm)
-        if sum(term.bytes for term in terms) > sum(term.bytes for term in best):
-            best = terms
-    return best + communicator_terms(groups)
+    return outside_of(Case.of({**asked.keys, "gpu": asked.gpus[0]}), asked.context, groups, asked.gpus)

@@ -70,7 +70,7 @@ def predict(case: Mapping[str, Any], smallest: bool) -> dict[str, Any]:
 
     started = time.perf_counter()
     try:
-        found = answer(case, min_memory=smallest)
+        found = answer(case, min_memory=smallest, context=0)
     except Exception as error:
         found = {"error": f"{type(error).__name__}: {error}"}
     return {**found, "seconds": time.perf_counter() - started}
@@ -157,7 +157,7 @@ def _short(outcome: Outcome, figure: str) -> str:
 
 def _verdicts(found: list[Outcome]) -> list[str]:
     told = [o for o in found if "verdict" in o.answer and "verdict" in o.recording.row]
-    wrong = [o for o in told if o.answer["verdict"] != o.recording.row["verdict"]]
+    wrong = [o for o in told if (o.answer["verdict"] == "oom") != (o.recording.row["verdict"] == "oom")]
     lines = [f"verdicts: {len(told) - len(wrong)} of {len(told)} right"] if told else []
     return lines + [f"  said {o.answer['verdict']}: {o.recording}" for o in wrong[:20]]
 

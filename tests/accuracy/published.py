@@ -404,8 +404,8 @@ def _simulated(case: Mapping[str, Any], counter: str) -> tuple[int | None, tuple
     """Bytes by the counter (allocated ones of the last step), and what of them is not the allocator's, in words."""
     from simulator.estimator.estimate import estimate, phase_figures
 
-    found = estimate(case, context="auto" if counter == "device" else None, analyse=False)
-    if found.verdict != "fits":
+    found = estimate(case, context="auto" if counter == "device" else 0, analyse=False)
+    if found.verdict == "oom":
         return None, ()
     terms = {term.name: term.bytes for term in found.outside}
     if counter != "allocated":

@@ -128,7 +128,7 @@ def difference(path: Path) -> Difference:
     from simulator.estimator.estimate import estimate
 
     name = path.name.removesuffix(".pickle.gz")
-    predicted = estimate({**_PLAIN, **CASES[name]}, analyse=False).trace
+    predicted = estimate({**_PLAIN, **CASES[name]}, context=0, analyse=False).trace
     rank = RANKS.get(name, 0)
     place = next(i for i, entry in enumerate(predicted.ranks) if rank in entry.ranks)
     return compare(traces.read(path), predicted, rank=place)

@@ -108,7 +108,7 @@ def predicted(row: Row) -> float:
     changes: Any = row.card
     table: Any = GPUS
     with mock.patch.dict(table, {name: replace(GPUS[name], **changes)}):
-        found = estimate(row.case, analyse=False, time_steps=True)
+        found = estimate(row.case, context=0, analyse=False, time_steps=True)
     forget_graphs()
     if not isinstance(found.step, StepTime):
         raise ValueError("it runs out of memory")

@@ -29,7 +29,7 @@ def sheet_of(found: Comparison) -> Sheet:
     return Sheet(
         title=f"{found.before.name} and {found.after.name}",
         lead=f"{said[:1].upper()}{said[1:]}.",
-        badge="oom" if found.after.verdict == "oom" else "regression" if found.regressions() else "fits",
+        badge="regression" if found.regressions() and found.after.verdict != "oom" else found.after.verdict,
         facts=(f"before: {found.before.kind}", f"after: {found.after.kind}"),
         parts=tuple(parts),
         results=_results(found),

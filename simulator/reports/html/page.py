@@ -11,14 +11,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from simulator.allocator.settings import format_bytes
-from simulator.engine.ranks import format_ranks
 from simulator.engine.result import OutOfMemory, PhasePeak, RankResult, Result
 from simulator.reports.html.charts import Bar, Chart, chart
 from simulator.reports.html.document import assemble, write_page
 from simulator.reports.html.moments import Room, categories_over_time, moments, tree
-from simulator.reports.html.pieces import card, shares, size, table, text
+from simulator.reports.html.pieces import badge, capital, card, shares, size, table, text
 from simulator.reports.html.series import Series, series, shorten
 from simulator.reports.terminal import CAUSES, distinct_phases, format_time, no_remedy, range_and_source
+from simulator.verdict import WORDS, label_of, summary
 
 #: Events drawn for one rank and in a whole page (at about 8 characters each, 20 with categories).
 POINTS_PER_RANK: Final = 50_000
@@ -95,11 +95,6 @@ def side_by_side(ranks: Sequence[tuple[str, RankResult]]) -> str:
     return f"<div class=side>{chart(Chart('Side by side', tuple(bars), caption=caption))}</div>"
 
 
-def label_of(ranks: Sequence[int]) -> str:
-    """`rank 3`, or `ranks 0-3`."""
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {format_ranks(ranks)}"
-
-
 def _data(label: str, rank: RankResult, packed: Series, room: Room) -> Mapping[str, Any]:
     """What page.js needs of one rank."""
     picture = rank.picture
@@ -132,15 +127,13 @@ def _name(result: Result) -> str | None:
 
 
 def _title(result: Result) -> str:
-    verdict = "fits" if result.verdict == "fits" else "out of memory"
+    verdict = WORDS[result.verdict]
     name = _name(result)
     return f"Memory: {verdict}" if name is None else f"{name}: {verdict}"
 
 
 def _header(result: Result) -> str:
     """The verdict in one line, and what was replayed."""
-    fits = result.verdict == "fits"
-    badge = '<span class="badge fits">Fits</span>' if fits else '<span class="badge oom">Out of memory</span>'
     world = sum(len(rank.ranks) for rank in result.ranks)
     name = _name(result)
     case = result.metadata.get("case")
@@ -151,26 +144,10 @@ def _header(result: Result) -> str:
         f"allocator settings: {result.conf or 'default'}",
     ]
     return (
-        f"<h1>{badge} {text(name) if name else 'Memory over time'}</h1>"
-        f"<p class=lead>{_lead(result)}</p>"
+        f"<h1>{badge(result.verdict, WORDS[result.verdict])}{text(name) if name else 'Memory over time'}</h1>"
+        f"<p class=lead>{capital(text(summary(result), 600))}.</p>"
         f"<p class=facts>{' · '.join(text(fact, 400) for fact in facts)}</p>"
     )
-
-
-def _lead(result: Result) -> str:
-    """One sentence that says what the verdict rests on."""
-    if not result.ranks:
-        return "The trace has no ranks."
-    for rank in result.ranks:
-        if rank.oom is not None:
-            return (
-                f"{label_of(rank.ranks).capitalize()} asked for {size(rank.oom.requested)} at event"
-                f" {rank.oom.event:,} with {size(rank.oom.device_free)} left on the device."
-            )
-    worst = result.ranks[0]
-    where = f" ({label_of(worst.ranks)})" if len(result.ranks) > 1 else ""
-    limit = worst.timeline.limit_bytes
-    return f"At most {size(worst.peak_reserved)} reserved of {size(limit)} on {text(worst.device.name)}{where}."
 
 
 def _notes(result: Result) -> str:

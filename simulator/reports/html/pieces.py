@@ -15,6 +15,16 @@ def text(value: str, length: int = 160) -> str:
     return f"<bdi>{escape(shorten(value, length))}</bdi>" if not value.isascii() else escape(shorten(value, length))
 
 
+def badge(kind: str, words: str) -> str:
+    """The verdict as a badge, in the colours of its kind."""
+    return f'<span class="badge {kind}">{capital(words)}</span> '
+
+
+def capital(words: str) -> str:
+    """Words that begin a line."""
+    return words[:1].upper() + words[1:]
+
+
 def size(count: int) -> str:
     """A size for people, with the exact number on hover."""
     return f'<span class=n title="{count:,} bytes">{format_bytes(count)}</span>'

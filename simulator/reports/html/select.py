@@ -17,20 +17,12 @@ def render_select(found: Selection, results: Drawn = ()) -> str:
 
 
 def drawn(found: Selection) -> Drawn:
-    """The winner and the runner-up at their largest micro-batch, replayed with what a page draws of them.
-
-    As in the search, the allocator has the device less what lies outside of it and the margin.
-    """
-    from simulator.estimator.devices import device
+    """The winner and the runner-up at their largest micro-batch, replayed with what a page draws of them."""
     from simulator.estimator.estimate import estimate
 
-    results = []
-    for one in (found.winner, found.runner_up):
-        if one is not None:
-            card = device(found.asked.gpus[min(one.worst, default=0)])
-            aside = card.total_bytes - one.limit
-            results.append((one.name, estimate(one.case, context=aside, picture=True, analyse=False).result))
-    return tuple(results)
+    shown = [one for one in (found.winner, found.runner_up) if one is not None]
+    context = found.asked.context
+    return tuple((one.name, estimate(one.case, context=context, picture=True, analyse=False).result) for one in shown)
 
 
 def sheet_of(found: Selection, results: Drawn = ()) -> Sheet:
@@ -42,7 +34,7 @@ def sheet_of(found: Selection, results: Drawn = ()) -> Sheet:
     return Sheet(
         title=f"{one_line(str(asked.keys.get('model', '')))} on {cards}",
         lead=_sentence(reason(found)),
-        badge="oom" if found.winner is None else "fits",
+        badge="oom" if found.winner is None else found.winner.verdict,
         facts=(f"ranked by {asked.policy}", f"{asked.margin:.0%} of each GPU kept free", f"{found.seconds:.1f} s"),
         parts=tuple(part for part in (_memory(found), _speed(found), _table(found)) if part is not None),
         results=results,
@@ -85,18 +77,30 @@ def _speed(found: Selection) -> Chart | None:
 
 
 def _table(found: Selection) -> Grid:
-    head = ("method", "micro-batch", "accum", "samples/step", "peak reserved", "left", "step", "tokens/s", "would fit")
+    head = (
+        "method",
+        "verdict",
+        "micro-batch",
+        "accum",
+        "samples/step",
+        "peak reserved",
+        "left",
+        "step",
+        "tokens/s",
+        "would fit",
+    )
     rows = tuple(_row(one) for one in found.outcomes)
     return Grid("Methods", head, rows, strong=(0,) if found.winner is not None else ())
 
 
 def _row(one: Outcome) -> tuple[str | int | float | Size | None, ...]:
     if one.error:
-        return (one.name, *(None,) * 7, f"not possible: {one_line(one.error)}")
+        return (one.name, *(None,) * 8, f"not possible: {one_line(one.error)}")
     peak = Size(one.peak_reserved) if one.peak_reserved else None
     if not one.fits:
         return (
             one.name,
+            one.verdict,
             None,
             None,
             None,
@@ -108,4 +112,15 @@ def _row(one: Outcome) -> tuple[str | int | float | Size | None, ...]:
         )
     left = Size(max(0, one.slack))
     seconds = f"{one.step_seconds:.3f} s"
-    return (one.name, one.batch, one.accum, one.samples, peak, left, seconds, round(one.tokens_per_second), None)
+    return (
+        one.name,
+        one.verdict,
+        one.batch,
+        one.accum,
+        one.samples,
+        peak,
+        left,
+        seconds,
+        round(one.tokens_per_second),
+        None,
+    )

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Literal
 
-from simulator.engine.result import Result
+from simulator.engine.result import Result, Verdict
 from simulator.reports.html.charts import Bar, Chart, Dots, Grid, Part, Size, parts
 from simulator.reports.html.document import write_page
 from simulator.reports.html.overlay import overlay
-from simulator.reports.html.page import MAX_NOTES, MAX_RANKS, bounded, label_of
-from simulator.reports.html.pieces import text
+from simulator.reports.html.page import MAX_NOTES, MAX_RANKS, bounded
+from simulator.reports.html.pieces import badge, text
+from simulator.verdict import WORDS, label_of
 
 __all__ = ["Bar", "Chart", "Dots", "Grid", "Part", "Sheet", "Size", "render_sheet", "write_sheet"]
-
-_WORDS: Final = {"fits": "Fits", "oom": "Out of memory", "regression": "Regression"}
 
 
 @dataclass(frozen=True)
@@ -28,7 +27,7 @@ class Sheet:
 
     title: str
     lead: str
-    badge: Literal["fits", "oom", "regression", ""] = ""
+    badge: Verdict | Literal["regression", ""] = ""
     facts: tuple[str, ...] = ()
     parts: tuple[Part, ...] = ()
     results: tuple[tuple[str, Result], ...] = ()
@@ -45,9 +44,9 @@ def write_sheet(sheet: Sheet, path: str | os.PathLike[str], *, force: bool = Fal
 
 def render_sheet(sheet: Sheet) -> str:
     """The page as text, of at most about 4.5 million characters."""
-    badge = f'<span class="badge {sheet.badge}">{_WORDS[sheet.badge]}</span> ' if sheet.badge else ""
+    mark = badge(sheet.badge, WORDS.get(sheet.badge, sheet.badge)) if sheet.badge else ""
     facts = " · ".join(text(fact, 300) for fact in sheet.facts)
-    header = f"<h1>{badge}{text(sheet.title)}</h1><p class=lead>{text(sheet.lead, 600)}</p><p class=facts>{facts}</p>"
+    header = f"<h1>{mark}{text(sheet.title)}</h1><p class=lead>{text(sheet.lead, 600)}</p><p class=facts>{facts}</p>"
     most = MAX_RANKS // max(1, len(sheet.results))
     ranks = [
         (label if len(result.ranks) == 1 else f"{label}: {label_of(rank.ranks)}", rank)
