@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from graph.case import Case
 from strategies.parallel.native import Native, place_all, storages
+from strategies.strategy import Kind, Launch, Ranks, Strategy
 from strategies.zero_settings import settings
 
 if TYPE_CHECKING:
@@ -115,19 +116,33 @@ class Zero(Native):
         self.engine.backward_begins()
 
 
-def method(case: Case, rank: int) -> Zero:
-    """How rank `rank` runs, or the rank that stands for it (`distinct`)."""
-    stand_in = next(members for members in _stand_ins(case) if rank in members[1])[0]
-    return Zero(case, stand_in)
+_LAUNCH = Launch(distributed_type="DEEPSPEED")
 
 
-def distinct(case: Case) -> tuple[tuple[int, ...], ...]:
-    """Ranks that do the same.
+@dataclass(frozen=True)
+class DeepSpeed(Strategy):
+    """ZeRO of one stage."""
 
-    All of them under stage 3, whose parts are equal, and with gradients in fp32. Otherwise ranks differ in what they
-    hold parts of: the first and the last rank stand for themselves, and of the others the one with most for all.
-    """
-    return tuple(ranks for _, ranks in _stand_ins(case))
+    kind: Kind = Kind.HOST_STATES
+    launch: Launch = _LAUNCH
+    half_weights: bool = True
+    remedies: tuple[tuple[str, Mapping[str, Any]], ...] = (
+        ("the optimizer's states on the host", {"offload": "optimizer"}),
+    )
+
+    def method(self, case: Case, rank: int) -> Zero:
+        """How rank `rank` runs, or the rank that stands for it (`distinct`)."""
+        stand_in = next(members for members in _stand_ins(case) if rank in members[1])[0]
+        return Zero(case, stand_in)
+
+    def distinct(self, case: Case) -> Ranks:
+        """Ranks that do the same.
+
+        All of them under stage 3, whose parts are equal, and with gradients in fp32. Otherwise ranks differ in what
+        they hold parts of: the first and the last rank stand for themselves, and of the others the one with most for
+        all.
+        """
+        return tuple(ranks for _, ranks in _stand_ins(case))
 
 
 def _stand_ins(case: Case) -> list[tuple[int, tuple[int, ...]]]:
@@ -159,3 +174,10 @@ def _held(case: Case) -> list[int]:
             held[rank] += size
         begin += size
     return held
+
+
+STRATEGIES = (
+    DeepSpeed("deepspeed-1", "DeepSpeed's ZeRO, stage 1", steps_alike=True),
+    DeepSpeed("deepspeed-2", "... stage 2", steps_alike=True),
+    DeepSpeed("deepspeed-3", "... stage 3"),
+)

@@ -1,70 +1,59 @@
-"""From a step graph to a trace: which module lowers which strategy, and what every lowered trace has in common.
-
-A strategy is a module with a function `ranks(graph, case, mesh, speed) -> Lowered`; `lower` adds the devices, the
-allocator's settings and the metadata, all of which the case says.
-"""
+"""From a case or a step graph to the trace of all its ranks, and what every lowered trace has in common."""
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Final
+from dataclasses import replace
+from typing import Any
 
 from graph.case import Case
 from graph.hardware.profile import profile
 from graph.model import StepGraph
+from strategies import modifiers, registry
+from strategies.strategy import Capture, Lowered
+from strategies.timing.clock import Clock, timed
+from strategies.timing.roofline import Speed
 from traces.errors import ConfigError
 from traces.model import Device, RankEvents, Trace
 
-if TYPE_CHECKING:
-    from strategies.single import Speed
 
-#: The module that lowers each strategy. A new one is its module and a line here.
-MODULES: Final[Mapping[str, str]] = {
-    "single": "strategies.single",
-    "ddp": "strategies.parallel.ddp",
-    "ddp-view": "strategies.parallel.ddp",
-    "zero1": "strategies.parallel.ddp",
-    "fsdp1": "strategies.parallel.fsdp",
-    "fsdp2": "strategies.parallel.fsdp",
-    "fsdp2-nr": "strategies.parallel.fsdp",
-    "fsdp2-offload": "strategies.parallel.fsdp",
-    "hsdp": "strategies.parallel.fsdp",
-    "tp": "strategies.parallel.tp",
-    "tp-sp": "strategies.parallel.tp",
-    "tp-megatron": "strategies.megatron.megatron",
-    "tp-megatron-sp": "strategies.megatron.megatron",
-    "fsdp2-tp": "strategies.parallel.tp",
-    "gemini": "strategies.gemini.gemini",
-    "deepspeed-1": "strategies.deepspeed",
-    "deepspeed-2": "strategies.deepspeed",
-    "deepspeed-3": "strategies.deepspeed",
-    "pp": "strategies.parallel.pp",
-}
+def lower(
+    source: Case | StepGraph,
+    *,
+    capture: Capture | None = None,
+    speed: Speed | None = None,
+    clock: Clock | None = None,
+    rank: int | None = None,
+) -> Trace:
+    """The trace of every rank of a case, or of the case that a step graph was captured of.
 
+    `capture(case, method)` makes the step graphs that the strategy needs (default: `graph.capture`); a graph given as
+    `source` serves a strategy that needs that of one GPU. With `rank` that rank alone is captured and stands for all.
+    With `speed` kernels have durations, hence the trace simulated time; with a `clock` collectives and the host's
+    launches too; without, order only. Device, allocator settings and release are the case's.
 
-@dataclass(frozen=True)
-class Lowered:
-    """What a strategy makes of a graph: the events of every rank, and the groups of ranks that meet in collectives."""
-
-    ranks: tuple[RankEvents, ...]
-    groups: Mapping[str, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
-
-
-def lower(graph: StepGraph, mesh: Mapping[str, int] | None = None, *, speed: Speed | None = None) -> Trace:
-    """The trace of a step graph under the strategy of its case.
-
-    `mesh` gives the sizes of the dimensions over which ranks are spread (default: the case's own). With `speed` the
-    trace has kernel events with durations, hence simulated time; without, order only. Device, allocator settings and
-    release are the case's. Raises ConfigError for a strategy that is not there, or settings that it cannot have.
+    Raises ConfigError for a strategy that is not there or that the case contradicts, and what `capture` raises.
     """
-    case = Case.of(graph.case)
-    name = str(case.strategy)
-    if name not in MODULES:
-        raise ConfigError(f"strategy {name[:60]!r} is not available yet; there are: {', '.join(MODULES)}")
-    make: Callable[..., Lowered] = importlib.import_module(MODULES[name]).ranks
-    return finish(make(graph, case, case.mesh if mesh is None else mesh, speed), graph, case)
+    case = source if isinstance(source, Case) else Case.of(source.case)
+    if clock is not None:
+        return timed(lower(source, capture=capture, speed=speed or clock.speed(), rank=rank), clock)
+    modifiers.check(case)
+    lowered = registry.find(case).lower(case, capture or _captured(source), speed, rank)
+    if lowered.graph is None:
+        raise ConfigError(f"strategy {case.strategy!r} made no graph")
+    return finish(lowered, lowered.graph, case)
+
+
+def _captured(source: Case | StepGraph) -> Capture:
+    """Captures anew, but for the graph of one GPU where that is given."""
+
+    def capture(case: Case, method: Any) -> StepGraph:
+        if method is None and isinstance(source, StepGraph):
+            return source
+        from graph.recorder.capture import capture as capture_anew
+
+        return capture_anew(case, method=method)
+
+    return capture
 
 
 def finish(lowered: Lowered, graph: StepGraph, case: Case) -> Trace:

@@ -13,8 +13,8 @@ from typing import Any
 from graph.case import Case
 from graph.loop.method import Method
 from graph.recorder.capture import capture
-from strategies.single import events_of
-from strategies.tracing import trace
+from strategies.lowering import lower
+from strategies.rank_events import events_of
 from tests.worked_examples import Example
 from traces.model import Events, Op
 
@@ -49,7 +49,7 @@ def captured(document: Mapping[str, Any], method: Method | None = None) -> Event
     case = Case.of(document)
     if method is not None:
         return events_of(capture(method.captured_case() if hasattr(method, "captured_case") else case, method=method))
-    return trace(case, lambda one, way: capture(one, method=way)).ranks[0].events
+    return lower(case).ranks[0].events
 
 
 def run(events: Events, streams: Mapping[int, str]) -> Run:

@@ -16,7 +16,7 @@ from simulator.engine.replay import replay
 from simulator.engine.result import RankResult
 from strategies.deepspeed import Zero, distinct, method
 from strategies.lowering import Lowered, finish
-from strategies.single import events_of
+from strategies.rank_events import events_of
 from strategies.zero_flat import Piece, pieces
 from strategies.zero_settings import settings
 from tests.accuracy.recordings import Recording, recordings

@@ -11,9 +11,10 @@ from graph.model import Kind
 from simulator.engine.replay import replay
 from simulator.estimator.step_time import StepTime, step_time
 from strategies.gemini.event_builder import EventBuilder
-from strategies.single import Speed, events_of
+from strategies.rank_events import events_of
 from strategies.timing.clock import LAUNCH_NS, Clock, timed
 from strategies.timing.hardware import ways
+from strategies.timing.roofline import Speed
 from tests.step_graphs import Writer
 from traces.errors import ConfigError
 from traces.model import Device, Events, Op, RankEvents, Trace

@@ -23,7 +23,7 @@ from simulator.estimator.estimate import (
     forget_graphs,
 )
 from simulator.estimator.outside import communicators
-from simulator.verdict import exit_code, summary
+from simulator.reports.verdict import exit_code, summary
 from strategies import lower
 from strategies.gemini.event_builder import EventBuilder
 from tests.accuracy.recordings import Recording, recordings
@@ -324,14 +324,14 @@ def test_communicators_are_groups_that_meet(met: tuple[str, ...], count: int) ->
 def test_every_kind_of_rank_has_its_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two ranks that do the same on cards of different sizes: one of them runs out of memory."""
 
-    def two(case: Case, graph_of: Any, **durations: Any) -> Trace:
+    def two(case: Case, **options: Any) -> Trace:
         single = lower(training())
         (entry,) = single.ranks
         parted = (replace(entry, ranks=(0, 2)), replace(entry, ranks=(1,), device=1))
         groups = {"dp": ((0, 1, 2),), "tp": ((0,), (1, 2)), "own": ((0,),)}
         return replace(single, ranks=parted, devices=(Device("a", 1 << 30), Device("b", MIB)), groups=groups)
 
-    monkeypatch.setattr("strategies.tracing.trace", two)
+    monkeypatch.setattr("strategies.lowering.lower", two)
     whole = estimate({"model": "m", "strategy": "ddp", "world": 3}, analyse=False)
     assert not any(term.name.startswith("NCCL") for term in whole.outside)  # groups that never meet
     found = whole.document()

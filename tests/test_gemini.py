@@ -10,12 +10,14 @@ from typing import Any
 import pytest
 
 from graph.model import Role
+from strategies import lower
 from strategies.gemini.chunk_layout import layout
 from strategies.gemini.chunk_moves import Gemini, Options
 from strategies.gemini.event_builder import EventBuilder
-from strategies.gemini.gemini import distinct, groups, ranks
+from strategies.gemini.gemini import STRATEGIES, distinct, groups
 from strategies.gemini.skeleton import Skeleton
 from strategies.gemini.tensor_parallel import GeminiTensorParallel
+from strategies.strategy import Lowered
 from tests.gemini_data import FOLDER, rows, setups
 from tests.sketch import Sketch
 from tests.worked_examples import NAMES, SHAPES, told
@@ -139,9 +141,12 @@ def test_set_up_event_for_event(key: str, data: int, tensor: int, gather: bool) 
 # Ranks and meshes ----------------------------------------------------------------------------------------------------
 
 
+def lowered_as(**keys: Any) -> Lowered:
+    return STRATEGIES[0].lower(case("opt-2l", **keys), lambda one, way: skeleton("opt-2l", 1).graph, None)
+
+
 def test_all_ranks_of_a_mesh() -> None:
-    graph = skeleton("opt-2l", 1).graph
-    lowered = ranks(graph, case("opt-2l", world=4, mesh={"dp": 2, "tp": 2}), {"dp": 2, "tp": 2}, None)
+    lowered = lowered_as(world=4, mesh={"dp": 2, "tp": 2})
     assert [entry.ranks for entry in lowered.ranks] == [(0, 1, 2, 3)]  # all its chunks are small, and kept whole
     assert lowered.groups == {
         "dp": ((0, 2), (1, 3)),
@@ -161,8 +166,7 @@ def test_a_thousand_ranks_are_few_kinds() -> None:
 
 
 def test_conventional_data_parallelism_keeps_everything_whole() -> None:
-    graph = skeleton("opt-2l", 1).graph
-    whole = ranks(graph, case("opt-2l", world=4), {"cdp": 4}, None)
+    whole = lowered_as(world=4, mesh={"cdp": 4})
     assert [entry.ranks for entry in whole.ranks] == [(0, 1, 2, 3)]
     assert not any(name.endswith(".shard") for name in told(whole.ranks[0].events).streams)
     kinds = whole.ranks[0].events.strings("kind")
@@ -176,15 +180,15 @@ def test_conventional_data_parallelism_keeps_everything_whole() -> None:
         ({"world": 4}, {"dp": 2, "cdp": 2}, "mesh: dp=2,cdp=2 has dp and cdp; give one"),
         ({"world": 4}, {"pp": 4}, "mesh: there is no axis 'pp'"),
         ({"world": 5}, {"tp": 5}, "tp=5: the last dimension of"),
-        ({"dtype": "fp32"}, None, "key 'dtype': strategy 'gemini' takes 'fp16', 'bf16', not 'fp32'"),
+        ({"dtype": "fp32"}, None, "key 'dtype': not 'fp32' with strategy 'gemini': it takes 'fp16', 'bf16'"),
         ({"accum": 2}, None, "key 'accum'"),
         ({"optimizer": "sgd"}, None, "key 'optimizer'"),
     ],
 )
 def test_mistakes_are_one_line(keys: dict[str, Any], mesh: dict[str, int] | None, message: str) -> None:
-    graph = skeleton("opt-2l", 1).graph
+    more = {} if mesh is None else {"mesh": mesh}
     with pytest.raises(ConfigError) as caught:
-        ranks(graph, case("opt-2l", **keys), mesh, None)
+        lower(case("opt-2l", **keys, **more), capture=lambda one, way: skeleton("opt-2l", 1).graph)
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
 

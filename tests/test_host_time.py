@@ -14,10 +14,10 @@ pytest.importorskip("transformers")
 
 from graph.case import Case
 from simulator.estimator.estimate import captured
-from strategies import deepspeed
-from strategies.parallel import fsdp
-from strategies.single import Speed, events_of
+from strategies import registry
+from strategies.rank_events import events_of
 from strategies.timing import host
+from strategies.timing.roofline import Speed
 from traces.model import Op
 
 RATE = 1e9
@@ -40,9 +40,13 @@ def case_of(model: str, **more: Any) -> Case:
     return Case.of({"model": model, "seq": 64, "batch": 2, "world": 4, "dtype": "bf16", **more})
 
 
+def method_of(case: Case) -> Any:
+    return registry.find(case).method(case, 0)
+
+
 def test_fsdp2_offload_carries_shards_and_steps_on_the_host(model: str) -> None:
     """A rank's quarter goes up before each unit's forward and backward, and its gradients come down once."""
-    method: Any = fsdp.method(case_of(model, strategy="fsdp2-offload"), 0)
+    method: Any = method_of(case_of(model, strategy="fsdp2-offload"))
     graph = captured(method.captured_case(), None, method)
     last = graph.operators.step == graph.operators.step.max()
     over = host.copies(graph) & last
@@ -52,8 +56,8 @@ def test_fsdp2_offload_carries_shards_and_steps_on_the_host(model: str) -> None:
     assert int(host.one_way(graph, down).sum()) == shard
     assert int(host.one_way(graph, over & ~down).sum()) == 2 * shard + inputs
     wanted = round(shard * host.EAGER / host.MEMORY * 1e9)
-    assert host.optimizer_ns(graph, RATE) == wanted
-    events = events_of(graph, Speed(1e15, 1e15, 0, {}, RATE))
+    assert host.optimizer_ns(graph, RATE, on_host=True) == wanted
+    events = events_of(graph, Speed(1e15, 1e15, 0, {}, RATE), on_host=True)
     starts = events.op == Op.PHASE
     names = [events.strings("name").get(int(place)) for place in np.flatnonzero(starts)]
     assert events.ints("host_ns")[starts].tolist() == [wanted if name == "optimizer" else 0 for name in names]
@@ -64,14 +68,14 @@ def test_fsdp2_offload_carries_shards_and_steps_on_the_host(model: str) -> None:
 @pytest.mark.parametrize("stage", [2, 3])
 def test_deepspeed_with_states_on_the_host(model: str, stage: int) -> None:
     case = case_of(model, strategy=f"deepspeed-{stage}", offload="optimizer")
-    method: Any = deepspeed.method(case, 0)
+    method: Any = method_of(case)
     graph = captured(method.captured_case(), None, method)
     share = ELEMENTS / 4
     assert host.optimizer_ns(graph, RATE) == round(share * (28 / host.MEMORY + 4 / RATE) * 1e9)
 
 
 def test_an_optimizer_on_the_device_takes_no_time_of_the_host(model: str) -> None:
-    method: Any = fsdp.method(case_of(model, strategy="fsdp2"), 0)
+    method: Any = method_of(case_of(model, strategy="fsdp2"))
     graph = captured(method.captured_case(), None, method)
     assert host.optimizer_ns(graph, RATE) == 0
     assert "host_ns" not in events_of(graph, Speed(1e15, 1e15, 0, {}, RATE)).columns

@@ -19,8 +19,7 @@ from graph.case import Case
 from graph.model import StepGraph
 from graph.recorder.capture import capture
 from simulator.estimator.estimate import estimate
-from strategies import tracing
-from strategies.megatron.megatron import method
+from strategies import lower, registry
 from traces.errors import LLMemError
 
 JOB: dict[str, Any] = {"dtype": "bf16", "batch": 4, "world": 4, "gpu": "H100"}
@@ -41,7 +40,7 @@ def test_peak_is_the_recorded_one(document: dict[str, Any], peak: int, more: int
 def sizes(model: str, strategy: str, world: int, **keys: Any) -> tuple[dict[str, tuple[int, ...]], StepGraph]:
     """Shapes of rank 0's parameters by name, and its graph."""
     case = Case.of({"model": model, "dtype": "bf16", "seq": 64, "strategy": strategy, "world": world, **keys})
-    graph = capture(case, method=method(case, 0))
+    graph = capture(case, method=registry.find(case).method(case, 0))
     return {one.name: one.shape for one in graph.tensors if one.kind == "parameter"}, graph
 
 
@@ -73,7 +72,7 @@ def test_sequence_parallel_sums_the_gradients_of_norms(model: str, checkpointing
 
 def test_ranks_are_alike() -> None:
     case = Case.of({"model": "pythia-70m", "seq": 64, "strategy": "tp-megatron", "world": 2})
-    made = tracing.trace(case, lambda one, way: capture(one, method=way))
+    made = lower(case)
     assert [entry.ranks for entry in made.ranks] == [(0, 1)]
 
 
@@ -84,7 +83,10 @@ BAD = [
     ({"model": "gpt2", "strategy": "tp", "world": 2}, "'attn.c_attn' is a Conv1D"),
     ({"model": "opt-125m", "strategy": "tp-sp", "world": 2}, "tp-sp knows norms called"),
     ({"model": "bert-base", "strategy": "tp-megatron", "world": 2}, "is for decoders"),
-    ({"model": "gpt2", "strategy": "tp-megatron-sp", "world": 2, "seq": 65}, "key 'seq': 2 ranks do not divide 65"),
+    (
+        {"model": "gpt2", "strategy": "tp-megatron-sp", "world": 2, "seq": 65},
+        "key 'seq': not 65 with strategy 'tp-megatron-sp': 2 ranks do not divide 65",
+    ),
     ({"model": "gpt2", "strategy": "tp-megatron-sp", "world": 2, "attn": "eager"}, "key 'attn'"),
     ({"model": "gpt2", "strategy": "tp-megatron", "world": 2, "lora": 8}, "key 'lora'"),
     ({"model": "gpt2", "strategy": "tp-megatron", "world": 2, "loss": "chunk8"}, "key 'loss'"),
@@ -95,7 +97,7 @@ BAD = [
 @pytest.mark.parametrize(("document", "words"), BAD)
 def test_one_line_says_what_is_wrong(document: dict[str, Any], words: str) -> None:
     with pytest.raises(LLMemError) as caught:
-        tracing.trace(Case.of(document), lambda one, way: capture(one, method=way))
+        lower(Case.of(document))
     assert words in str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -107,4 +109,4 @@ def test_rows_without_columns_are_refused(tmp_path: Path) -> None:
     path.write_text(json.dumps({"model_type": "phi3", "vocab_size": 500, "pad_token_id": 0, **small}))
     case = Case.of({"model": str(path), "seq": 16, "strategy": "tp-megatron", "world": 2})
     with pytest.raises(LLMemError, match=r"'self_attn\.o_proj' would be split by rows, but no layer beside it"):
-        capture(case, method=method(case, 0))
+        capture(case, method=registry.find(case).method(case, 0))

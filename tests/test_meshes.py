@@ -13,7 +13,7 @@ pytest.importorskip("torch")
 
 from graph.case import Case
 from simulator.estimator.estimate import estimate
-from strategies.parallel import meshes
+from strategies.parallel.meshes import MESH
 from tests.accuracy.sequences import tokens
 from traces.check import check
 from traces.errors import ConfigError
@@ -101,9 +101,9 @@ def test_tensor_ranks_and_shards_divide_what_a_stage_holds(tmp_path: Path) -> No
 def test_ranks_with_shards_of_other_sizes_are_apart(tmp_path: Path) -> None:
     """500 rows over 8 shards: seven of 63 and one of 59; the other parameters divide."""
     case = Case.of({"model": model(tmp_path, vocab_size=500), "seq": 64, "mesh": {"fsdp2": 8, "tp": 1}})
-    assert meshes.distinct(case) == (tuple(range(7)), (7,))
+    assert MESH.distinct(case) == (tuple(range(7)), (7,))
     staged = Case.of({"model": model(tmp_path, vocab_size=512), "seq": 64, "mesh": {"pp": 2, "dp": 2, "tp": 2}})
-    assert meshes.distinct(staged) == ((0, 1, 2, 3), (4, 5, 6, 7))
+    assert MESH.distinct(staged) == ((0, 1, 2, 3), (4, 5, 6, 7))
 
 
 def test_a_thousand_ranks_are_a_few_kinds(tmp_path: Path) -> None:
@@ -111,12 +111,12 @@ def test_a_thousand_ranks_are_a_few_kinds(tmp_path: Path) -> None:
              "num_key_value_heads": 16}  # fmt: skip
     case = Case.of({"model": model(tmp_path, **sizes), "seq": 64, "mesh": {"fsdp2": 128, "tp": 8}})
     started = time.perf_counter()
-    found = meshes.distinct(case)
+    found = MESH.distinct(case)
     assert sum(map(len, found)) == case.world == 1024
     assert [len(ranks) for ranks in found] == [1000, 24], (
         "4,000 rows of a vocabulary's eighth: 125 shards of 32, 3 empty"
     )
-    assert len(meshes.groups(case)["mesh_tp"]) == 128
+    assert len(MESH.groups(case)["mesh_tp"]) == 128
     assert time.perf_counter() - started < 10
 
 

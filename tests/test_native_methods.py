@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 from graph.case import Case
 from graph.errors import CaptureError
 from simulator.estimator.estimate import estimate
+from strategies import registry
 from strategies.parallel import native
-from strategies.parallel.fsdp import groups as fsdp_groups
-from strategies.parallel.tp import groups as tp_groups
 from traces.errors import LLMemError
 from traces.model import Op
 
@@ -135,8 +134,9 @@ def test_collectives_name_groups_that_the_trace_has(config: str) -> None:
     found = trained(config, strategy="hsdp", world=4)
     assert set(found.trace.groups) == {"default_pg", "mesh_shard", "mesh_replicate"}
     case = Case.of({"model": "gpt2", "strategy": "hsdp", "world": 6})
-    assert fsdp_groups(case)["mesh_replicate"] == ((0, 3), (1, 4), (2, 5))
-    assert tp_groups(Case.of({"model": "gpt2", "strategy": "fsdp2-tp", "world": 4}))["mesh_dp"] == ((0, 2), (1, 3))
+    assert registry.find(case).groups(case)["mesh_replicate"] == ((0, 3), (1, 4), (2, 5))
+    pairs = Case.of({"model": "gpt2", "strategy": "fsdp2-tp", "world": 4})
+    assert registry.find(pairs).groups(pairs)["mesh_dp"] == ((0, 2), (1, 3))
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import torch
 
 from graph.case import Case
 from simulator.estimator.estimate import captured, estimate
-from strategies.parallel import pp
+from strategies import lower, registry
 from strategies.parallel.stages import cut, layers_of, shares
 from traces.check import check
 from traces.errors import ConfigError
@@ -210,7 +210,7 @@ def test_messages_meet_in_pairs_and_the_trace_is_sound(tmp_path: Path) -> None:
 def test_other_decoders_run_in_stages(config: dict[str, Any], tmp_path: Path) -> None:
     case = Case.of(keys(tmp_path, config, attn="default", checkpointing="nonreentrant", microbatches=2))
     for rank in range(2):
-        graph = captured(case, None, pp.method(case, rank))
+        graph = captured(case, None, registry.find(case).method(case, rank))
         assert graph.phases == ("load", "pipe", "step", "end")
 
 
@@ -230,7 +230,7 @@ def test_other_decoders_run_in_stages(config: dict[str, Any], tmp_path: Path) ->
 )
 def test_what_a_pipeline_cannot_do_is_one_line(more: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=message) as caught:
-        pp.distinct(Case.of(keys(tmp_path, **more)))
+        lower(Case.of(keys(tmp_path, **more)))
     assert "\n" not in str(caught.value)
 
 
@@ -238,4 +238,4 @@ def test_a_model_that_is_no_decoder_is_refused(tmp_path: Path) -> None:
     config = {"model_type": "bert", "vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2,
               "num_attention_heads": 2, "intermediate_size": 64}  # fmt: skip
     with pytest.raises(ConfigError, match="decoders"):
-        pp.distinct(Case.of(keys(tmp_path, config)))
+        lower(Case.of(keys(tmp_path, config)))

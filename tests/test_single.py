@@ -9,9 +9,9 @@ import pytest
 
 import traces
 from graph.model import Kind
-from strategies import Speed, lower
-from strategies.lowering import MODULES, device_of
-from strategies.single import events_of
+from strategies import Speed, lower, registry
+from strategies.lowering import device_of
+from strategies.rank_events import events_of
 from tests.step_graphs import Writer, training
 from traces.check import check
 from traces.errors import ConfigError
@@ -162,14 +162,11 @@ def test_large_graphs_are_lowered_quickly() -> None:
     assert time.perf_counter() - started < 1
 
 
-def test_unknown_strategies_and_contradictions(monkeypatch: pytest.MonkeyPatch) -> None:
-    with monkeypatch.context() as patch:
-        patch.setattr("strategies.lowering.MODULES", {"single": "strategies.single"})
-        with pytest.raises(ConfigError, match="strategy 'ddp' is not available yet; there are: single"):
-            lower(training({"model": "m", "strategy": "ddp", "world": 2}))
-    with pytest.raises(ConfigError, match="one GPU"):
-        lower(training(), mesh={"dp": 2})
-    assert all(name.startswith("strategies.") for name in MODULES.values())
+def test_an_unknown_strategy_is_refused_with_the_nearest() -> None:
+    with pytest.raises(
+        ConfigError, match=r"strategy 'fsdp3' is not available; did you mean 'fsdp[12]'\? there are: single"
+    ):
+        registry.named("fsdp3")
 
 
 def test_one_size_a_rank() -> None:

@@ -18,8 +18,8 @@ pytest.importorskip("transformers")
 from graph.case import Case
 from graph.model import Kind, StepGraph
 from graph.recorder.capture import capture
+from strategies import registry
 from strategies.megatron import megatron
-from strategies.parallel import pp
 from strategies.parallel.native import place_all
 
 MODELS = "tests.worked_models"
@@ -121,7 +121,7 @@ def test_e9_pipeline(tmp_path: Path, stage: int, order: str, most: int) -> None:
     path = tmp_path / "config.json"
     path.write_text(json.dumps(LLAMA))
     case = Case.of({"model": str(path), "dtype": "bf16", "seq": 64, "strategy": "pp", "world": 2, "microbatches": 4})
-    graph = capture(case, method=pp.method(case, stage))
+    graph = capture(case, method=registry.find(case).method(case, stage))
     layer = next(name for name, kind in graph.modules if kind == "LlamaDecoderLayer")
     weight = graph.parameters[f"{layer}.mlp.up_proj.weight"]
     start = [at for at in range(len(graph.kind)) if graph.kind[at] == Kind.STEP][1]

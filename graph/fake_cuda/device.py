@@ -24,8 +24,8 @@ from typing import Any, Final, Protocol
 import torch
 import torch._dynamo  # optimizers import it: not under a torch.cuda that is ours
 
-from graph import fake_leftovers
 from graph.errors import CaptureError, UnsupportedTorch
+from graph.fake_cuda import leftovers as fake_leftovers
 from graph.fake_cuda import self_check as fake_check
 from graph.fake_cuda import stubs as fake_stubs
 from graph.fake_cuda.kernels import Kernels, Kind, names

@@ -67,7 +67,7 @@ def command(
 
     from simulator.estimator.estimate import estimate
     from simulator.reports.estimate import render_json, render_table
-    from simulator.verdict import exit_code
+    from simulator.reports.verdict import exit_code
 
     name = one_line(model)
     with working(f"capturing {name}", quiet, compiles=True) as say:

@@ -64,7 +64,7 @@ def command(
 
     from simulator.engine.replay import replay
     from simulator.reports.terminal import render_json, render_table
-    from simulator.verdict import WORDS, exit_code
+    from simulator.reports.verdict import WORDS, exit_code
 
     with working("replaying", quiet, compiles=True):
         result = replay(

@@ -25,9 +25,6 @@ if TYPE_CHECKING:
 
 #: What may stand beside the simulation.
 ESTIMATORS: Final = ("llmem", "dnnmem")
-#: Strategies whose ranks all hold everything, and those that only split tensors.
-_WHOLE: Final = frozenset({"single", "ddp", "ddp-view"})
-_TENSOR: Final = frozenset({"tp", "tp-sp", "tp-megatron", "tp-megatron-sp"})
 
 
 @dataclass(frozen=True)
@@ -75,24 +72,24 @@ def described(case: Case) -> Description:
 
 
 def _terms(name: str, model: Description, case: Case, base: int) -> Mapping[str, int]:
+    from strategies import registry
     from strategies.gemini.equations import HALF, SINGLE, dnnmem_peak, llmem_peak
+    from strategies.strategy import Kind
 
     if name == "dnnmem":
         size = SINGLE if case.dtype == "fp32" else HALF
         states = SINGLE if case.strategy == "gemini" else size
         return dnnmem_peak(model, case.batch, case.seq, size=size, state_size=states, base=base).terms
     data, tensor = split(case)
-    sharded = case.strategy not in _WHOLE and "cdp" not in case.mesh and "ddp" not in case.mesh
-    if tensor > 1:
-        sharded = True
+    sharded = tensor > 1 or Kind.WHOLE not in registry.find(case).kinds(case)
     return llmem_peak(model, case.batch, case.seq, dp=data, tp=tensor, base=base, sharded=sharded).terms
 
 
 def split(case: Case) -> tuple[int, int]:
     """(dp, tp) of a case as LLMem has them: the tensor axis, and all the rest of its GPUs."""
-    world = max(1, case.world)
-    tensor = world if case.strategy in _TENSOR and not case.mesh else 1
-    for axis, size in case.mesh.items():
-        if axis in _TENSOR:
-            tensor *= size
-    return max(1, world // tensor), tensor
+    from strategies import registry
+    from strategies.strategy import Kind
+
+    alone = case.world if Kind.TENSOR in registry.find(case).kinds(case) else 1
+    tensor = case.mesh.get("tp", 1) if case.mesh else alone
+    return max(1, case.world // tensor), tensor

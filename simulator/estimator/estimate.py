@@ -62,7 +62,7 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass(frozen=True)
 class Estimate:
-    """What a case needs: its replay beside what lies outside the allocator (`simulator.judging`), and the trace.
+    """What a case needs: its replay beside what lies outside the allocator (`simulator.estimator.judging`), and the trace.
 
     The devices of the trace have what the replay set aside as their context. `min_fit` is the smallest device in bytes,
     where it was asked for; `step` the time of a steady iteration, or of an inference run, likewise; `closed` the
@@ -155,10 +155,10 @@ def estimate(
     from graph.case import Case
     from simulator.engine.min_memory import smallest_memory
     from simulator.estimator.closed_form import closed_forms
+    from simulator.estimator.judging import judged, with_context
     from simulator.estimator.outside import bytes_of, communicators, outside_of
     from simulator.estimator.step_time import of_case
-    from simulator.judging import judged, with_context
-    from strategies.tracing import trace as trace_of
+    from strategies.lowering import lower
 
     started = time.perf_counter()
     asked = case if isinstance(case, Case) else Case.of(case)
@@ -168,7 +168,7 @@ def estimate(
         return captured(part, progress, method) if capture is None else capture(part)
 
     clock = _clock(asked, interconnect) if time_steps else None
-    trace = trace_of(asked, graph_of, clock=clock)
+    trace = lower(asked, capture=graph_of, clock=clock)
     terms = outside_of(asked, context, communicators(trace))
     found = judged(trace, terms, analyse=analyse, events=events, log=log, snapshot=snapshot, picture=picture)
     aside = bytes_of(found.ranks[0].outside)

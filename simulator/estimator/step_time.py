@@ -125,17 +125,9 @@ def _generation(trace: Trace, case: Case, result: Result) -> GenerationTime | No
 
 def _samples(case: Case) -> int:
     """Samples of an iteration over all ranks: data-parallel axes have samples of their own, others share them."""
-    axes: dict[str, int] = dict(case.mesh)
-    if axes:
-        shared = 1
-        for name, size in axes.items():
-            shared *= size if name in ("tp", "pp", "sp", "tp-sp") else 1
-        replicas = max(1, case.world // shared)
-    else:
-        replicas = 1 if case.strategy.startswith("tp") or case.strategy == "pp" else case.world
-        replicas = max(1, case.world // 2) if case.strategy == "fsdp2-tp" else replicas
-    pieces = case.microbatches if case.strategy == "pp" or "pp" in axes else 1
-    return case.batch * case.accum * replicas * pieces
+    from strategies import registry
+
+    return case.batch * case.accum * registry.find(case).micro_batches(case)
 
 
 def _end(result: Result, idle: int | None = None) -> int | None:

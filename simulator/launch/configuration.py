@@ -13,6 +13,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 from simulator.launch.training_script import axes_of, script, why_not
+from strategies import registry
+from strategies.parallel.fsdp import Flattened, Sharded
 
 if TYPE_CHECKING:
     from graph.case import Case
@@ -21,7 +23,6 @@ if TYPE_CHECKING:
 FILES: Final = ("launch.sh", "train.py", "accelerate.yaml", "deepspeed.json", "training_args.json", "sft_args.json")
 #: The most GPUs of one machine.
 MACHINE: Final = 8
-FSDP: Final = ("fsdp1", "fsdp2", "fsdp2-nr", "fsdp2-offload", "hsdp", "fsdp2-tp")
 #: Optimizers by their names in transformers' `OptimizerNames`.
 OPTIMIZERS: Final[Mapping[str, str]] = {
     "adamw": "adamw_torch",
@@ -73,29 +74,21 @@ def absent(case: Mapping[str, Any] | Case) -> dict[str, str]:
 
 
 def _deepspeed(case: Case) -> bool:
-    return case.strategy.startswith("deepspeed")
+    return registry.find(case).launch.distributed_type == "DEEPSPEED"
 
 
 def _megatron(case: Case) -> bool:
-    return case.strategy.startswith("tp-megatron")
+    return registry.find(case).launch.distributed_type == "MEGATRON_LM"
 
 
 def _no_launcher(case: Case) -> str:
     """Why accelerate cannot start a case as it was simulated."""
     axes = axes_of(case)
-    if case.strategy == "gemini":
-        return "Colossal-AI has a launcher of its own"
     if "pp" in axes:
         return "accelerate cuts no pipeline of stages"
     if {"dp", "tp"} == set(axes):
         return "accelerate has no replicas of tensor-parallel ranks without FSDP2's shards"
-    if case.strategy == "tp-sp":
-        return "accelerate keeps activations whole between tensor-parallel layers"
-    if case.strategy == "zero1":
-        return "accelerate has no ZeroRedundancyOptimizer"
-    if case.strategy == "ddp-view":
-        return "accelerate takes gradient_as_bucket_view only in code"
-    return ""
+    return registry.find(case).launch.no_accelerate
 
 
 def _no_trainer(case: Case) -> str:
@@ -149,7 +142,7 @@ def _remarks(case: Case) -> list[str]:
         lines.append(f"train.py is yours: {missing['train.py']}.")
     if "accelerate.yaml" not in missing:
         lines.append('With accelerate instead: accelerate launch --config_file accelerate.yaml train.py "$@"')
-        if _distributed_type(case) == "FSDP" and case.autocast and case.strategy != "fsdp1":
+        if _distributed_type(case) == "FSDP" and case.autocast and "fsdp2" in axes_of(case):
             lines.append(
                 f"  (the Trainer under it reduces gradients in {case.autocast}; simulated, and in train.py: fp32)"
             )
@@ -226,27 +219,27 @@ def accelerate(case: Case) -> dict[str, Any]:
 
 
 def _distributed_type(case: Case) -> str:
-    if _deepspeed(case):
-        return "DEEPSPEED"
+    kind = registry.find(case).launch.distributed_type
+    if kind == "DEEPSPEED":
+        return kind
     if case.world == 1:
         return "NO"
-    if _megatron(case):
-        return "MEGATRON_LM"
-    return "FSDP" if case.strategy == "fsdp1" or "fsdp2" in axes_of(case) else "MULTI_GPU"
+    return "FSDP" if "fsdp2" in axes_of(case) else kind
 
 
 def _fsdp(case: Case) -> dict[str, Any]:
+    strategy = registry.find(case)
     common = {
         "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
         "fsdp_cpu_ram_efficient_loading": True,
-        "fsdp_offload_params": case.strategy == "fsdp2-offload",
+        "fsdp_offload_params": strategy.on_host(case),
         "fsdp_activation_checkpointing": False,  # the trainer's arguments turn it on, as the simulated model does
     }
-    if case.strategy == "fsdp1":
+    if isinstance(strategy, Flattened):
         one = {"fsdp_version": 1, "fsdp_reshard_after_forward": "FULL_SHARD", "fsdp_use_orig_params": True}
         return {**one, **common, "fsdp_state_dict_type": "SHARDED_STATE_DICT"}
-    stays = case.strategy == "fsdp2-nr"
-    two = {"fsdp_version": 2, "fsdp_reshard_after_forward": not stays}
+    reshard = not isinstance(strategy, Sharded) or strategy.reshard_after_forward
+    two = {"fsdp_version": 2, "fsdp_reshard_after_forward": reshard}
     return {**two, **common, "fsdp_state_dict_type": "SHARDED_STATE_DICT"}
 
 

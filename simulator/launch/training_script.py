@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from strategies import registry
 from traces.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -18,19 +19,6 @@ if TYPE_CHECKING:
 
 _STANDARD: Final = frozenset({"contextlib", "functools", "os"})
 _DTYPES: Final = {"fp32": "torch.float32", "bf16": "torch.bfloat16", "fp16": "torch.float16"}
-#: Strategies that are meshes of one or two axes: replicas, shards, tensor-parallel ranks.
-_AXES: Final[Mapping[str, tuple[str, ...]]] = {
-    "ddp": ("dp",),
-    "ddp-view": ("dp",),
-    "zero1": ("dp",),
-    "fsdp2": ("fsdp2",),
-    "fsdp2-nr": ("fsdp2",),
-    "fsdp2-offload": ("fsdp2",),
-    "hsdp": ("dp", "fsdp2"),
-    "fsdp2-tp": ("fsdp2", "tp"),
-    "tp": ("tp",),
-    "tp-sp": ("tp",),
-}
 _OPTIMIZERS: Final[Mapping[str, str]] = {
     "adamw": "torch.optim.AdamW({}, lr=LEARNING_RATE)",
     "adamw-foreach": "torch.optim.AdamW({}, lr=LEARNING_RATE, foreach=True)",
@@ -46,17 +34,7 @@ def axes_of(case: Case) -> dict[str, int]:
 
     Empty for one GPU and for methods that are no mesh (fsdp1, DeepSpeed, Megatron, Gemini).
     """
-    if case.mesh and case.strategy != "gemini":
-        sizes: dict[str, int] = {}
-        for axis, size in case.mesh.items():
-            sizes |= {"dp": 2, "fsdp2": size // 2} if axis == "hsdp" else {axis.replace("ddp", "dp"): size}
-    elif case.strategy == "pp":
-        sizes = {"pp": case.world}
-    else:
-        names = _AXES.get(case.strategy, ())
-        half = case.world // 2
-        pair = (2, half) if case.strategy == "hsdp" else (half, 2)
-        sizes = dict(zip(names, pair if len(names) == 2 else (case.world,), strict=False))
+    sizes = registry.find(case).axes(case)
     return {axis: size for axis, size in sizes.items() if size > 1}
 
 
@@ -92,10 +70,8 @@ def repository_of(case: Case) -> str:
 
 def why_not(case: Case) -> str:
     """Why there is no script for a case, in one line; empty where there is one."""
-    if case.strategy == "gemini":
-        return "Colossal-AI's GeminiPlugin is set up in a script of its own"
-    if case.strategy.startswith("tp-megatron"):
-        return "Megatron-LM has its own training script, pretrain_gpt.py"
+    if reason := registry.find(case).launch.no_script:
+        return reason
     if axes_of(case).get("pp", 1) > 1:
         return "pipeline stages are cut in your own script (torch.distributed.pipelining)"
     names = document_of(case).get("architectures") or [""]

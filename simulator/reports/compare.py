@@ -9,7 +9,7 @@ from simulator.allocator.settings import format_bytes
 from simulator.comparison.compare import COUNTS, Change, Comparison, Pair, growth
 from simulator.engine.ranks import format_ranks
 from simulator.reports.terminal import add_row, print_parts, table_of
-from simulator.verdict import WORDS
+from simulator.reports.verdict import WORDS
 from traces.text import one_line
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from simulator.allocator.settings import format_bytes
 from simulator.reports import terminal as report
-from simulator.verdict import WORDS
+from simulator.reports.verdict import WORDS
 from traces.text import one_line
 
 if TYPE_CHECKING:

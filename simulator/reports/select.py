@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from simulator.allocator.settings import format_bytes
-from simulator.verdict import WORDS
+from simulator.reports.verdict import WORDS
 from traces.text import one_line
 
 if TYPE_CHECKING:

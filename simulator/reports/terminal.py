@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from simulator.allocator.settings import format_bytes
 from simulator.engine.ranks import format_ranks
-from simulator.verdict import WORDS, summary
+from simulator.reports.verdict import WORDS, summary
 from traces.text import one_line
 
 if TYPE_CHECKING:

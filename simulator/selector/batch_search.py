@@ -8,14 +8,13 @@ one.
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
 from simulator.selector.extrapolate import PRIMES, Line, prime_for, sizes_in
 from traces.errors import LLMemError
-from traces.model import RankEvents, Trace
+from traces.model import Trace
 
 if TYPE_CHECKING:
     from graph.case import Case
@@ -26,10 +25,6 @@ if TYPE_CHECKING:
 
 #: A device on which peaks are taken where nothing fits.
 AMPLE: Final = 1 << 42
-#: Methods whose first rank needs most: the first pieces of torch.chunk are the largest.
-FIRST_NEEDS_MOST: Final = frozenset({"fsdp2", "fsdp2-nr", "fsdp2-offload", "hsdp", "fsdp2-tp"})
-#: Methods whose kinds of rank differ in what they hold for good alone: which needs most shows at any micro-batch.
-SAME_STEPS: Final = frozenset({"deepspeed-1", "deepspeed-2"})
 
 
 class Probe:
@@ -72,10 +67,12 @@ class Probe:
 
     def fits(self, batch: int) -> bool:
         """Whether a micro-batch fits, captured."""
+        from strategies import registry
+
         case = self.case(batch)
         made = self.trace(case)
         found = self.replayed(made)
-        if self.alone is None and case.strategy in SAME_STEPS:
+        if self.alone is None and registry.find(case).steps_alike:
             self.alone = max(found.ranks, key=lambda rank: rank.peak_allocated).ranks[0]
             made = self.trace(case)
         self.traces[batch], self.results[batch] = made, found
@@ -131,32 +128,11 @@ class Probe:
 
     def trace(self, case: Case, clock: Clock | None = None) -> Trace:
         """The trace of a case: of all kinds of rank, or of the one that needs most, which then stands for all."""
-        from strategies.lowering import MODULES, Lowered, finish
-        from strategies.single import events_of
-        from strategies.tracing import MESHES, trace
+        from strategies import registry
+        from strategies.lowering import lower
 
-        speed = None if clock is None else clock.speed()
-        rank = self._needs_most(case)
-        if rank is None:
-            return trace(case, shared_graph, speed=speed)
-        module: Any = importlib.import_module(MESHES if case.mesh else MODULES[case.strategy])
-        method = module.method(case, rank)
-        graph = shared_graph(method.captured_case(), method)
-        entry = RankEvents(tuple(range(case.world)), events_of(graph, speed, late=case.deferred == "late"))
-        groups = module.groups(case) if hasattr(module, "groups") else {"default_pg": (tuple(range(case.world)),)}
-        return finish(Lowered((entry,), groups), graph, case)
-
-    def _needs_most(self, case: Case) -> int | None:
-        """The rank that needs most, where the others differ from it in sizes of what they hold for good alone."""
-        if self.alone is not None:
-            return self.alone
-        if case.mesh and case.strategy != "gemini":
-            return None if "pp" in case.mesh else 0
-        if case.strategy in FIRST_NEEDS_MOST:
-            return 0
-        if case.strategy == "zero1":
-            return int(importlib.import_module("strategies.parallel.ddp").heaviest(case))
-        return None
+        rank = registry.find(case).heaviest(case) if self.alone is None else self.alone
+        return lower(case, capture=shared_graph, speed=None if clock is None else clock.speed(), rank=rank)
 
 
 def shared_graph(case: Case, method: Method | None) -> StepGraph:

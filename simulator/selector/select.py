@@ -32,14 +32,12 @@ MARGIN: Final = 0.02
 MOST: Final = 4096
 #: GPUs of a machine: tensor parallelism stays inside one.
 MACHINE: Final = 8
-#: What is tried where a method does not fit with one sample: what it is called, keys of the case, the methods that can.
-REMEDIES: Final[tuple[tuple[str, Mapping[str, Any], tuple[str, ...]], ...]] = (
-    ("expandable_segments:True", {"alloc_conf": "expandable_segments:True"}, ()),
-    ("the fused AdamW", {"optimizer": "adamw-fused"}, ()),
-    ("activation checkpointing", {"checkpointing": "nonreentrant"}, ()),
-    ("the optimizer's states on the host", {"offload": "optimizer"}, ("deepspeed-1", "deepspeed-2", "deepspeed-3")),
-    ("parameters and states on the host", {"strategy": "fsdp2-offload"}, ("fsdp2",)),
-    ("activations on the host", {"offload": "activations"}, ()),
+#: What is tried where a method does not fit with one sample, beside what it offers itself: words, keys of the case.
+REMEDIES: Final[tuple[tuple[str, Mapping[str, Any]], ...]] = (
+    ("expandable_segments:True", {"alloc_conf": "expandable_segments:True"}),
+    ("the fused AdamW", {"optimizer": "adamw-fused"}),
+    ("activation checkpointing", {"checkpointing": "nonreentrant"}),
+    ("activations on the host", {"offload": "activations"}),
 )
 #: What the fork server imports once for all workers.
 PRELOADED: Final = (
@@ -275,12 +273,6 @@ def candidates(asked: Asked) -> tuple[Candidate, ...]:
         return tuple(_llmem_candidates(keys, world))
     if world == 1:
         return (Candidate("single", keys, 1),)
-    plain = ("ddp", "zero1", "deepspeed-1", "deepspeed-2", "deepspeed-3", "fsdp1", "fsdp2", "fsdp2-offload")
-    tensor = ("tp", "tp-sp", "tp-megatron", "tp-megatron-sp") if world <= MACHINE else ()
-    found = [Candidate(name, {**_mixed(keys, name), "strategy": name, "world": world}, world) for name in plain]
-    found += [Candidate(name, {**keys, "strategy": name, "world": world}, 1) for name in tensor]
-    if world % 2 == 0 and world > 2:
-        found.append(Candidate("hsdp", {**keys, "strategy": "hsdp", "world": world}, world))
     micro = int(keys.get("microbatches", 0))
     quiet = {"return_outputs": False}  # nobody looks at the logits of all micro-batches
     piped = {**keys, **quiet, "strategy": "pp", "world": world, "microbatches": max(micro, world)}
@@ -290,14 +282,20 @@ def candidates(asked: Asked) -> tuple[Candidate, ...]:
         name = ",".join(f"{axis}={size}" for axis, size in axes.items())
         shares = axes.get("dp", 1) * axes.get("fsdp2", 1)
         splits.append(Candidate(name, {**keys, "mesh": axes, "world": world, **more}, shares))
-    return (Candidate("pp", piped, 1), *splits[::-1], *found)
+    return (Candidate("pp", piped, 1), *splits[::-1], *_plain(keys, world))
 
 
-def _mixed(keys: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """DeepSpeed's mixed precision has weights in 16 bits beside fp32 copies of its own, where others have autocast."""
-    if name.startswith("deepspeed") and keys.get("autocast"):
-        return {**keys, "dtype": keys["autocast"], "autocast": ""}
-    return keys
+def _plain(keys: Mapping[str, Any], world: int) -> Iterator[Candidate]:
+    """The methods by themselves; pipelines, whose micro-batches are chosen, apart."""
+    from strategies import registry
+    from strategies.strategy import Share
+
+    for one in registry.known().values():
+        if one.share is not Share.NO and one.sensible(world):
+            own = {**keys, "strategy": one.name, "world": world}
+            if one.half_weights and keys.get("autocast"):
+                own |= {"dtype": keys["autocast"], "autocast": ""}
+            yield Candidate(one.name, own, world if one.share is Share.EACH else 1)
 
 
 def meshes(world: int) -> list[dict[str, int]]:
@@ -465,11 +463,13 @@ def _too_large(outcome: Outcome, probe: Probe, asked: Asked) -> Outcome:
 
 def _remedies(probe: Probe, asked: Asked) -> tuple[str, ...]:
     """What makes one sample fit, of the settings that the case does not have yet, else one GPU more."""
-    strategy = probe.case(1).strategy
+    from strategies import registry
+
+    own = registry.find(probe.case(1)).remedies
     found = []
-    for name, keys, methods in REMEDIES:
+    for name, keys in (*REMEDIES[:-1], *own, REMEDIES[-1]):
         given = any(probe.keys.get(key) for key in keys if key != "strategy")
-        if not given and (not methods or strategy in methods) and _would_fit(probe, {**probe.keys, **keys}):
+        if not given and _would_fit(probe, {**probe.keys, **keys}):
             found.append(name)
     return tuple(found) or _larger(probe, asked)
 
@@ -479,7 +479,10 @@ def _larger(probe: Probe, asked: Asked) -> tuple[str, ...]:
 
     It is no help to a method that keeps all on every GPU, and a mesh has its splits already.
     """
-    if probe.keys.get("mesh") or probe.case(1).strategy == "ddp":
+    from strategies import registry
+    from strategies.strategy import Kind
+
+    if probe.keys.get("mesh") or (asked.world > 1 and Kind.WHOLE in registry.find(probe.case(1)).kind):
         return ()
     memory = probe.keys.get("memory")
     alone = {"strategy": "fsdp2"} if asked.world == 1 else {}
@@ -505,8 +508,8 @@ def _measured(
     outcome: Outcome, candidate: Candidate, asked: Asked, probe: Probe, batch: int, accum: int
 ) -> Outcome | None:
     """Peaks, slack and speed of a method at a micro-batch, with so many of them a step; None if that does not fit."""
+    from simulator.estimator.judging import judged
     from simulator.estimator.outside import bytes_of, least_of, most_of
-    from simulator.judging import judged
 
     if accum > 1 and "microbatches" in candidate.keys:  # a pipeline accumulates over its micro-batches
         keys = {**candidate.keys, "microbatches": accum * int(candidate.keys["microbatches"])}

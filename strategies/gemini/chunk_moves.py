@@ -20,7 +20,7 @@ from graph.model import Kind
 from strategies.gemini.chunk_layout import HALF, MASTER, Chunk, ChunkLayout
 from strategies.gemini.event_builder import EventBuilder
 from strategies.gemini.skeleton import FORWARD, LOAD, OPTIMIZER, Skeleton, Walker
-from strategies.single import Speed
+from strategies.timing.roofline import Speed
 
 #: The stream of NCCL's collectives, and the group over which chunks are shared.
 NCCL: Final = 1

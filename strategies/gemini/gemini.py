@@ -8,7 +8,8 @@ reentrant checkpointing, eager attention, the loss of transformers 4.29, release
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
@@ -21,9 +22,9 @@ from strategies.gemini.event_builder import EventBuilder
 from strategies.gemini.skeleton import Skeleton
 from strategies.gemini.tensor_parallel import GROUP as TENSOR
 from strategies.gemini.tensor_parallel import GeminiTensorParallel
-from strategies.lowering import Lowered
 from strategies.parallel.mesh import Mesh
-from strategies.single import Speed
+from strategies.strategy import Capture, Kind, Launch, Lowered, Share, Strategy
+from strategies.timing.roofline import Speed
 from traces.errors import ConfigError
 from traces.model import RankEvents
 
@@ -42,34 +43,69 @@ POSSIBLE: Final[Mapping[str, tuple[tuple[object, ...], str]]] = {
 }
 
 
-def ranks(graph: StepGraph, case: Case, mesh: Mapping[str, int] | None, speed: Speed | None) -> Lowered:
-    """The events of every rank, equal ones once. Raises ConfigError for a mesh or a case that Gemini cannot have."""
-    _check(case)
-    axes = Mesh.of(dict(mesh) if mesh else {"dp": case.world}, AXES)
+_LAUNCH = Launch(
+    no_accelerate="Colossal-AI has a launcher of its own",
+    no_script="Colossal-AI's GeminiPlugin is set up in a script of its own",
+)
+
+
+@dataclass(frozen=True)
+class GeminiChunks(Strategy):
+    """Chunks of Gemini: the graph of one GPU is rewritten for every rank."""
+
+    share: Share = Share.NO
+    launch: Launch = _LAUNCH
+    own_mesh: bool = True
+
+    def kinds(self, case: Case) -> Kind:
+        """Conventional data parallelism keeps all on every rank."""
+        return Kind.WHOLE if "cdp" in case.mesh else Kind.NONE
+
+    def micro_batches(self, case: Case) -> int:
+        """One for each rank of data parallelism."""
+        return max(1, case.world // case.mesh.get("tp", 1))
+
+    def refused(self, case: Case) -> Iterator[tuple[str, str]]:
+        """What Gemini cannot do, or LLMem never did with it."""
+        for key, (values, why) in POSSIBLE.items():
+            if getattr(case, key) not in values:
+                yield key, f"it takes {', '.join(map(repr, values))}: {why}"
+
+    def lower(self, case: Case, capture: Capture, speed: Speed | None, rank: int | None = None) -> Lowered:
+        """The events of every rank, equal ones once. Raises ConfigError for a mesh or model that it cannot have."""
+        axes = mesh_of(case)
+        graph = capture(case, None)
+        data, tensor = axes.world // axes.size("tp"), axes.size("tp")
+        skeleton = Skeleton.captured(graph)
+        frozen = [one.name for one in skeleton.parameters if not one.trainable]
+        if frozen:
+            raise ConfigError(
+                f"strategy 'gemini': {len(frozen)} parameters are frozen, {frozen[0]} the first; it trains all"
+            )
+        shapes = [(one.name, one.shape) for one in skeleton.parameters]
+        whole = axes.size("cdp") > 1
+        chunks = _whole(shapes, data, tensor) if whole else layout(shapes, data=data, tensor=tensor)
+        entries = []
+        for members in distinct(chunks):
+            out = EventBuilder()
+            if case.deferred == "late":
+                out.hold_events(True)
+            kind = GeminiTensorParallel if tensor > 1 else Gemini
+            walker = kind(skeleton, chunks, members[0], Options(), out)
+            if speed is not None:
+                walker.durations, walker.speed = _durations(graph, walker, speed), speed
+            entries.append(RankEvents(members, walker.run().events()))
+        return Lowered(tuple(entries), groups(data, tensor), graph)
+
+
+def mesh_of(case: Case) -> Mesh:
+    """The mesh of a case: one axis of data parallelism, and tp. Raises ConfigError for another."""
+    axes = Mesh.of(case.mesh or {"dp": case.world}, AXES)
     axes.check_world(case.world)
     along = [name for name, size in axes.axes if size > 1 and name != "tp"]
     if len(along) > 1:
         raise ConfigError(f"mesh: {axes} has {along[0]} and {along[1]}; give one axis of data parallelism, and tp")
-    data, tensor = axes.world // axes.size("tp"), axes.size("tp")
-    skeleton = Skeleton.captured(graph)
-    frozen = [one.name for one in skeleton.parameters if not one.trainable]
-    if frozen:
-        raise ConfigError(
-            f"strategy 'gemini': {len(frozen)} parameters are frozen, {frozen[0]} the first; it trains all"
-        )
-    shapes = [(one.name, one.shape) for one in skeleton.parameters]
-    chunks = _whole(shapes, data, tensor) if axes.size("cdp") > 1 else layout(shapes, data=data, tensor=tensor)
-    entries = []
-    for members in distinct(chunks):
-        out = EventBuilder()
-        if case.deferred == "late":
-            out.hold_events(True)
-        kind = GeminiTensorParallel if tensor > 1 else Gemini
-        walker = kind(skeleton, chunks, members[0], Options(), out)
-        if speed is not None:
-            walker.durations, walker.speed = _durations(graph, walker, speed), speed
-        entries.append(RankEvents(members, walker.run().events()))
-    return Lowered(tuple(entries), groups(data, tensor))
+    return axes
 
 
 def _durations(graph: StepGraph, walker: Gemini, speed: Speed) -> Int64Array:
@@ -106,9 +142,4 @@ def _whole(shapes: list[tuple[str, tuple[int, ...]]], data: int, tensor: int) ->
     return ChunkLayout(configs, pack(parameters, configs), data, tensor)
 
 
-def _check(case: Case) -> None:
-    for key, (values, why) in POSSIBLE.items():
-        given = getattr(case, key)
-        if given not in values:
-            known = ", ".join(repr(value) for value in values)
-            raise ConfigError(f"key {key!r}: strategy 'gemini' takes {known}, not {given!r}: {why}")
+STRATEGIES = (GeminiChunks("gemini", "Colossal-AI's chunks, as LLMem ran them"),)

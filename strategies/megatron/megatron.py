@@ -13,14 +13,14 @@ import contextlib
 import functools
 import inspect
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from graph.case import Case
 from graph.errors import CaptureError
-from graph.loop.method import Method
 from strategies.parallel.native import Native, layers, place_all
 from strategies.parallel.tp import COLUMNS, ROWS, check_heads, divides, fewer_heads, role_of
-from traces.errors import ConfigError
+from strategies.strategy import Kind, Launch, Share, Strategy
 
 if TYPE_CHECKING:
     import torch
@@ -34,8 +34,9 @@ ROWS_A_RANK: Final = 128
 class Megatron(Native):
     """One rank of tensor parallelism over all ranks."""
 
-    def __init__(self, case: Case, rank: int) -> None:
+    def __init__(self, case: Case, rank: int, *, sequence: bool = False) -> None:
         super().__init__(case, rank)
+        self.sequence = sequence
         self._replicated: list[torch.nn.Parameter] = []
 
     def wrap(self, recorder: Any, built: Any) -> torch.nn.Module:
@@ -46,7 +47,7 @@ class Megatron(Native):
             raise CaptureError(
                 f"strategy {self.case.strategy!r} is for decoders (head causal-lm), not {built.head or 'a function'}"
             )
-        sequence = self.case.strategy == "tp-megatron-sp"
+        sequence = self.sequence
         shared = Shared(self.rank, self.case.world, sequence=sequence)
         module: torch.nn.Module = built.module
         if sequence and not _learned(module):
@@ -194,23 +195,38 @@ def _whole(module: torch.nn.Module) -> list[torch.nn.Parameter]:
     return [one for one in module.parameters() if one.requires_grad and id(one) not in split]
 
 
-def method(case: Case, rank: int) -> Method:
-    """How rank `rank` runs. Raises ConfigError for keys that it cannot have."""
-    if case.lora or case.quant:
-        key = "lora" if case.lora else "quant"
-        raise ConfigError(f"key '{key}': {case.strategy} splits plain linear layers, not adapted or quantized ones")
-    if case.loss:
-        raise ConfigError(f"key 'loss': {case.strategy} has a loss of its own, over the split vocabulary")
-    if case.task != "train":
-        raise ConfigError(f"key 'task': {case.strategy} is for training")
-    if case.strategy == "tp-megatron-sp":
-        if case.seq % case.world:
-            raise ConfigError(f"key 'seq': {case.world} ranks do not divide {case.seq} tokens")
-        if case.attn == "eager" or case.attention_mask:
-            raise ConfigError("key 'attn': tp-megatron-sp needs 'sdpa' and no attention mask")
-    return Megatron(case, rank)
+_LAUNCH = Launch("MEGATRON_LM", no_script="Megatron-LM has its own training script, pretrain_gpt.py")
 
 
-def distinct(case: Case) -> tuple[tuple[int, ...], ...]:
-    """Ranks that do the same: all of them, since the sizes divide."""
-    return (tuple(range(case.world)),)
+@dataclass(frozen=True)
+class MegatronStyle(Strategy):
+    """All ranks are alike, since the sizes divide."""
+
+    kind: Kind = Kind.TENSOR | Kind.OWN_LOSS
+    share: Share = Share.ALL
+    launch: Launch = _LAUNCH
+    sequence: bool = False
+
+    def method(self, case: Case, rank: int) -> Native:
+        """How rank `rank` runs."""
+        return Megatron(case, rank, sequence=self.sequence)
+
+    def refused(self, case: Case) -> Iterator[tuple[str, str]]:
+        """What its layers and loss cannot do."""
+        for key in ("lora", "quant"):
+            if getattr(case, key):
+                yield key, f"{self.name} splits plain linear layers, not adapted or quantized ones"
+        if case.loss:
+            yield "loss", f"{self.name} has a loss of its own, over the split vocabulary"
+        if case.task != "train":
+            yield "task", f"{self.name} is for training"
+        if self.sequence and case.seq % case.world:
+            yield "seq", f"{case.world} ranks do not divide {case.seq} tokens"
+        if self.sequence and (case.attn == "eager" or case.attention_mask):
+            yield "attn", f"{self.name} needs 'sdpa' and no attention mask"
+
+
+STRATEGIES = (
+    MegatronStyle("tp-megatron", "tensor parallelism in the manner of Megatron"),
+    MegatronStyle("tp-megatron-sp", "... with sequence parallelism", sequence=True),
+)

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import warnings
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from graph.case import Case
-from graph.loop.method import Method
 from strategies.parallel.native import Native, place_all
+from strategies.strategy import Kind, Launch, Ranks, Share, Strategy
 
 if TYPE_CHECKING:
     import torch
@@ -25,6 +26,10 @@ class DataParallel(Native):
     kept = frozenset({"all_reduce"})
     real_steps = 3  # DDP rebuilds its buckets in the second iteration, so that the third is the first usual one
 
+    def __init__(self, case: Case, rank: int, *, bucket_view: bool = False) -> None:
+        super().__init__(case, rank)
+        self.bucket_view = bucket_view
+
     def wrap(self, recorder: Any, built: Any) -> torch.nn.Module:
         """The whole model, wrapped; without the check that all ranks have the same shapes, which asks the others."""
         from unittest import mock
@@ -35,9 +40,7 @@ class DataParallel(Native):
 
         module = place_all(recorder, built)
         with mock.patch.object(parallel, "_verify_param_shape_across_processes", return_value=None):
-            wrapped = parallel.DistributedDataParallel(
-                module, device_ids=[0], gradient_as_bucket_view=self.case.strategy == "ddp-view"
-            )
+            wrapped = parallel.DistributedDataParallel(module, device_ids=[0], gradient_as_bucket_view=self.bucket_view)
         return without_logger(wrapped)
 
     def micro_step(self, module: Any, micro: int, last: bool) -> contextlib.AbstractContextManager[Any]:
@@ -63,28 +66,56 @@ class ShardedOptimizer(DataParallel):
         return ZeroRedundancyOptimizer(parameters, optimizer_class=kind, **options)
 
 
-def method(case: Case, rank: int) -> Method:
-    """How rank `rank` runs."""
-    return ShardedOptimizer(case, rank) if case.strategy == "zero1" else DataParallel(case, rank)
+@dataclass(frozen=True)
+class Replicas(Strategy):
+    """DistributedDataParallel and its variants."""
+
+    kind: Kind = Kind.WHOLE
+    bucket_view: bool = False
+    """Gradients are views of their buckets."""
+
+    def method(self, case: Case, rank: int) -> Native:
+        """How rank `rank` runs."""
+        return DataParallel(case, rank, bucket_view=self.bucket_view)
+
+    def axes(self, case: Case) -> dict[str, int]:
+        """Replicas."""
+        return {"dp": case.world}
 
 
-def distinct(case: Case) -> tuple[tuple[int, ...], ...]:
-    """Ranks that do the same: all under DDP; each alone where the optimizer's shares differ."""
-    if case.strategy == "zero1":
+@dataclass(frozen=True)
+class ReplicasWithShards(Replicas):
+    """... with a sharded optimizer: each rank's share of the states is another."""
+
+    kind: Kind = Kind.NONE
+
+    def method(self, case: Case, rank: int) -> Native:
+        """How rank `rank` runs."""
+        return ShardedOptimizer(case, rank)
+
+    def distinct(self, case: Case) -> Ranks:
+        """Each rank for itself."""
         return tuple((rank,) for rank in range(case.world))
-    return (tuple(range(case.world)),)
+
+    def heaviest(self, case: Case) -> int:
+        """The rank whose share of the optimizer's states is the largest.
+
+        ZeroRedundancyOptimizer hands out the parameters, largest first, to the rank that has least
+        (torch/distributed/optim/zero_redundancy_optimizer.py, _partition_parameters).
+        """
+        from graph.models.sources import build
+
+        held = [0] * case.world
+        parameters = (one for one in build(case).module.parameters() if one.requires_grad)
+        for size in sorted((one.numel() for one in parameters), reverse=True):
+            held[held.index(min(held))] += size
+        return held.index(max(held))
 
 
-def heaviest(case: Case) -> int:
-    """The rank whose share of the optimizer's states is the largest under `zero1`.
-
-    ZeroRedundancyOptimizer hands out the parameters, largest first, to the rank that has least
-    (torch/distributed/optim/zero_redundancy_optimizer.py, _partition_parameters).
-    """
-    from graph.models.sources import build
-
-    held = [0] * case.world
-    parameters = (one for one in build(case).module.parameters() if one.requires_grad)
-    for size in sorted((one.numel() for one in parameters), reverse=True):
-        held[held.index(min(held))] += size
-    return held.index(max(held))
+_VIEW = Launch(no_accelerate="accelerate takes gradient_as_bucket_view only in code")
+_ZERO = Launch(no_accelerate="accelerate has no ZeroRedundancyOptimizer")
+STRATEGIES = (
+    Replicas("ddp", "DistributedDataParallel"),
+    Replicas("ddp-view", "... with gradient_as_bucket_view", share=Share.NO, launch=_VIEW, bucket_view=True),
+    ReplicasWithShards("zero1", "... with ZeroRedundancyOptimizer", launch=_ZERO),
+)

@@ -11,19 +11,28 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
 
 from graph.case import Case
 from graph.errors import CaptureError
-from graph.loop.method import Method
 from strategies.parallel.native import Native, by_shards, layers, place_all, tied, without_autocast
+from strategies.strategy import FSDP, Groups, Kind, Launch, Ranks, Share, Strategy
 
 if TYPE_CHECKING:
     import torch
 
+#: How many replicas `hsdp` makes.
+REPLICAS: Final = 2
+
 
 class FullyShard(Native):
-    """One rank under `fully_shard`."""
+    """One rank under `fully_shard`, as a variant of it says."""
+
+    def __init__(self, case: Case, rank: int, variant: Sharded) -> None:
+        super().__init__(case, rank)
+        self.variant = variant
+        self.on_host = variant.on_host(case)
 
     def captured_case(self) -> Case:
         """Without autocast: the policy casts."""
@@ -42,7 +51,7 @@ class FullyShard(Native):
             fully_shard(layer, **options)
         fully_shard(module, **options)
         if not whole:
-            materialize(recorder, module, offload=on_host(self.case))
+            materialize(recorder, module, offload=self.on_host)
         return module
 
     def mesh(self, module: torch.nn.Module) -> Any:
@@ -50,10 +59,7 @@ class FullyShard(Native):
         from torch.distributed.device_mesh import init_device_mesh
 
         del module
-        world = self.case.world
-        if self.case.strategy == "hsdp":
-            return init_device_mesh("cuda", (2, world // 2), mesh_dim_names=("replicate", "shard"))
-        return init_device_mesh("cuda", (world,))
+        return init_device_mesh("cuda", (self.case.world,))
 
     def options(self, module: torch.nn.Module) -> dict[str, Any]:
         """The arguments of `fully_shard`."""
@@ -62,9 +68,9 @@ class FullyShard(Native):
 
         options: dict[str, Any] = {
             "mesh": self.mesh(module),
-            "reshard_after_forward": self.case.strategy != "fsdp2-nr",
+            "reshard_after_forward": self.variant.reshard_after_forward,
         }
-        if on_host(self.case):
+        if self.on_host:
             options["offload_policy"] = CPUOffloadPolicy()
         if self.case.autocast:
             dtype = torch.bfloat16 if self.case.autocast == "bf16" else torch.float16
@@ -73,7 +79,8 @@ class FullyShard(Native):
 
     def optimizer(self, case: Case, parameters: list[torch.nn.Parameter]) -> Any:
         """Where parameters are on the host the step is the host's and touches nothing on the device: it is left out."""
-        return without_step(super().optimizer(case, parameters), self.case)
+        made = super().optimizer(case, parameters)
+        return without_step(made) if self.on_host else made
 
     def micro_step(self, module: Any, micro: int, last: bool) -> contextlib.AbstractContextManager[Any]:
         """Gradients stay whole on each rank before the last micro-batch, where the case says so."""
@@ -82,6 +89,17 @@ class FullyShard(Native):
             if not self.case.reshard_backward:
                 module.set_reshard_after_backward(last)
         return contextlib.nullcontext()
+
+
+class HybridShard(FullyShard):
+    """One rank under `fully_shard` over two dimensions."""
+
+    def mesh(self, module: torch.nn.Module) -> Any:
+        """Replicas, and the shards within each."""
+        from torch.distributed.device_mesh import init_device_mesh
+
+        del module
+        return init_device_mesh("cuda", (REPLICAS, self.case.world // REPLICAS), mesh_dim_names=("replicate", "shard"))
 
 
 class FullyShardedDataParallel(Native):
@@ -94,7 +112,7 @@ class FullyShardedDataParallel(Native):
     def wrap(self, recorder: Any, built: Any) -> torch.nn.Module:
         """Units are materialized one after another as they are flattened."""
         import torch
-        from torch.distributed.fsdp import FullyShardedDataParallel as FSDP  # noqa: N817
+        from torch.distributed.fsdp import FullyShardedDataParallel as Flat
         from torch.distributed.fsdp import MixedPrecision
         from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 
@@ -104,7 +122,7 @@ class FullyShardedDataParallel(Native):
         if self.case.autocast:
             dtype = torch.bfloat16 if self.case.autocast == "bf16" else torch.float16
             options["mixed_precision"] = MixedPrecision(param_dtype=dtype, reduce_dtype=torch.float32)
-        return FSDP(
+        return Flat(
             module,
             auto_wrap_policy=functools.partial(transformer_auto_wrap_policy, transformer_layer_cls=kinds),
             device_id=recorder.device,
@@ -121,15 +139,9 @@ class FullyShardedDataParallel(Native):
         return contextlib.nullcontext()
 
 
-def on_host(case: Case) -> bool:
-    """Whether shards of parameters, with their gradients and states, are kept on the host."""
-    return case.strategy == "fsdp2-offload" or case.offload == "parameters"
-
-
-def without_step(optimizer: Any, case: Case) -> Any:
-    """An optimizer that does nothing, where it would work on the host."""
-    if on_host(case):
-        optimizer.step = lambda *_, **__: None
+def without_step(optimizer: Any) -> Any:
+    """An optimizer whose step does nothing on the device, since it works on the host."""
+    optimizer.step = lambda *_, **__: None
     return optimizer
 
 
@@ -145,28 +157,87 @@ def materialize(recorder: Any, module: torch.nn.Module, *, offload: bool = False
             buffer.data = buffer.data.to(recorder.device)
 
 
-def method(case: Case, rank: int) -> Method:
-    """How rank `rank` runs."""
-    if case.strategy == "hsdp" and case.world % 2:
-        raise CaptureError(f"key 'world': hsdp makes 2 replicas, so an even number of ranks, not {case.world}")
-    return FullyShardedDataParallel(case, rank) if case.strategy == "fsdp1" else FullyShard(case, rank)
+@dataclass(frozen=True)
+class Sharded(Strategy):
+    """`fully_shard`: ranks whose shards have the same sizes do the same."""
+
+    kind: Kind = Kind.SHARDED | Kind.HOST_PARAMETERS
+    launch: Launch = FSDP
+    reshard_after_forward: bool = True
+    offload: bool = False
+    """Shards are always kept on the host."""
+
+    def method(self, case: Case, rank: int) -> Native:
+        """How rank `rank` runs."""
+        return FullyShard(case, rank, self)
+
+    def distinct(self, case: Case) -> Ranks:
+        """Ranks whose shards have the same sizes."""
+        return by_shards(case, case.world)
+
+    def heaviest(self, case: Case) -> int:
+        """The first pieces of torch.chunk are the largest."""
+        return 0
+
+    def axes(self, case: Case) -> dict[str, int]:
+        """Shards."""
+        return {"fsdp2": case.world}
+
+    def on_host(self, case: Case) -> bool:
+        """As the case or the variant says."""
+        return self.offload or super().on_host(case)
 
 
-def distinct(case: Case) -> tuple[tuple[int, ...], ...]:
-    """Ranks that do the same: those whose shards have the same sizes."""
-    if case.strategy == "fsdp1":
-        return (tuple(range(case.world)),)  # flat parameters are padded: all shards are equal
-    return by_shards(case, case.world // 2 if case.strategy == "hsdp" else case.world)
+@dataclass(frozen=True)
+class Hybrid(Sharded):
+    """Shards over half of the ranks, in two replicas."""
+
+    def sensible(self, world: int) -> bool:
+        """Of two ranks there is nothing to shard."""
+        return world % REPLICAS == 0 and world > REPLICAS
+
+    def method(self, case: Case, rank: int) -> Native:
+        """How rank `rank` runs. Raises CaptureError for an odd number of ranks."""
+        if case.world % REPLICAS:
+            raise CaptureError(f"key 'world': hsdp makes 2 replicas, so an even number of ranks, not {case.world}")
+        return HybridShard(case, rank, self)
+
+    def distinct(self, case: Case) -> Ranks:
+        """Ranks whose shards have the same sizes."""
+        return by_shards(case, case.world // REPLICAS)
+
+    def groups(self, case: Case) -> Groups:
+        """All, those that share shards, and those that have the same."""
+        everyone = tuple(range(case.world))
+        half = case.world // REPLICAS
+        return {
+            "default_pg": (everyone,),
+            "mesh_shard": (everyone[:half], everyone[half:]),
+            "mesh_replicate": tuple((rank, rank + half) for rank in range(half)),
+        }
+
+    def axes(self, case: Case) -> dict[str, int]:
+        """Replicas and shards."""
+        return {"dp": REPLICAS, "fsdp2": case.world // REPLICAS}
 
 
-def groups(case: Case) -> dict[str, tuple[tuple[int, ...], ...]]:
-    """The groups of ranks that meet in collectives, by the names that torch gives them."""
-    everyone = tuple(range(case.world))
-    if case.strategy != "hsdp":
-        return {"default_pg": (everyone,)}
-    half = case.world // 2
-    return {
-        "default_pg": (everyone,),
-        "mesh_shard": (everyone[:half], everyone[half:]),
-        "mesh_replicate": tuple((rank, rank + half) for rank in range(half)),
-    }
+@dataclass(frozen=True)
+class Flattened(Strategy):
+    """FSDP1: flat parameters are padded, so that all shards are equal."""
+
+    kind: Kind = Kind.FLAT
+    launch: Launch = FSDP
+
+    def method(self, case: Case, rank: int) -> Native:
+        """How rank `rank` runs."""
+        return FullyShardedDataParallel(case, rank)
+
+
+_HOST = (("parameters and states on the host", {"strategy": "fsdp2-offload"}),)
+STRATEGIES = (
+    Flattened("fsdp1", "FSDP1, FULL_SHARD"),
+    Sharded("fsdp2", "fully_shard by layer", remedies=_HOST),
+    Sharded("fsdp2-nr", "... without resharding after forward", share=Share.NO, reshard_after_forward=False),
+    Sharded("fsdp2-offload", "... with parameters and states on the host", offload=True),
+    Hybrid("hsdp", "... over half of the ranks, in two replicas"),
+)

@@ -9,21 +9,23 @@ the model into stages. Order as in torchtitan: stages are cut, then split, then 
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from graph.case import Case
 from graph.loop.method import Method
+from strategies.parallel.fsdp import REPLICAS
 from strategies.parallel.mesh import Mesh
 from strategies.parallel.native import Native, place_all, shard_groups, tied, without_autocast
-from strategies.parallel.pp import Pipeline, check, check_schedule
+from strategies.parallel.pp import Pipeline, check_schedule, refused
+from strategies.strategy import Groups, Kind, Ranks, Strategy
 from traces.errors import ConfigError
 
 if TYPE_CHECKING:
     import torch
 
 AXES: Final = ("pp", "dp", "ddp", "hsdp", "fsdp2", "tp")
-#: How many replicas `hsdp` makes.
-REPLICAS: Final = 2
 #: Strategies that may be named beside a mesh: the mesh says what they say.
 NAMED: Final = frozenset({"single", "pp", "ddp", "fsdp2", "hsdp", "tp"})
 
@@ -93,7 +95,7 @@ class MeshRank(Pipeline):
 
     def wrap(self, recorder: Any, built: Any) -> torch.nn.Module:
         """Cut, split, sharded or replicated, in this order."""
-        from strategies.parallel.fsdp import materialize, on_host
+        from strategies.parallel.fsdp import materialize
         from strategies.parallel.stages import cut, decoder
         from strategies.parallel.tp import parallelize
 
@@ -112,7 +114,7 @@ class MeshRank(Pipeline):
         if self.sharded > 1:
             self._shard(module, blocks)
         if not whole:
-            materialize(recorder, module, offload=on_host(self.case))
+            materialize(recorder, module, offload=self.case.offload == "parameters")
         return self._replicate(module) if self.replicated else module
 
     def _device_mesh(self) -> Any:
@@ -172,7 +174,7 @@ class MeshRank(Pipeline):
         from strategies.parallel.tp import apart
 
         made = apart(case, parameters) if self.tensor > 1 else make_optimizer(case, parameters)
-        return without_step(made, case)
+        return without_step(made) if case.offload == "parameters" else made
 
     def micro_step(self, module: Any, micro: int, last: bool) -> contextlib.AbstractContextManager[Any]:
         """Gradients are not synchronized before the last micro-batch, where the case says so."""
@@ -185,33 +187,6 @@ class MeshRank(Pipeline):
                 quiet: contextlib.AbstractContextManager[Any] = module.no_sync()
                 return quiet
         return contextlib.nullcontext()
-
-
-def method(case: Case, rank: int) -> Method:
-    """How rank `rank` runs."""
-    return MeshRank(case, rank)
-
-
-def distinct(case: Case) -> tuple[tuple[int, ...], ...]:
-    """Ranks that do the same: of one stage, with shards of the same sizes. Replicas and tensor ranks are alike.
-
-    Raises ConfigError for a mesh that the model cannot be spread over.
-    """
-    mesh = mesh_of(case)
-    stages, tensor = mesh.size("pp"), mesh.size("tp")
-    if stages > 1:
-        check(case)
-    shards = mesh.size("fsdp2") * (mesh.size("hsdp") // REPLICAS or 1)
-    found: dict[tuple[int, int], list[int]] = {}
-    classes = [_class_of_shard(rows, shards) for rows in _rows(case, stages, tensor)]
-    if stages > 1:
-        check_schedule(case, stages)
-    for rank in range(mesh.world):
-        place = mesh.coordinates(rank)
-        shard = place.get("fsdp2", place.get("hsdp", 0) % shards)
-        stage = place.get("pp", 0)
-        found.setdefault((stage, classes[stage][shard]), []).append(rank)
-    return tuple(tuple(ranks) for ranks in found.values())
 
 
 def _class_of_shard(rows: set[int], shards: int) -> list[int]:
@@ -251,21 +226,88 @@ def _check_heads(config: Any, tensor: int) -> None:
             raise ConfigError(f"mesh: tp={tensor} does not divide the model's {key}, {size}")
 
 
-def groups(case: Case) -> dict[str, tuple[tuple[int, ...], ...]]:
-    """The groups of ranks that meet in collectives, by the names that torch gives them."""
-    mesh = mesh_of(case)
-    found: dict[str, tuple[tuple[int, ...], ...]] = {"default_pg": (tuple(range(case.world)),)}
-    for axis, size in mesh.axes:
-        parts = mesh.groups(axis)
-        if axis == "hsdp":
-            half = size // REPLICAS
-            found["mesh_replicate"] = tuple((part[i], part[i + half]) for part in parts for i in range(half))
-            found["mesh_shard"] = tuple(part[start : start + half] for part in parts for start in (0, half))
-        elif size > 1:
-            found[f"mesh_{axis}"] = parts
-        if axis == "pp":
-            for name in ("mesh_pp", "default_pg") if size == mesh.world else ("mesh_pp",):
-                for i in range(size - 1):
-                    pairs = tuple((part[i], part[i + 1]) for part in parts)
-                    found |= {f"{name}:{i}>{i + 1}": pairs, f"{name}:{i + 1}>{i}": pairs}
-    return found
+@dataclass(frozen=True)
+class Meshes(Strategy):
+    """Whatever a case's `mesh` says."""
+
+    def method(self, case: Case, rank: int) -> Native:
+        """How rank `rank` runs."""
+        return MeshRank(case, rank)
+
+    def distinct(self, case: Case) -> Ranks:
+        """Ranks that do the same: of one stage, with shards of the same sizes. Replicas and tensor ranks are alike.
+
+        Raises ConfigError for a mesh that the model cannot be spread over.
+        """
+        mesh = mesh_of(case)
+        stages, tensor = mesh.size("pp"), mesh.size("tp")
+        shards = mesh.size("fsdp2") * (mesh.size("hsdp") // REPLICAS or 1)
+        found: dict[tuple[int, int], list[int]] = {}
+        classes = [_class_of_shard(rows, shards) for rows in _rows(case, stages, tensor)]
+        if stages > 1:
+            check_schedule(case, stages)
+        for rank in range(mesh.world):
+            place = mesh.coordinates(rank)
+            shard = place.get("fsdp2", place.get("hsdp", 0) % shards)
+            stage = place.get("pp", 0)
+            found.setdefault((stage, classes[stage][shard]), []).append(rank)
+        return tuple(tuple(ranks) for ranks in found.values())
+
+    def groups(self, case: Case) -> Groups:
+        """The groups of ranks that meet in collectives, by the names that torch gives them."""
+        mesh = mesh_of(case)
+        found: dict[str, Ranks] = {"default_pg": (tuple(range(case.world)),)}
+        for axis, size in mesh.axes:
+            parts = mesh.groups(axis)
+            if axis == "hsdp":
+                half = size // REPLICAS
+                found["mesh_replicate"] = tuple((part[i], part[i + half]) for part in parts for i in range(half))
+                found["mesh_shard"] = tuple(part[start : start + half] for part in parts for start in (0, half))
+            elif size > 1:
+                found[f"mesh_{axis}"] = parts
+            if axis == "pp":
+                for name in ("mesh_pp", "default_pg") if size == mesh.world else ("mesh_pp",):
+                    for i in range(size - 1):
+                        pairs = tuple((part[i], part[i + 1]) for part in parts)
+                        found |= {f"{name}:{i}>{i + 1}": pairs, f"{name}:{i + 1}>{i}": pairs}
+        return found
+
+    def axes(self, case: Case) -> dict[str, int]:
+        """As the case says, with hsdp as the two that it is."""
+        sizes: dict[str, int] = {}
+        for axis, size in case.mesh.items():
+            hybrid = {"dp": REPLICAS, "fsdp2": size // REPLICAS}
+            sizes |= hybrid if axis == "hsdp" else {"dp" if axis == "ddp" else axis: size}
+        return sizes
+
+    def kinds(self, case: Case) -> Kind:
+        """Those of its axes."""
+        names = set(case.mesh)
+        found = Kind.NONE
+        if names & {"fsdp2", "hsdp"}:
+            found |= Kind.SHARDED | Kind.HOST_PARAMETERS
+        if "tp" in names:
+            found |= Kind.SPLIT
+        if names <= {"dp", "ddp"}:
+            found |= Kind.WHOLE
+        return found
+
+    def heaviest(self, case: Case) -> int | None:
+        """Without stages, the first: its shards are the largest."""
+        return None if "pp" in case.mesh else 0
+
+    def micro_batches(self, case: Case) -> int:
+        """One for each data-parallel group, or a schedule of them."""
+        shared = case.mesh.get("tp", 1) * case.mesh.get("pp", 1)
+        return max(1, case.world // shared) * (case.microbatches if "pp" in case.mesh else 1)
+
+    def title(self, case: Case) -> str:
+        """The axes."""
+        return ",".join(case.mesh)
+
+    def refused(self, case: Case) -> Iterator[tuple[str, str]]:
+        """What pipelines cannot run."""
+        return refused(case) if case.mesh.get("pp", 1) > 1 else iter(())
+
+
+MESH = Meshes("mesh", "pp, dp, hsdp, fsdp2 and tp at once")

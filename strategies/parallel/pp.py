@@ -8,11 +8,13 @@ brings all token ids to its device; the last has the losses, and the merged logi
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from graph.case import Case
-from graph.loop.method import Method
 from strategies.parallel.native import Native, place_all
+from strategies.strategy import Groups, Ranks, Share, Strategy
 from traces.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -110,23 +112,19 @@ class Pipeline(Native):
         return schedule(case, built.module, boundary, recorder, self._collectives, self.group)
 
 
-def check(case: Case) -> None:
-    """ConfigError for a case that no pipeline can run."""
-    refused = {
+def refused(case: Case) -> Iterator[tuple[str, str]]:
+    """(key, reason) of what no pipeline can run."""
+    offload = bool(case.offload) and not case.offload.startswith("activations")
+    reasons = {
         "accum": (case.accum > 1, "a pipeline accumulates over its 'microbatches'"),
         "quant": (bool(case.quant), "a pipeline trains unquantized weights"),
         "loss": (bool(case.loss), "the last stage of a pipeline has cross-entropy over whole logits"),
         "attention_mask": (bool(case.attention_mask), "the stages of a pipeline hand on hidden states alone"),
         "autocast": (case.autocast == "fp16", "a schedule scales no loss; use 'bf16'"),
         "task": (case.task != "train", "a pipeline trains"),
-        "offload": (
-            bool(case.offload) and not case.offload.startswith("activations"),
-            "a pipeline offloads 'activations' or 'activations-pin'",
-        ),
+        "offload": (offload, "a pipeline offloads 'activations' or 'activations-pin'"),
     }
-    for key, (bad, reason) in refused.items():
-        if bad:
-            raise ConfigError(f"key '{key}': strategy 'pp' cannot have {getattr(case, key)!r}: {reason}")
+    return ((key, reason) for key, (bad, reason) in reasons.items() if bad)
 
 
 def check_schedule(case: Case, stages: int) -> None:
@@ -151,25 +149,41 @@ def built_layers(case: Case) -> int:
     return len(list(layers_of(built.module)))
 
 
-def method(case: Case, rank: int) -> Method:
-    """How rank `rank` runs."""
-    return Pipeline(case, rank)
+@dataclass(frozen=True)
+class Stages(Strategy):
+    """A pipeline: every rank has a stage of its own."""
+
+    def method(self, case: Case, rank: int) -> Native:
+        """How rank `rank` runs."""
+        return Pipeline(case, rank)
+
+    def distinct(self, case: Case) -> Ranks:
+        """Each rank for itself. Raises ConfigError for a model or schedule that has too little for so many."""
+        from strategies.parallel.stages import shares
+
+        shares(built_layers(case), case.world)
+        check_schedule(case, case.world)
+        return tuple((rank,) for rank in range(case.world))
+
+    def groups(self, case: Case) -> Groups:
+        """All ranks, and the pairs of neighbours with one name for each direction."""
+        found: dict[str, Ranks] = {"default_pg": (tuple(range(case.world)),)}
+        for rank in range(case.world - 1):
+            found[f"default_pg:{rank}>{rank + 1}"] = ((rank, rank + 1),)
+            found[f"default_pg:{rank + 1}>{rank}"] = ((rank, rank + 1),)
+        return found
+
+    def axes(self, case: Case) -> dict[str, int]:
+        """Stages."""
+        return {"pp": case.world}
+
+    def micro_batches(self, case: Case) -> int:
+        """All of the schedule's, which every stage sees."""
+        return case.microbatches
+
+    def refused(self, case: Case) -> Iterator[tuple[str, str]]:
+        """What no pipeline can run."""
+        return refused(case)
 
 
-def distinct(case: Case) -> tuple[tuple[int, ...], ...]:
-    """Every rank has a stage of its own."""
-    from strategies.parallel.stages import shares
-
-    check(case)
-    shares(built_layers(case), case.world)
-    check_schedule(case, case.world)
-    return tuple((rank,) for rank in range(case.world))
-
-
-def groups(case: Case) -> dict[str, tuple[tuple[int, ...], ...]]:
-    """All ranks, and the pairs of neighbours with one name for each direction."""
-    found: dict[str, tuple[tuple[int, ...], ...]] = {"default_pg": (tuple(range(case.world)),)}
-    for rank in range(case.world - 1):
-        found[f"default_pg:{rank}>{rank + 1}"] = ((rank, rank + 1),)
-        found[f"default_pg:{rank + 1}>{rank}"] = ((rank, rank + 1),)
-    return found
+STRATEGIES = (Stages("pp", "torch.distributed.pipelining, 1F1B or GPipe", share=Share.NO),)

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
 from graph.case import Case
 from graph.errors import CaptureError
-from graph.loop.method import Method
-from strategies.parallel.fsdp import FullyShard
+from strategies.parallel.fsdp import FullyShard, Sharded
 from strategies.parallel.native import Native, by_shards, layers, place_all
+from strategies.strategy import Groups, Kind, Launch, Ranks, Share, Strategy
 
 if TYPE_CHECKING:
     import torch
@@ -29,12 +29,18 @@ COLUMNS: Final = frozenset(
 ROWS: Final = frozenset({"o_proj", "out_proj", "down_proj", "fc2", "fc_out", "c_proj", "dense", "dense_4h_to_h"})
 #: Attributes of an attention module that count heads, or columns of a fused projection.
 COUNTS: Final = ("num_heads", "num_attention_heads", "num_key_value_heads", "split_size")
+#: How many ranks of `fsdp2-tp` split a tensor.
+PAIR: Final = 2
 #: Norms in front of attention and MLP, and the blocks that they feed.
 NORMS: Final = frozenset({"input_layernorm", "post_attention_layernorm"})
 
 
 class TensorParallel(Native):
-    """One rank of tensor parallelism over all ranks."""
+    """One rank of tensor parallelism over all ranks; `sequence`: activations between the blocks are split too."""
+
+    def __init__(self, case: Case, rank: int, *, sequence: bool = False) -> None:
+        super().__init__(case, rank)
+        self.sequence = sequence
 
     def wrap(self, recorder: Any, built: Any) -> torch.nn.Module:
         """Split on meta, tied embedding and head each for itself, then placed."""
@@ -45,13 +51,13 @@ class TensorParallel(Native):
 
         module: torch.nn.Module = built.module
         built.loss = functools.partial(self._forward, built.loss)
-        if self.case.strategy == "tp-sp":  # the model would count its own part of the sequence
+        if self.sequence:  # the model would count its own part of the sequence
             positions = Input(("position_ids",), (1, self.case.seq), torch.long, "values")
             built.batch = (*built.batch, positions)
         parallelize(
             module,
             init_device_mesh("cuda", (self.case.world,)),
-            self.case.strategy == "tp-sp",
+            self.sequence,
             local=not self.case.tp_loss,
         )
         return place_all(recorder, built)
@@ -84,7 +90,7 @@ class ShardedTensorParallel(FullyShard):
         """Tensor parallelism over the inner dimension first, then the mesh of the outer one."""
         from torch.distributed.device_mesh import init_device_mesh
 
-        both = init_device_mesh("cuda", (self.case.world // 2, 2), mesh_dim_names=("dp", "tp"))
+        both = init_device_mesh("cuda", (self.case.world // PAIR, PAIR), mesh_dim_names=("dp", "tp"))
         parallelize(module, both["tp"], False)
         return both["dp"]
 
@@ -251,30 +257,70 @@ def _top(module: torch.nn.Module, sequence: bool, local: bool = True) -> dict[st
     return plan
 
 
-def method(case: Case, rank: int) -> Method:
-    """How rank `rank` runs."""
-    if case.strategy == "fsdp2-tp":
-        if case.world % 2:
+@dataclass(frozen=True)
+class Split(Strategy):
+    """Tensor-parallel ranks are alike, since the sizes divide."""
+
+    kind: Kind = Kind.SPLIT | Kind.TENSOR
+    share: Share = Share.ALL
+    sequence: bool = False
+    """Activations between the blocks are split along the sequence."""
+
+    def method(self, case: Case, rank: int) -> Native:
+        """How rank `rank` runs."""
+        return TensorParallel(case, rank, sequence=self.sequence)
+
+    def axes(self, case: Case) -> dict[str, int]:
+        """Tensor-parallel ranks."""
+        return {"tp": case.world}
+
+
+@dataclass(frozen=True)
+class SplitThenSharded(Sharded):
+    """`fully_shard` over pairs."""
+
+    kind: Kind = Kind.SHARDED | Kind.SPLIT
+    share: Share = Share.NO
+
+    def method(self, case: Case, rank: int) -> Native:
+        """How rank `rank` runs. Raises CaptureError for an odd number of ranks."""
+        if case.world % PAIR:
             raise CaptureError(f"key 'world': fsdp2-tp splits over pairs, so an even number of ranks, not {case.world}")
-        return ShardedTensorParallel(case, rank)
-    return TensorParallel(case, rank)
+        return ShardedTensorParallel(case, rank, self)
+
+    def distinct(self, case: Case) -> Ranks:
+        """Ranks whose shards have the same sizes."""
+        half = case.world // PAIR
+        pairs = by_shards(replace(case, world=half), half, (1, PAIR))
+        return tuple(tuple(PAIR * place + side for place in group for side in range(PAIR)) for group in pairs)
+
+    def groups(self, case: Case) -> Groups:
+        """All, those that share shards, and pairs."""
+        everyone = tuple(range(case.world))
+        return {
+            "default_pg": (everyone,),
+            "mesh_dp": (everyone[::2], everyone[1::2]),
+            "mesh_tp": tuple(everyone[rank : rank + 2] for rank in everyone[::2]),
+        }
+
+    def axes(self, case: Case) -> dict[str, int]:
+        """Shards of pairs."""
+        return {"fsdp2": case.world // PAIR, "tp": PAIR}
+
+    def micro_batches(self, case: Case) -> int:
+        """One for each pair."""
+        return max(1, case.world // PAIR)
 
 
-def distinct(case: Case) -> tuple[tuple[int, ...], ...]:
-    """Ranks that do the same. Tensor-parallel ranks are alike, since the sizes divide."""
-    if case.strategy != "fsdp2-tp":
-        return (tuple(range(case.world)),)
-    pairs = by_shards(replace(case, world=case.world // 2), case.world // 2, (1, 2))
-    return tuple(tuple(2 * place + side for place in group for side in (0, 1)) for group in pairs)
-
-
-def groups(case: Case) -> dict[str, tuple[tuple[int, ...], ...]]:
-    """The groups of ranks that meet in collectives, by the names that torch gives them."""
-    everyone = tuple(range(case.world))
-    if case.strategy != "fsdp2-tp":
-        return {"default_pg": (everyone,)}
-    return {
-        "default_pg": (everyone,),
-        "mesh_dp": (everyone[::2], everyone[1::2]),
-        "mesh_tp": tuple(everyone[rank : rank + 2] for rank in everyone[::2]),
-    }
+_SEQUENCE = Launch(no_accelerate="accelerate keeps activations whole between tensor-parallel layers")
+STRATEGIES = (
+    SplitThenSharded("fsdp2-tp", "fully_shard over pairs of tensor-parallel ranks"),
+    Split("tp", "parallelize_module"),
+    Split(
+        "tp-sp",
+        "... with sequence parallelism",
+        Kind.SPLIT | Kind.TENSOR | Kind.ALL_SPLIT,
+        launch=_SEQUENCE,
+        sequence=True,
+    ),
+)

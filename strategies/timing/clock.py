@@ -18,7 +18,7 @@ from traces.errors import ConfigError
 from traces.model import Column, Events, Op, RankEvents, Strings, Trace
 
 if TYPE_CHECKING:
-    from strategies.single import Speed
+    from strategies.timing.roofline import Speed
     from traces.model import Int64Array
 
 NANO: Final = 1e9
@@ -129,7 +129,7 @@ class Clock:
 
     def speed(self) -> Speed:
         """The kernels' speed, by type of number."""
-        from strategies.single import Speed
+        from strategies.timing.roofline import Speed
 
         names = ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int8", "float64")
         return Speed(

@@ -34,13 +34,13 @@ def one_way(graph: StepGraph, chosen: npt.NDArray[np.bool_]) -> Int64Array:
     return graph.operators.moved[chosen] // 2
 
 
-def optimizer_ns(graph: StepGraph, rate: float) -> int:
+def optimizer_ns(graph: StepGraph, rate: float, *, on_host: bool = False) -> int:
     """Nanoseconds that the host's optimizer takes in an iteration; 0 where the optimizer is on the device.
 
-    `rate` is bytes a second between host and device. FSDP2's gradients came down by copies of the graph; DeepSpeed's go
-    down, and the parameters of the rank's share up, in this time.
+    `rate` is bytes a second between host and device. `on_host`: parameters are there as well, and gradients came down
+    by copies of the graph (FSDP2); else the gradients of the rank's share go down, and its parameters up, in this time.
     """
-    if graph.case.get("strategy") == "fsdp2-offload":
+    if on_host:
         down = copies(graph) & (np.diff(graph.reads.start) > 0)
         last = graph.operators.step == graph.operators.step.max(initial=-1)
         return round(int(one_way(graph, down & last).sum()) * EAGER / MEMORY * 1e9)

@@ -18,7 +18,7 @@ from simulator.reports.html.moments import Room, categories_over_time, moments, 
 from simulator.reports.html.pieces import badge, capital, card, shares, size, table, text
 from simulator.reports.html.series import Series, series, shorten
 from simulator.reports.terminal import CAUSES, distinct_phases, format_time, no_remedy, range_and_source
-from simulator.verdict import WORDS, label_of, summary
+from simulator.reports.verdict import WORDS, label_of, summary
 
 #: Events drawn for one rank and in a whole page (at about 8 characters each, 20 with categories).
 POINTS_PER_RANK: Final = 50_000

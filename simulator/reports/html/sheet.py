@@ -12,7 +12,7 @@ from simulator.reports.html.document import write_page
 from simulator.reports.html.overlay import overlay
 from simulator.reports.html.page import MAX_NOTES, MAX_RANKS, bounded
 from simulator.reports.html.pieces import badge, text
-from simulator.verdict import WORDS, label_of
+from simulator.reports.verdict import WORDS, label_of
 
 __all__ = ["Bar", "Chart", "Dots", "Grid", "Part", "Sheet", "Size", "render_sheet", "write_sheet"]
 

@@ -1,24 +1,21 @@
-"""One GPU: the events of a step graph are the events of the one rank, column for column.
+"""The events of a captured rank: those of its step graph, column for column, with durations by a roofline.
 
 Storages become allocations with the storage's number as id, name and category; marks become phases. Streams and
-collectives, which a captured rank of several has, go over as they are, so that `events_of` serves such ranks as well.
+collectives, which a captured rank of several has, go over as they are.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
-from graph.case import Case
 from graph.model import Int32Array, Int64Array, Kind, StepGraph
-from strategies.lowering import Lowered
-from strategies.timing.host import copies, one_way, optimizer_ns
-from traces.errors import ConfigError
-from traces.model import Column, Events, Op, RankEvents, Strings
+from strategies.timing.host import optimizer_ns
+from strategies.timing.roofline import Speed
+from traces.model import Column, Events, Op, Strings
 
 #: What a kind of graph event is in a trace; kinds that are not here leave no event.
 OPS: Final[Mapping[Kind, Op]] = {
@@ -37,63 +34,11 @@ _NONE: Final = 255
 OPTIMIZER: Final = "optimizer"
 
 
-@dataclass(frozen=True, slots=True)
-class Speed:
-    """How fast a GPU is, for durations of kernels: the longer of computing and of moving bytes, plus a fixed part.
-
-    `by_dtype` are FLOP/s by the type of an operator's operands; `flops_per_second` those of other types. Copies between
-    host and device carry `host_bytes_per_second`; where that is 0 neither they nor the host's optimizer are reckoned.
-    """
-
-    flops_per_second: float
-    bytes_per_second: float
-    fixed_ns: int = 2_000
-    by_dtype: Mapping[str, float] = field(default_factory=dict)
-    host_bytes_per_second: float = 0.0
-
-    def duration_ns(self, flops: Int64Array, moved: Int64Array) -> Int64Array:
-        """Nanoseconds of kernels that do `flops` and move `moved` bytes (arrays of equal length)."""
-        busy = np.maximum(flops / self.flops_per_second, moved / self.bytes_per_second)
-        return np.asarray(np.rint(busy * 1e9), dtype=np.int64) + self.fixed_ns
-
-    def kernels_ns(
-        self, graph: StepGraph, flops: Int64Array | None = None, moved: Int64Array | None = None
-    ) -> Int64Array:
-        """Nanoseconds of every operator of a graph, by the type of what it reads; 0 where there is no work.
-
-        `flops` and `moved` stand for the graph's own where a rank does only a part of an operator.
-        """
-        flops = graph.operators.flops if flops is None else flops
-        moved = graph.operators.moved if moved is None else moved
-        rates = np.asarray([self.by_dtype.get(name, self.flops_per_second) for name in (*graph.names, "")])
-        busy = np.maximum(flops / rates[_dtypes(graph)], moved / self.bytes_per_second)
-        if self.host_bytes_per_second:
-            over = copies(graph)
-            busy[over] = one_way(graph, over) / self.host_bytes_per_second
-        return np.where((flops > 0) | (moved > 0), np.rint(busy * 1e9).astype(np.int64) + self.fixed_ns, 0)
-
-
-def _dtypes(graph: StepGraph) -> Int64Array:
-    """The type of each operator's first operand in memory (of its result, where it reads nothing); -1: none."""
-    found = np.full(len(graph.operators), -1, dtype=np.int64)
-    for accesses in (graph.writes, graph.reads):
-        some = np.flatnonzero(np.diff(accesses.start) > 0)
-        found[some] = graph.storages.dtype[accesses.storage[accesses.start[some]]]
-    return found
-
-
-def ranks(graph: StepGraph, case: Case, mesh: Mapping[str, int] | None, speed: Speed | None) -> Lowered:
-    """The one rank of a run on one GPU; ConfigError for a case of several."""
-    if case.world != 1 or any(size != 1 for size in (mesh or {}).values()):
-        raise ConfigError("strategy 'single' runs on one GPU: give 'world' 1 (or none), and no mesh")
-    return Lowered((RankEvents((0,), events_of(graph, speed, late=case.deferred == "late")),))
-
-
-def events_of(graph: StepGraph, speed: Speed | None = None, *, late: bool = False) -> Events:
+def events_of(graph: StepGraph, speed: Speed | None = None, *, late: bool = False, on_host: bool = False) -> Events:
     """The events of a graph as columns of a trace.
 
     Operators become kernels where `speed` is given (those that compute or move anything). With `late`, events recorded
-    on streams stay incomplete until the host waits.
+    on streams stay incomplete until the host waits. `on_host`: parameters and optimizer are on the host.
     """
     source, op, ident, size = _rows(graph, speed is not None)
     count = len(op)
@@ -121,7 +66,7 @@ def events_of(graph: StepGraph, speed: Speed | None = None, *, late: bool = Fals
         size[kernel] = moved
         columns |= {"flops": _placed(kernel, flops), "duration_ns": _placed(kernel, speed.kernels_ns(graph)[calls])}
         labels.append((kernel, *_labels(graph.operators.module, graph.operators.name, graph.names, calls)))
-        if speed.host_bytes_per_second and (host := optimizer_ns(graph, speed.host_bytes_per_second)):
+        if speed.host_bytes_per_second and (host := optimizer_ns(graph, speed.host_bytes_per_second, on_host=on_host)):
             starts = np.asarray([name == OPTIMIZER for name in graph.phases])[index[phase]]
             columns["host_ns"] = _placed(phase, np.where(starts, host, 0))
     columns["name"] = _joined(count, labels)
