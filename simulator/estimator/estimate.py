@@ -62,7 +62,8 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass(frozen=True)
 class Estimate:
-    """What a case needs: its replay beside what lies outside the allocator (`simulator.estimator.judging`), and the trace.
+    """What a case needs: its replay beside what lies outside the allocator (`simulator.estimator.judging`), and the
+    trace.
 
     The devices of the trace have what the replay set aside as their context. `min_fit` is the smallest device in bytes,
     where it was asked for; `step` the time of a steady iteration, or of an inference run, likewise; `closed` the

@@ -166,11 +166,10 @@ def _some(rng: random.Random, keys: Mapping[str, Sequence[Any]], most: int) -> d
 
 def outcome(case: Mapping[str, Any]) -> Outcome:
     """Capture a case in this process."""
-    from graph.recorder.capture import capture
-    from strategies.tracing import trace
+    from strategies.lowering import lower
 
     try:
-        made = trace(Case.of(case), lambda part, method: capture(part, method=method))
+        made = lower(Case.of(case))
     except LLMemError as error:
         return Outcome(error=f"{type(error).__name__}: {error}")
     return Outcome(
@@ -209,7 +208,7 @@ def _peak(rank: RankEvents) -> int:
 def stop_midway(case: Mapping[str, Any]) -> None:
     """Begin to capture a case in this process, and stop it in the middle of its run, as Ctrl-C does."""
     from graph.recorder.capture import capture
-    from strategies.tracing import trace
+    from strategies.lowering import lower
 
     calls = itertools.count()
 
@@ -218,7 +217,7 @@ def stop_midway(case: Mapping[str, Any]) -> None:
             raise KeyboardInterrupt
 
     with contextlib.suppress(KeyboardInterrupt, LLMemError):
-        trace(Case.of(case), lambda part, method: capture(part, method=method, progress=progress))
+        lower(Case.of(case), capture=lambda part, method: capture(part, method=method, progress=progress))
 
 
 def _after_others(cases: Sequence[Mapping[str, Any]]) -> list[Outcome]:
