@@ -83,7 +83,7 @@ def slow() -> set[str]:
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """A whole file that is left out is not imported either: it would bring torch."""
-    name = f"tests/{collection_path.name}"
+    name = collection_path.relative_to(config.rootpath).as_posix()
     return (config.option.markexpr == "not slow" and name in slow()) or None
 
 

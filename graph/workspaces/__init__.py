@@ -2,7 +2,7 @@
 
 Each module exports `RULES`, operator name to rule; rules are pure functions of a call (`rules.Call`) but for the
 persistent workspaces they note in `Call.state`. Sources are named rule by rule; all are checked against recordings of
-CUDA builds (tests/test_workspaces.py).
+CUDA builds (tests/graph/workspaces/test_workspaces.py).
 """
 
 from __future__ import annotations

@@ -194,7 +194,7 @@ def main() -> None:
 
         return gemini_fit.main(sys.argv[2:])
     if sys.argv[1:2] == ["gemini"]:
-        from tests import gemini_accuracy
+        from tests.accuracy import gemini as gemini_accuracy
 
         return gemini_accuracy.main(sys.argv[2:])
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)

@@ -12,8 +12,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Final
 
-from tests.gemini_accuracy import SETTINGS, trace_of
-from tests.gemini_data import rows
+from tests.accuracy.gemini import SETTINGS, trace_of
+from tests.support.gemini_data import rows
 
 #: cudaMemGetInfo's total of the card, and the assumed context.
 TOTAL: Final = 16_935_419_904

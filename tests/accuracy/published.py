@@ -25,9 +25,11 @@ from typing import Any, Final
 
 import numpy as np
 
+from tests.places import DATA, ROOT
+
 #: The whole collection, where it stands beside the project, and the part of it that the project has.
-COLLECTION: Final = Path(__file__).resolve().parents[3] / "shared" / "published" / "peaks.csv"
-TABLE: Final = Path(__file__).resolve().parents[1] / "data" / "published" / "peaks.csv"
+COLLECTION: Final = ROOT.parent / "shared" / "published" / "peaks.csv"
+TABLE: Final = DATA / "published" / "peaks.csv"
 #: Tokens of Alpaca's longest sample, by Llama 2's tokenizer.
 ALPACA: Final = 1304
 #: median and worst relative error that are allowed for the judged rows

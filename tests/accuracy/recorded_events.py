@@ -1,7 +1,7 @@
 """Recorded memory snapshots of training and inference runs, and the case of each.
 
 Every recording holds the whole run since before the model was loaded. What may remain between it and a prediction is
-said in `tests/test_recorded_events.py`.
+said in `tests/graph/recorder/test_recorded_events.py`.
 
     python -m tests.accuracy.recorded_events [FOLDER] [--show N]
 """
@@ -15,8 +15,9 @@ from typing import Any, Final
 
 import traces
 from tests.accuracy.sequences import Difference, compare
+from tests.places import DATA
 
-FOLDER: Final = Path(__file__).resolve().parent.parent / "data" / "training" / "snapshots"
+FOLDER: Final = DATA / "training" / "snapshots"
 
 _PLAIN: Final = {"gpu": "A100-80GB", "release": "2.11"}
 

@@ -13,7 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-FOLDER: Final = Path(__file__).resolve().parent.parent / "data" / "training"
+from tests.places import DATA
+
+FOLDER: Final = DATA / "training"
 TABLES: Final = ("single", "seq2seq", "inference")
 PHASES: Final = ("fwd_first", "bwd_first", "pipe_first", "step_first", "fwd_last", "bwd_last", "pipe_last", "step_last")
 

@@ -13,7 +13,7 @@ from typing import Final
 
 from strategies.gemini.equations import largest_batch, llmem_peak
 from tests.accuracy.gemini_fit import largest
-from tests.gemini_data import case_of
+from tests.support.gemini_data import case_of
 
 MIB: Final = 1 << 20
 #: nvidia-smi's total of the card; what PyTorch sees less, the driver keeps to itself.

@@ -6,16 +6,16 @@ python -m tests.benchmarks.compile_all
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Final
 
 import traces
 from simulator.engine.replay import replay
 from tests.benchmarks.workloads import uniform
+from tests.places import ROOT
 from traces.check import check
 from traces.model import Initial, InitialBlock, InitialSegment, RankEvents, Trace
 
-RANKS: Final = Path(__file__).resolve().parents[2] / "traces" / "samples" / "ranks.json"
+RANKS: Final = ROOT / "traces" / "samples" / "ranks.json"
 SEGMENT: Final = InitialSegment(
     address=0x7F0000000000,
     bytes=20 << 20,

@@ -16,8 +16,8 @@ import traces
 from tests.benchmarks.figures import Figure
 from tests.benchmarks.launch import SHOW
 from tests.benchmarks.workloads import transformer
+from tests.places import ROOT
 
-ROOT: Final = Path(__file__).resolve().parents[2]
 TINY: Final = "traces/samples/tiny.json"
 GIB: Final = 2**30
 FILE_GOAL_S: Final = 10.0

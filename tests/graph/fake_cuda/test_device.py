@@ -1,0 +1,652 @@
+"""The CUDA device that is not there: it does what a CUDA build was recorded to do, and goes without a trace."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from graph.errors import CaptureError, UnsupportedTorch
+from graph.fake_cuda import device as fake_cuda
+from graph.fake_cuda import kernels as fake_kernels
+from graph.fake_cuda import self_check as fake_check
+from graph.fake_cuda.device import Runtime
+from graph.fake_cuda.kernels import cuda_operators
+from graph.fake_cuda.stubs import FIRST_POINT
+from graph.hardware.profile import profile
+from tests.support import recorded_steps
+
+A100 = profile("A100", "2.13")
+
+
+class Log:
+    """Everything that the device tells, in order."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self.runtime = runtime
+        self.operators: list[str] = []
+        self.events: list[str] = []
+        self.threads: dict[str, int] = {}
+        self.memos: dict[str, list[Any]] = {}
+        self.told: list[tuple[Any, ...]] = []
+        self._bytes: dict[int, int] = {}
+
+    def operator(self, func: Any, args: Any, kwargs: Any, out: Any, born: list[int], memo: Any) -> None:
+        name = str(func).removeprefix("aten.").removesuffix(".default")
+        self.operators.append(name)
+        self.threads[name] = threading.get_ident()
+        self.memos.setdefault(name, []).append(memo)
+        for storage in born:
+            self._bytes[storage] = self.runtime.bytes(storage)
+            self.events.append(f"+{self._bytes[storage]}")
+
+    def freed(self, storage: int) -> None:
+        self.events.append(f"-{self._bytes.get(storage, 0)}")
+
+    def resized(self, storage: int, size: int) -> None:
+        self.told.append(("resized", storage, size))
+
+    def record_stream(self, storage: int, stream: int) -> None:
+        self.told.append(("record_stream", storage, stream))
+
+    def wait_stream(self, stream: int, on: int) -> None:
+        self.told.append(("wait_stream", stream, on))
+
+    def reached(self, stream: int) -> None:
+        self.told.append(("reached", stream))
+
+
+def _backward(result: torch.Tensor) -> None:
+    torch.autograd.backward(result.sum())
+
+
+@pytest.fixture
+def runtime() -> Iterator[Runtime]:
+    with fake_cuda.fake_cuda(A100) as runtime:
+        yield runtime
+        runtime.observer = None
+
+
+@pytest.fixture
+def log(runtime: Runtime) -> Log:
+    log = Log(runtime)
+    runtime.observer = log
+    return log
+
+
+# ------------------------------------------------------------------------------------- what a CUDA build was seen to do
+
+
+def test_a_recorded_step_runs_the_same(log: Log) -> None:
+    recorded_steps.half_precision_step()
+    assert recorded_steps.runs(log.events) == recorded_steps.RECORDED.split()
+
+
+def test_the_step_that_is_checked_at_first_use(runtime: Runtime) -> None:
+    fake_check.verify(runtime)
+    assert not runtime.memory.live
+
+
+@pytest.mark.parametrize("missing", ["silu_backward", "_fused_rms_norm", "native_dropout"])
+def test_a_missing_kernel_is_noticed(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = tuple(name for name in fake_kernels.names() if not name.startswith(missing))
+    monkeypatch.setattr(fake_cuda, "names", lambda: names)
+    monkeypatch.setattr(fake_cuda, "_verified", [])
+    reason = pytest.raises(UnsupportedTorch, match=r"PyTorch 2\.\d+\S* (does not behave|cannot be captured)")
+    with reason, fake_cuda.fake_cuda(A100):
+        pytest.fail("entered")
+    assert fake_cuda._verified == []
+
+
+def test_gradients_that_accumulate_out_of_place_are_noticed(runtime: Runtime) -> None:
+    """A mode in the stack makes every tensor look like a subclass to autograd, which then adds out of place."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Through(TorchDispatchMode):  # type: ignore[no-untyped-call]
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return func(*args, **(kwargs or {}))
+
+    through: Any = Through
+    with through(), pytest.raises(UnsupportedTorch, match=r"at event \d+ of a known training step"):
+        fake_check.verify(runtime)
+
+
+# -------------------------------------------------------------------------------------------------------------- tensors
+
+
+def test_tensors_are_plain_and_on_the_gpu(runtime: Runtime) -> None:
+    tensor = torch.empty(3, 4, device="cuda")
+    assert type(tensor) is torch.Tensor
+    assert tensor.is_cuda
+    assert tensor.device == torch.device("cuda", 0)
+    assert torch._C._dispatch_keys(tensor).has(torch._C.DispatchKey.AutocastCUDA)
+    assert nn.Linear(2, 3).to("cuda").weight.device.type == "cuda"
+    assert torch.zeros(2).device.type == "cpu"
+
+
+def test_storages_are_numbered_in_order_of_birth(runtime: Runtime) -> None:
+    one, two = torch.empty(3, device="cuda"), torch.empty(5, dtype=torch.float16, device="cuda")
+    none = torch.empty(0, device="cuda")
+    view = two[2:].view(torch.int16)
+    assert [runtime.storage(tensor) for tensor in (one, two, none, view)] == [1, 2, 0, 2]
+    assert (runtime.bytes(1), runtime.bytes(2), runtime.allocated()) == (12, 10, 22)
+    del one, two
+    assert runtime.memory.live == {2: 10}
+
+
+def test_large_storages_do_not_meet(runtime: Runtime) -> None:
+    large = torch.empty(1 << 40, dtype=torch.uint8, device="cuda")  # 1 TiB
+    after = torch.empty(1, device="cuda")
+    number = runtime.storage(large)
+    assert runtime.bytes(number) == 1 << 40
+    assert large.data_ptr() + large.nbytes <= after.data_ptr()
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.float8_e4m3fn, torch.bool, torch.bfloat16, torch.complex64, torch.int8, torch.uint16, torch.float64],
+    ids=str,
+)
+def test_dtypes(dtype: Any, runtime: Runtime) -> None:
+    tensor = torch.empty_strided((2, 3), (1, 2), dtype=dtype, device="cuda")
+    assert (tensor.dtype, tensor.stride(), runtime.allocated()) == (dtype, (1, 2), 6 * dtype.itemsize)
+
+
+def test_births_and_deaths_in_order(log: Log) -> None:
+    one = torch.empty(100, device="cuda")
+    two = one + 1
+    del one
+    two += 2
+    three = two.view(10, 10).t().contiguous()
+    del two, three
+    assert log.operators == ["empty.memory_format", "add.Tensor", "add_.Tensor", "empty.memory_format", "copy_"]
+    assert log.events == ["+400", "+400", "-400", "+400", "-400", "-400"]
+
+
+def test_resizing_allocates_before_it_frees(log: Log) -> None:
+    tensor = torch.empty(10, device="cuda")
+    tensor.resize_(5)
+    tensor.resize_(20)
+    assert tensor.shape == (20,)
+    out = torch.empty(0, device="cuda")
+    torch.add(tensor, 1, out=out)
+    assert out.shape == (20,)
+    assert log.events == ["+40", "+80", "-40", "+80"]
+
+
+def test_an_exception_in_flight_survives_the_death_of_storages(log: Log) -> None:
+    def fails(tensor: torch.Tensor) -> None:
+        held = [tensor + 1, tensor + 2]
+        raise KeyError(len(held))
+
+    function: Any = torch.autograd.Function
+
+    class Stop(function):  # type: ignore[misc]
+        @staticmethod
+        def forward(ctx: Any, tensor: Any) -> Any:
+            fails(tensor)
+
+    with pytest.raises(KeyError, match="2"):
+        Stop.apply(torch.empty(4, device="cuda", requires_grad=True))
+    assert log.events[-2:] == ["-16", "-16"]
+
+
+def test_equal_calls_have_the_same_memo(log: Log) -> None:
+    one, two = torch.empty(4, device="cuda"), torch.empty(5, device="cuda")
+    for number in (1.0, 2.0):
+        one.mul_(number)
+        functional.silu(one)
+        functional.silu(two)
+    first, other, again, _ = log.memos["silu"]
+    assert first is again
+    assert first is not other
+    assert log.memos["mul_.Tensor"][0] is log.memos["mul_.Tensor"][1], "numbers do not matter in place"
+
+
+# ------------------------------------------------------------------------------------------------------------ operators
+
+
+def test_flags_make_calls_in_place_of_two_kinds(log: Log) -> None:
+    """Accumulating `index_put_` sorts, the plain one does not; a factor that changes from step to step is no matter."""
+    target, index, values = (torch.ones(8, device="cuda"), torch.ones(3, device="cuda").long(), torch.ones(3).cuda())
+    for accumulate in (False, True):
+        torch.ops.aten._index_put_impl_(target, [index], values, accumulate)
+    for factor in (2.0, 3.0):
+        torch._foreach_mul_([target], factor)
+    assert len({id(memo) for memo in log.memos["_index_put_impl_"]}) == 2
+    assert len({id(memo) for memo in log.memos["_foreach_mul_.Scalar"]}) == 1
+
+
+def test_copies_to_the_host_are_cast_there(log: Log) -> None:
+    """copy_kernel_cuda (Copy.cu): on the device only if the host does not wait."""
+    tensor, host = torch.ones(64, device="cuda"), torch.ones(64, dtype=torch.bfloat16)
+    log.events.clear()
+    host.copy_(tensor)
+    assert log.events == []
+    host.copy_(tensor, non_blocking=True)
+    assert log.events == ["+128", "-128"]
+
+
+def _mask(size: int) -> torch.Tensor:
+    return torch.ones(size, size, dtype=torch.bool).tril()
+
+
+OPERATORS: dict[str, Callable[..., Any]] = {
+    "mm": lambda x: x @ x.t(),
+    "scalar to int": lambda x: x.int() * 2.5,
+    "int division": lambda x: x.int() / 2,
+    "remainder": lambda x: torch.remainder(x.int(), 2),
+    "power": lambda x: x**2 + 2**x,
+    "where": lambda x: torch.where(x > 0, x, 0.0),
+    "cat of dtypes": lambda x: torch.cat([x, x.double()]),
+    "stack": lambda x: torch.stack([x, x], dim=1),
+    "strided out": lambda x: functional.gelu(x.t()),
+    "softmax": lambda x: torch.softmax(x.bfloat16(), -1, dtype=torch.float32),
+    "layer norm": lambda x: functional.layer_norm(x, (6,)),
+    "cumsum": lambda x: x.cumsum(0),
+    "sort": lambda x: x.sort(dim=0),
+    "topk": lambda x: x.topk(2),
+    "var": lambda x: torch.var_mean(x, dim=1, keepdim=True),
+    "any": lambda x: (x.any(dim=0), x.all()),
+    "embedding": lambda x: functional.embedding(torch.zeros(2, 3, dtype=torch.long, device=x.device), x),
+    "gather": lambda x: x.gather(1, torch.zeros(4, 2, dtype=torch.long, device=x.device)),
+    "index": lambda x: x[torch.zeros(3, dtype=torch.long, device=x.device), :2],
+    "masked": lambda x: x[:, :4].masked_fill(_mask(4).to(x.device), -1.0),
+    "einsum": lambda x: torch.einsum("ab,cb->ac", x, x),
+    "baddbmm": lambda x: torch.baddbmm(x[None], x[None], torch.ones(1, 6, 6, device=x.device)),
+    "conv1d": lambda x: functional.conv1d(x[None], torch.ones(5, 4, 3, device=x.device), padding=1),
+    "conv2d": lambda x: functional.conv2d(x[None, None], torch.ones(2, 1, 3, 3, device=x.device)),
+    "conv transpose": lambda x: functional.conv_transpose1d(x[None], torch.ones(4, 2, 3, device=x.device), stride=2),
+    "channels last": lambda x: torch.empty(2, 3, 4, 5, device=x.device).to(memory_format=torch.channels_last) * 2,
+    "pad": lambda x: functional.pad(x, (1, 2)),
+    "arange": lambda x: torch.arange(0.0, 1.0, 0.1, device=x.device),
+    "one hot": lambda x: functional.one_hot(torch.zeros(3, dtype=torch.long, device=x.device), 7),
+    "cross entropy": lambda x: functional.cross_entropy(x, torch.zeros(4, dtype=torch.long, device=x.device)),
+    "complex": lambda x: torch.view_as_real(torch.fft.rfft(x)),
+    "scatter": lambda x: torch.zeros_like(x).scatter_add_(1, torch.zeros(4, 6, dtype=torch.long, device=x.device), x),
+    "logsumexp": lambda x: x.logsumexp(1),
+    "without a rule": lambda x: torch.logcumsumexp(x, 0),
+    "norm": lambda x: torch.linalg.vector_norm(x, dim=0, dtype=torch.float64),
+    "foreach": lambda x: torch._foreach_mul([x, x.double(), x, x[:2]], [1.0, 2.0, 3.0, 4.0]),
+    "foreach norm": lambda x: torch._foreach_norm([x, x.double(), x], 2.0),
+    "vmap": lambda x: torch.vmap(lambda row: row.sum())(x),
+    "to the host": lambda x: x.to("cpu", torch.float16),
+}
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_results_have_the_form_that_the_cpu_gives(name: str, runtime: Runtime) -> None:
+    call = OPERATORS[name]
+    expected, found = call(torch.ones(4, 6)), call(torch.ones(4, 6).to("cuda"))
+    if isinstance(expected, torch.Tensor):
+        expected, found = (expected,), (found,)
+    assert len(expected) == len(found)
+    for one, other in zip(expected, found, strict=True):
+        assert (other.shape, other.dtype, other.stride()) == (one.shape, one.dtype, one.stride())
+
+
+def test_operators_with_kernels_of_their_own() -> None:
+    known = set(cuda_operators())
+    assert {"mm", "add.Tensor", "add_.Tensor", "add.out", "silu_backward", "_fused_rms_norm", "native_dropout"} <= known
+    assert not known & {"matmul", "linear", "dropout", "clone", "_to_copy", "transpose.int", "layer_norm"}
+
+
+def test_dropout_keeps_one_byte_an_element(log: Log) -> None:
+    functional.dropout(torch.empty(8, 8, device="cuda"), 0.1)
+    assert log.operators[-1] == "native_dropout"
+    assert sorted(log.events[1:3]) == ["+256", "+64"]
+
+
+def test_statistics_of_half_precision_norms_are_single(log: Log) -> None:
+    hidden = torch.empty(8, 16, dtype=torch.bfloat16, device="cuda")
+    _, mean, scale = torch.ops.aten.native_layer_norm(hidden, (16,), None, None, 1e-5)
+    assert (mean.dtype, scale.dtype, mean.shape) == (torch.float32, torch.float32, (8, 1))
+    functional.rms_norm(hidden, (16,), torch.empty(16, dtype=torch.bfloat16, device="cuda"))
+    assert log.operators[-1] == "_fused_rms_norm"
+
+
+def test_bad_operands_are_refused(runtime: Runtime) -> None:
+    tensor = torch.empty(2, 3, device="cuda")
+    with pytest.raises(RuntimeError, match=r"reduction dim|shapes cannot be multiplied"):
+        tensor @ tensor
+    with pytest.raises(RuntimeError, match="same device"):
+        tensor + torch.empty(2, 3)
+
+
+# ---------------------------------------------------------------------------------------------------- values
+
+
+@pytest.mark.parametrize("truth", [True, False])
+def test_values_are_assumed_and_said(truth: bool, runtime: Runtime) -> None:
+    waited = []
+    runtime.synchronizations = lambda: waited.append(1)
+    runtime.truth = truth
+    tensor = torch.ones(3, device="cuda")
+    assert bool((tensor == 1).all()) is truth
+    assert tensor.sum().item() == 0.0
+    assert tensor.int().max().item() == 0
+    assert (tensor > 0).cpu().tolist() == [truth] * 3
+    assert torch.equal(tensor, tensor)
+    assert len(waited) == 5
+    assert runtime.assumptions == {
+        f"a bool read from the device: {truth}": 1,
+        "a float32 read from the device: 0.0": 1,
+        "a int32 read from the device: 0": 1,
+        f"values copied from the device: {truth}": 1,
+        "two tensors compared on the device: equal": 1,
+    }
+
+
+def test_host_tensors_may_keep_their_values(runtime: Runtime) -> None:
+    runtime.host_copies_keep = True
+    host = torch.tensor([1, 2, 3])
+    host.copy_(host.to("cuda"))
+    assert host.tolist() == [1, 2, 3]
+    assert not runtime.assumptions
+
+
+@pytest.mark.parametrize("call", [torch.unique, torch.bincount], ids=["unique", "bincount"])
+def test_shapes_that_depend_on_values_are_refused(call: Callable[..., Any], runtime: Runtime) -> None:
+    with pytest.raises(CaptureError, match=r"^operator aten\.\w+.*depends on values on the device$"):
+        call(torch.ones(3, dtype=torch.int64, device="cuda"))
+
+
+def test_an_operator_can_be_given_a_rule_of_its_own() -> None:
+    with fake_cuda.fake_cuda(A100) as runtime:
+        runtime.override("aten::bincount", lambda x, *rest: torch.empty(7, dtype=torch.int64, device=x.device))
+        assert torch.ones(5, dtype=torch.int64, device="cuda").bincount().shape == (7,)
+    with fake_cuda.fake_cuda(A100), pytest.raises(CaptureError):
+        torch.ones(5, dtype=torch.int64, device="cuda").bincount()
+
+
+def test_places_that_are_not_zero(log: Log) -> None:
+    """All are, unless the runtime says otherwise; they lie as in `nonzero_cuda_out_impl`, column by column."""
+    places = torch.ones(2, 3, device="cuda").nonzero()
+    assert (places.shape, places.stride()) == ((6, 2), (1, 6))
+    assert log.runtime.assumptions == {"elements that are not zero, where the host asks: all": 1}
+    log.runtime.nonzero = lambda tensor: 4
+    rows, columns = torch.where(torch.ones(2, 3, device="cuda") > 0)
+    assert rows.shape == columns.shape == (4,)
+    flags = torch.ones(9, device="cuda").nonzero()
+    assert [int(place) for place in flags] == [0, 1, 2, 3]
+    assert len(log.runtime.assumptions) == 1
+
+
+def test_masks_among_indices(log: Log) -> None:
+    """A mask is as many places (8 bytes a dimension) as it has elements; a number put through one fills in place."""
+    tensor, mask = torch.ones(4, 6, 8, device="cuda"), torch.ones(4, 6, device="cuda") > 0
+    log.events.clear()
+    assert tensor[mask].shape == (24, 8)
+    assert log.events == ["+384", "+768", "-384", "-768"]
+    assert tensor[mask, 2:].shape == (24, 6)
+    assert tensor[:, mask[0]].shape == (4, 6, 8)
+    log.events.clear()
+    tensor[mask] = 0.0
+    tensor[:, mask[0]] = 0.0
+    assert log.events == []
+    assert log.operators[-2:] == ["masked_fill_.Scalar"] * 2
+    tensor[mask] = torch.ones(24, 8, device="cuda")
+    assert log.events == ["+768", "+384", "-384", "-768"]
+    assert log.operators[-1] == "_index_put_impl_"
+
+
+@pytest.mark.parametrize("loss", [functional.mse_loss, functional.smooth_l1_loss, functional.binary_cross_entropy])
+def test_reduced_losses_keep_their_storage(loss: Any, log: Log) -> None:
+    """As recorded: the output is made for the loss by element and resized (PyTorch 2.9 to 2.13, A100)."""
+    value = loss(torch.ones(7, 3, device="cuda"), torch.ones(7, 3, device="cuda"))
+    assert value.shape == ()
+    assert value.untyped_storage().nbytes() == 7 * 3 * 4
+    assert loss(value, value, reduction="none").untyped_storage().nbytes() == 4
+
+
+def test_gradients_that_lie_in_order(log: Log) -> None:
+    """What some kernels make is contiguous, whatever they read."""
+    x = torch.ones(2, 5, 8, device="cuda", requires_grad=True)
+    hidden = functional.layer_norm(x, (8,))
+    (gradient,) = torch.autograd.grad(hidden, x, torch.ones(2, 8, 5, device="cuda").transpose(1, 2))
+    assert gradient.is_contiguous()
+    image = torch.ones(2, 6, 5, 5, device="cuda", dtype=torch.bfloat16).to(memory_format=torch.channels_last)
+    weight = torch.ones(6, 1, 3, 3, device="cuda", dtype=torch.bfloat16)
+    assert torch.ops.aten._conv_depthwise2d(image, weight, [3, 3], None, [1, 1], [1, 1], [1, 1]).is_contiguous()
+
+
+# ---------------------------------------------------------------------------------------------------- training
+
+
+def _grown(log: Log) -> int:
+    """Bytes alive."""
+    return sum(int(event) for event in log.events)
+
+
+def test_gradients_that_meet_are_added_in_place(log: Log) -> None:
+    source = torch.empty(1000, device="cuda", requires_grad=True)
+    _backward(source.sin() + source.cos() + source.tanh())
+    backward = log.operators[log.operators.index("fill_.Scalar") + 1 :]
+    assert backward.count("add_.Tensor") == 2
+    assert "add.Tensor" not in backward
+    assert _grown(log) == 4000 * 2, "the source and its gradient"
+
+
+def test_a_gradient_that_is_held_elsewhere_is_not_added_in_place(log: Log) -> None:
+    source = torch.empty(1000, device="cuda", requires_grad=True)
+    middle = source * 2
+    middle.retain_grad()
+    _backward(middle.sin() + source.cos())
+    assert middle.grad is not None
+    assert _grown(log) == 4000 * 4
+
+
+def test_backward_runs_on_the_thread_of_the_device(log: Log) -> None:
+    _backward(torch.empty(4, device="cuda", requires_grad=True).exp())
+    assert log.threads["exp"] == threading.get_ident()
+    assert log.threads["mul.Tensor"] != threading.get_ident()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_autocast_casts_a_weight_once(dtype: Any, log: Log) -> None:
+    linear = nn.Linear(8, 8, bias=False, device="cuda")
+    log.operators.clear()
+    with torch.autocast("cuda", dtype=dtype):
+        hidden = linear(linear(torch.empty(2, 8, device="cuda")))
+    assert hidden.dtype == dtype
+    assert log.operators.count("copy_") == 2, "the input and the weight"
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpoints_recompute(reentrant: bool, log: Log) -> None:
+    layer = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Dropout(0.1), nn.Linear(8, 8)).to("cuda")
+    inputs = torch.empty(4, 8, device="cuda", requires_grad=True)
+    log.operators.clear()
+    _backward(checkpoint(layer, inputs, use_reentrant=reentrant))
+    assert log.operators.count("native_dropout") == 2
+    assert log.operators.count("gelu") == 2
+    assert log.operators.count("addmm") == (4 if reentrant else 3), "the other one stops where it has enough"
+    assert inputs.grad is not None
+
+
+OPTIMIZERS: dict[str, tuple[Callable[..., Any], str, int]] = {
+    "adamw": (torch.optim.AdamW, "_foreach_addcdiv_.ScalarList", 2),
+    "adamw fused": (lambda p: torch.optim.AdamW(p, fused=True), "_fused_adamw_", 2),
+    "adamw for loop": (lambda p: torch.optim.AdamW(p, foreach=False), "addcdiv_", 2),
+    "sgd": (lambda p: torch.optim.SGD(p, momentum=0.9), "_foreach_add_.List", 1),
+    "adafactor": (torch.optim.Adafactor, "linalg_vector_norm", 0),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_optimizers(name: str, log: Log) -> None:
+    make, operator, copies = OPTIMIZERS[name]
+    linear = nn.Linear(64, 64, bias=False, device="cuda")
+    optimizer = make(linear.parameters())
+    before = _grown(log)
+    for _ in range(2):
+        _backward(linear(torch.empty(2, 64, device="cuda")))
+        torch.nn.utils.clip_grad_norm_(linear.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert operator in log.operators
+    vectors = 2 * 64 * 4 if name == "adafactor" else 0  # its second moment is a row and a column
+    steps = 4 if "fused" in name else 0  # the count of steps is on the device
+    assert _grown(log) - before == copies * 64 * 64 * 4 + vectors + steps
+
+
+def test_a_grad_scaler_steps(log: Log) -> None:
+    linear = nn.Linear(8, 8, device="cuda")
+    scaler, optimizer = torch.amp.GradScaler("cuda"), torch.optim.SGD(linear.parameters())
+    _backward(scaler.scale(linear(torch.empty(2, 8, device="cuda")).sum()))
+    scaler.step(optimizer)
+    scaler.update()
+    assert [name for name in log.operators if "amp" in name or name == "_foreach_add_.List"] == [
+        "_amp_foreach_non_finite_check_and_unscale_",
+        "_foreach_add_.List",
+        "_amp_update_scale_",
+    ]
+
+
+# ------------------------------------------------------------------------------------------- torch.cuda, streams
+
+
+def test_torch_cuda_answers_for_the_card() -> None:
+    with fake_cuda.fake_cuda(profile("T4", "2.13")):
+        assert torch.cuda.is_available()
+        assert torch.cuda.device_count() == 1
+        assert torch.cuda.get_device_capability() == (7, 5)
+        assert torch.cuda.get_device_name() == "Tesla T4"
+        properties = torch.cuda.get_device_properties(0)
+        assert (properties.multi_processor_count, properties.total_memory) == (40, 15_828_320_256)
+        held = torch.empty(1000, dtype=torch.uint8, device="cuda")
+        assert torch.cuda.memory_allocated() == held.nbytes
+        assert torch.cuda.mem_get_info() == (15_828_320_256 - 1000, 15_828_320_256)
+        assert torch.accelerator.current_accelerator() == torch.device("cuda")
+
+
+def test_streams_and_storages_that_change_their_size(log: Log) -> None:
+    tensor = torch.empty(100, device="cuda")
+    cuda: Any = torch.cuda
+    side = cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        assert log.runtime.stream is side
+        event = side.record_event()
+    torch.cuda.current_stream().wait_event(event)
+    tensor.record_stream(side)
+    tensor.untyped_storage().resize_(0)
+    assert (tensor.untyped_storage().nbytes(), log.runtime.bytes(1)) == (0, 0)
+    tensor.untyped_storage().resize_(400)
+    point = FIRST_POINT  # an event is a stream of its own
+    assert log.told == [
+        ("wait_stream", 1, 0),
+        ("wait_stream", point, 1),
+        ("wait_stream", 0, point),
+        ("record_stream", 1, 1),
+        ("resized", 1, 0),
+        ("resized", 1, 400),
+    ]
+
+
+def test_the_host_waits_for_an_event_alone(log: Log) -> None:
+    cuda: Any = torch.cuda
+    first, second = cuda.Event(), cuda.Event()
+    first.record()
+    second.record()
+    first.record()  # anew: its number was free again
+    second.synchronize()
+    del second
+    third = cuda.Event()
+    third.record()
+    waits = [("wait_stream", FIRST_POINT + at, 0) for at in (0, 1, 0)]
+    assert log.told == [*waits, ("reached", FIRST_POINT + 1), ("wait_stream", FIRST_POINT + 1, 0)]
+    waited = []
+    log.runtime.synchronizations = lambda: waited.append(True)
+    log.runtime.late = True  # work ends only as the host waits: for any event, then for all of it
+    first.synchronize()
+    assert waited == [True]
+
+
+def test_backward_goes_to_the_stream_of_its_forward(log: Log) -> None:
+    """torch/csrc/autograd/engine.cpp: a node runs on the stream of its forward, and its gradient is recorded there."""
+    source = torch.empty(100, device="cuda", requires_grad=True)
+    cuda: Any = torch.cuda
+    side = cuda.Stream()
+    with torch.cuda.stream(side):
+        middle = source.exp()
+        seen = []
+        hook: Any = middle.register_hook
+        hook(lambda gradient: seen.append(log.runtime.stream.stream_id))
+    result = middle.sin()
+    gradients: list[int] = []
+    hook(lambda gradient: gradients.append(log.runtime.storage(gradient)))
+    _backward(result)
+    assert seen == [1]
+    assert log.runtime.stream.stream_id == 0
+    assert ("record_stream", gradients[0], 1) in log.told
+
+
+# ------------------------------------------------------------------------------------------------------ and it is gone
+
+
+def _state() -> list[dict[str, Any]]:
+    kept = [
+        torch.cuda,
+        torch.cuda.memory,
+        torch.cuda.random,
+        torch.version,
+        torch.UntypedStorage,
+        torch.Tensor,
+        torch._C,
+    ]
+    return [dict(vars(place)) for place in kept]
+
+
+def test_all_is_undone() -> None:
+    with fake_cuda.fake_cuda(A100):
+        pass  # importing more of PyTorch on the way is no change
+    before = _state()
+
+    def fails() -> None:
+        _backward(torch.ones(3, requires_grad=True, device="cuda"))
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError), fake_cuda.fake_cuda(A100):
+        fails()
+    assert _state() == before
+    if not torch._C._has_cuda:
+        assert not torch.cuda.is_available()
+        assert torch.accelerator.current_accelerator(False) is None
+        with pytest.raises((RuntimeError, AssertionError)):
+            torch.empty(2, device="cuda")
+    parameter = torch.ones(3, requires_grad=True)
+    _backward(parameter.square())
+    assert parameter.grad is not None
+    assert parameter.grad.tolist() == [2.0, 2.0, 2.0]
+
+
+def test_one_at_a_time(runtime: Runtime) -> None:
+    with pytest.raises(CaptureError, match="in use already"), fake_cuda.fake_cuda(A100):
+        pytest.fail("entered")
+    assert torch.cuda.is_available()
+
+
+def test_tensors_may_outlive_the_device() -> None:
+    with fake_cuda.fake_cuda(A100):
+        kept = torch.empty(10, device="cuda")
+    assert sys.getrefcount(kept) >= 1
+    del kept
+
+
+def test_headers_that_do_not_fit_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    slots = {name: place for name, place in fake_cuda._slots().items() if name != "hasPrimaryContext"}
+    monkeypatch.setattr(fake_cuda, "_slots", lambda: slots)
+    with pytest.raises(UnsupportedTorch, match="have no hasPrimaryContext"), fake_cuda.fake_cuda(A100):
+        pytest.fail("entered")
+    assert not fake_cuda._active

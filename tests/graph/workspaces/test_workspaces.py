@@ -1,0 +1,212 @@
+"""Workspace rules against allocator sequences recorded with CUDA builds of PyTorch (tests/data/workspaces.json)."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from graph.hardware.profile import profile
+from graph.workspaces import Call, merge, plan, rules
+from graph.workspaces.gemm import HANDLE_PER_THREAD
+from tests.places import DATA as _DATA
+
+DATA = _DATA / "workspaces.json"
+WIDTHS = {"bool": 1, "int8": 1, "uint8": 1, "float8_e4m3fn": 1, "int16": 2, "float16": 2, "bfloat16": 2, "int32": 4}
+WIDTHS |= {"float32": 4, "int64": 8, "float64": 8, "complex64": 8}
+OPERATORS_BY_SOURCE = {  # variants with `out=` or in place take the rule of the operator that is recorded
+    "aten.mm.out",
+    "aten.mm.dtype_out",
+    "aten.addmm.out",
+    "aten.addmm_.default",
+    "aten._addmm_activation.out",
+    "aten.bmm.out",
+    "aten.baddbmm.out",
+    "aten.baddbmm_.default",
+    "aten.addmv_.default",
+    "aten._scaled_mm.out",
+    "aten._int_mm.out",
+    "aten.nll_loss_forward.output",
+    "aten.sum.IntList_out",
+    "aten.mean.out",
+    "aten.linalg_vector_norm.out",
+    "aten.any.out",
+    "aten.any.all_out",
+    "aten.all.out",
+    "aten.all.all_out",
+    "aten._softmax.out",
+}
+
+
+@dataclass(frozen=True)
+class Device:
+    """A device by its type."""
+
+    type: str
+
+
+class Tensor:
+    """What rules see of a tensor."""
+
+    def __init__(self, dtype: str, sizes: list[int], strides: list[int] | None = None, device: str = "cuda") -> None:
+        self.shape = tuple(sizes)
+        self.dtype = f"torch.{dtype}"
+        self.device = Device(device)
+        steps: list[int] = []
+        step = 1
+        for extent in reversed(sizes):
+            steps.insert(0, step)
+            step *= max(extent, 1)
+        self._strides = tuple(steps if strides is None else strides)
+
+    def stride(self) -> tuple[int, ...]:
+        """Strides in elements."""
+        return self._strides
+
+    def numel(self) -> int:
+        """Number of elements."""
+        count = 1
+        for extent in self.shape:
+            count *= extent
+        return count
+
+    def element_size(self) -> int:
+        """Bytes of an element."""
+        return WIDTHS[self.dtype.removeprefix("torch.")]
+
+    def untyped_storage(self) -> None:
+        """Tensors have one; rules never look into it."""
+        raise AssertionError("a rule looked into a storage")
+
+
+def tensor(value: Any) -> Any:
+    """Arguments and outputs of a record with their tensors made."""
+    if isinstance(value, dict):
+        return Tensor(*value["t"])
+    if isinstance(value, list):
+        return [tensor(part) for part in value]
+    return value
+
+
+def call(name: str, *args: Any, out: Any = None, gpu: str = "A100", release: str = "2.13", **rest: Any) -> Call:
+    """A call on the main thread's default stream."""
+    state = rest.pop("state", {})
+    thread = rest.pop("thread", 0)
+    return Call(name, args, rest.pop("kwargs", {}), out, profile(gpu, release), 0, thread, False, state)
+
+
+def followed(steps: Any, outputs: list[int]) -> list[list[Any]]:
+    """The allocator's sequence of a plan: scratch numbered by birth, outputs that it does not name at their place."""
+    steps = list(steps or ())
+    named = {step[1] for step in steps if step[0] == "out"}
+    rest = [["out", i, nbytes] for i, nbytes in enumerate(outputs) if i not in named]
+    events: list[list[Any]] = [] if ("rest",) in steps else list(rest)
+    numbers: dict[str, int] = {}
+    born = 0
+    for step in steps:
+        if step[0] == "alloc":
+            assert step[1] not in numbers, f"{step[1]} is born twice"
+            numbers[step[1]] = born
+            events.append(["alloc", born, step[2]])
+            born += 1
+        elif step[0] == "free":
+            events.append(["free", numbers.pop(step[1])])
+        elif step[0] == "out":
+            events.append(["out", step[1], outputs[step[1]]])
+        elif step[0] == "keep":
+            events.append(["keep", step[2]])
+        else:
+            events += rest
+    assert not numbers, f"never freed: {list(numbers)}"
+    return events
+
+
+RECORDS: list[list[Any]] = json.loads(DATA.read_text())["records"]
+NAMES = sorted({record[0] for record in RECORDS})
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_sequence_is_the_recorded_one(name: str) -> None:
+    records = [record for record in RECORDS if record[0] == name]
+    for _, gpu, release, thread, existing, args, kwargs, out, outputs, sequence in records:
+        state = {(kind, 0, 0): 1 for kind in existing}
+        given = {key: tensor(value) for key, value in kwargs.items()}
+        made = Call(name, tuple(tensor(args)), given, tensor(out), profile(gpu, release), 0, thread, False, state)
+        assert followed(plan(made), outputs) == sequence, (gpu, release, args, kwargs)
+
+
+def test_every_rule_has_recordings() -> None:
+    attention = {name for name in rules() if "scaled_dot_product" in name}
+    assert set(rules()) - attention - OPERATORS_BY_SOURCE <= set(NAMES)
+    assert {record[2] for record in RECORDS} == {"2.9", "2.11", "2.12", "2.13", "2.15"}
+    assert len({record[1] for record in RECORDS}) >= 7
+
+
+def test_an_operator_without_a_rule_has_no_plan() -> None:
+    source = Tensor("float32", [4, 4])
+    assert plan(call("aten.add.Tensor", source, source, out=Tensor("float32", [4, 4]))) is None
+
+
+def test_one_operator_in_two_tables_is_an_error() -> None:
+    with pytest.raises(ValueError, match=r"two rules for aten\.mm\.default"):
+        merge([{"aten.mm.default": plan}, {"aten.mm.default": plan}])
+
+
+@pytest.mark.parametrize(
+    ("gpu", "release", "nbytes"),
+    [
+        ("V100", "2.9", (2 * 4096 + 8 * 16) * 1024),
+        ("A100", "2.13", (2 * 4096 + 8 * 16) * 1024),
+        ("H100", "2.9", 32 << 20),
+        ("B200", "2.11", (2 * 4096 + 8 * 16) * 1024),
+        ("B200", "2.13", 32 << 20),
+    ],
+)
+def test_the_cublas_workspace_is_born_once(gpu: str, release: str, nbytes: int) -> None:
+    one, other, out = (Tensor("bfloat16", [16, 16]) for _ in range(3))
+    state: dict[Any, Any] = {}
+    again: dict[str, Any] = {"gpu": gpu, "release": release, "state": state}
+    assert plan(call("aten.mm.default", one, other, out=out, **again)) == (("keep", "cublas", nbytes),)
+    assert plan(call("aten.mm.default", one, other, out=out, **again)) is None
+    assert plan(call("aten.mm.default", one, other, out=out, thread=1, **again)) is None
+
+
+def test_a_real_card_has_a_handle_and_a_workspace_for_each_thread() -> None:
+    one, other, out = (Tensor("bfloat16", [16, 16]) for _ in range(3))
+    state: dict[Any, Any] = {HANDLE_PER_THREAD: True}
+    first = [plan(call("aten.mm.default", one, other, out=out, thread=thread, state=state)) for thread in (0, 1)]
+    assert first[0] == first[1] is not None
+    assert plan(call("aten.mm.default", one, other, out=out, thread=1, state=state)) is None
+
+
+def test_the_workspace_of_a_product_is_freed_with_it_from_2_15() -> None:
+    one, other, out = (Tensor("float32", [16, 16]) for _ in range(3))
+    made = plan(call("aten.mm.default", one, other, out=out, release="2.15"))
+    assert made == (("alloc", "cublas", 8_519_680), ("free", "cublas"))
+
+
+def test_bias_gradient_is_staged_by_blocks() -> None:
+    """1024 rows of 768 bf16: each of 6 x 16 blocks leaves an fp32 sum for each of its 32 x 4 outputs."""
+    source = Tensor("bfloat16", [1024, 768])
+    made = plan(call("aten.sum.dim_IntList", source, [0], True, out=Tensor("bfloat16", [1, 768]), release="2.11"))
+    staged = {step[1]: step[2] for step in made or () if step[0] == "alloc"}
+    # 768 / 4 outputs a thread = 192 columns, 32 a block: 6 blocks; 1024 rows / 4 threads = 256 each, 16 a block: 16
+    assert staged == {"staging": 4 * 768 * 16 * 32 * 4, "semaphores": 4 * 6}
+
+
+def test_indices_above_3072_are_sorted_in_embedding_backward() -> None:
+    def temporaries(count: int) -> int:
+        gradient, indices = Tensor("bfloat16", [count, 64]), Tensor("int64", [count])
+        made = plan(
+            call(
+                "aten.embedding_dense_backward.default",
+                *(gradient, indices, 50_000, -1, False),
+                out=Tensor("bfloat16", [50_000, 64]),
+            )
+        )
+        return sum(step[2] for step in made or () if step[0] == "alloc" and step[1] == "partial sums")
+
+    assert temporaries(3072) == 0
+    assert temporaries(3073) == (3073 // 10 + 3073) * 64 * 4

@@ -1,0 +1,1 @@
+"""The repository itself: its README, packages and imports."""

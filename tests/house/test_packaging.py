@@ -1,0 +1,259 @@
+"""The project's shell: what the wheel holds, what is imported when, which way imports run, and what the README says."""
+
+from __future__ import annotations
+
+import ast
+import re
+import shlex
+import subprocess
+import sys
+import tomllib
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from tests.places import ROOT
+
+PACKAGES = ("traces", "graph", "strategies", "simulator")
+#: What each package may import of the others; the simulator's command layer alone may import all of them.
+ALLOWED = {"traces": set[str](), "graph": {"traces"}, "strategies": {"traces", "graph"}, "simulator": {"traces"}}
+COMMAND_LAYER = "simulator/commands/"
+#: Modules of the simulator beside its command layer that may do so: inside functions, when they are called.
+ESTIMATING = (
+    "simulator/estimator/closed_form.py",
+    "simulator/launch/configuration.py",
+    "simulator/estimator/estimate.py",
+    "simulator/selector/batch_search.py",
+    "simulator/estimator/results_file.py",
+    "simulator/selector/select.py",
+    "simulator/estimator/step_time.py",
+    "simulator/estimator/sweep.py",
+    "simulator/launch/training_script.py",
+)
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+
+
+def sources(*folders: str) -> Iterator[Path]:
+    for folder in folders:
+        yield from sorted((ROOT / folder).rglob("*.py"))
+
+
+def imported(path: Path) -> Iterator[str]:
+    """The absolute names of every module that a file imports, anywhere in it."""
+    for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            assert node.module is not None
+            yield node.module
+
+
+def python(*arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, *arguments], cwd=cwd, capture_output=True, text=True, check=False)
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[zipfile.ZipFile]:
+    """The wheel, built as pip builds it."""
+    folder = tmp_path_factory.mktemp("wheel")
+    built = python("-m", "hatchling", "build", "--target", "wheel", "--directory", str(folder))
+    assert built.returncode == 0, built.stderr
+    with zipfile.ZipFile(next(folder.glob("*.whl"))) as archive:
+        yield archive
+
+
+def test_wheel_holds_the_packages_and_their_data(wheel: zipfile.ZipFile) -> None:
+    names = set(wheel.namelist())
+    assert {name.split("/")[0] for name in names} == {*PACKAGES, f"llmem-{PROJECT['version']}.dist-info"}
+    for package in PACKAGES:
+        assert f"{package}/py.typed" in names
+        expected = {str(path.relative_to(ROOT)) for path in sources(package)}
+        assert expected <= names
+    data = [
+        ROOT / "traces/schema.json",
+        ROOT / "graph/models/catalogue.json",
+        *(ROOT / "traces/samples").iterdir(),
+        *(ROOT / "simulator/reports/html/static").iterdir(),
+    ]
+    assert {str(path.relative_to(ROOT)) for path in data} <= names
+    assert any(name.endswith("licenses/LICENSE") for name in names)
+    assert any(name.endswith("uPlot-LICENSE.txt") for name in names)
+
+
+def test_wheel_holds_no_tests_and_no_leavings(wheel: zipfile.ZipFile) -> None:
+    odd = [name for name in wheel.namelist() if re.search(r"(^|/)(test_|conftest|__pycache__)|\.(pyc|nbi|nbc)$", name)]
+    assert odd == []
+
+
+def test_wheel_asks_for_no_torch_unless_asked(wheel: zipfile.ZipFile) -> None:
+    name = next(name for name in wheel.namelist() if name.endswith("METADATA"))
+    asked = [line for line in wheel.read(name).decode().splitlines() if line.startswith("Requires-Dist:")]
+    plain = [Requirement(line.split(":", 1)[1]).name for line in asked if "extra ==" not in line]
+    assert sorted(plain) == ["click", "msgspec", "numba", "numpy", "rich"]
+    assert any("torch==2.13" in line and "extra == 'torch'" in line for line in asked)
+
+
+def test_help_imports_nothing_heavy() -> None:
+    code = "import sys; from simulator.cli import main; main(['--help'], standalone_mode=False)"
+    report = f"import atexit, sys; atexit.register(lambda: print(*sys.modules, file=sys.stderr)); {code}"
+    shown = python("-c", report)
+    assert shown.returncode == 0, shown.stderr
+    assert "Usage" in shown.stdout
+    heavy = {"torch", "numba", "llvmlite", "networkx", "transformers", "numpy", "rich", "pyarrow"}
+    assert heavy & set(shown.stderr.split()) == set()
+
+
+def test_estimates_without_torch_say_what_is_missing(tmp_path: Path) -> None:
+    block = "import sys; sys.modules.update(dict.fromkeys(('torch', 'networkx', 'transformers')))"
+    shown = python("-c", f"{block}; from simulator.cli import main; main(['estimate', 'gpt2'])")
+    assert shown.returncode == 1
+    assert "pip install 'llmem[torch]'" in shown.stderr, shown.stderr
+    assert len(shown.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("run",),
+        ("convert", "{folder}/trace.npz"),
+        ("stress", "--html", "{folder}/page.html"),
+        ("compare", "traces/samples/tiny.json"),
+        ("check", "--budget", "1GiB"),
+    ],
+    ids=lambda words: words[0],
+)
+def test_commands_need_neither_torch_nor_networkx(command: tuple[str, ...], tmp_path: Path) -> None:
+    block = "import sys; sys.modules.update(dict.fromkeys(('torch', 'networkx', 'transformers', 'pyarrow')))"
+    words = [command[0], "traces/samples/tiny.json", *(word.format(folder=tmp_path) for word in command[1:])]
+    shown = python("-c", f"{block}; from simulator.cli import main; main({words})")
+    assert shown.returncode == 0, shown.stderr
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_imports_run_one_way(package: str) -> None:
+    for path in sources(package):
+        place = str(path.relative_to(ROOT))
+        estimates = place.startswith(COMMAND_LAYER) or place in ESTIMATING
+        allowed = set(PACKAGES) if estimates else ALLOWED[package] | {package}
+        ours = {name.split(".")[0] for name in imported(path)} & {*PACKAGES, "tests"}
+        assert ours <= allowed, f"{place} imports {sorted(ours - allowed)}"
+
+
+@pytest.mark.parametrize("place", ESTIMATING)
+def test_graph_and_strategies_are_imported_when_they_are_used(place: str) -> None:
+    body = ast.parse((ROOT / place).read_text("utf-8")).body
+    top = [node for node in body if isinstance(node, ast.Import | ast.ImportFrom)]
+    names = {alias.name for node in top if isinstance(node, ast.Import) for alias in node.names}
+    names |= {node.module or "" for node in top if isinstance(node, ast.ImportFrom)}
+    assert not {name.split(".")[0] for name in names} & {"graph", "strategies"}
+
+
+def test_torch_is_never_imported_with_a_module() -> None:
+    for path in sources("traces", "simulator"):
+        body = ast.parse(path.read_text("utf-8")).body
+        top = [node for node in body if isinstance(node, ast.Import | ast.ImportFrom)]
+        names = {alias.name for node in top if isinstance(node, ast.Import) for alias in node.names}
+        names |= {node.module or "" for node in top if isinstance(node, ast.ImportFrom)}
+        assert not {name.split(".")[0] for name in names} & {"torch", "networkx", "transformers"}, path
+
+
+def test_every_module_says_what_it_is_for() -> None:
+    without = [
+        path for path in sources(*PACKAGES, "tests") if not ast.get_docstring(ast.parse(path.read_text("utf-8")))
+    ]
+    assert without == []
+
+
+def test_constraints_pin_every_requirement() -> None:
+    pins = {}
+    for line in (ROOT / "constraints.txt").read_text("utf-8").split():
+        name, _, version = line.partition("==")
+        assert re.fullmatch(r"[\d.]+", version), line
+        pins[canonicalize_name(name)] = version
+    for text in [
+        *PROJECT["dependencies"],
+        *(one for extra in PROJECT["optional-dependencies"].values() for one in extra),
+    ]:
+        wanted = Requirement(text)
+        assert pins[canonicalize_name(wanted.name)] in wanted.specifier, text
+
+
+# README --------------------------------------------------------------------------------------------------------------
+
+
+def readme_commands() -> Iterator[list[str]]:
+    """The commands of the README's `sh` blocks, word by word; a prompt, comments and settings before them apart."""
+    text = (ROOT / "README.md").read_text("utf-8")
+    for block in re.findall(r"```sh\n(.*?)```", text, re.DOTALL):
+        for line in block.replace("\\\n", " ").splitlines():
+            for part in re.split(r"&&|\|", line):
+                words = shlex.split(part, comments=True)
+                while words and re.fullmatch(r"[A-Z_]+=\S*", words[0]):
+                    words.pop(0)
+                if words:
+                    yield words
+
+
+def ours(words: list[str]) -> list[str] | None:
+    """The arguments of a call of this project's command line, or None for another command."""
+    if Path(words[0]).name == "llmem":
+        return words[1:]
+    if Path(words[0]).name.startswith("python") and words[1:3] == ["-m", "simulator"]:
+        return words[3:]
+    return None
+
+
+def test_readme_commands_exist() -> None:
+    known = {"python3", "cd", "git", "apt-get", "pip"}
+    found = 0
+    for words in readme_commands():
+        if ours(words) is not None or words[0] in known or words[0].startswith(".venv/bin/"):
+            continue
+        if words[0] == "make":
+            assert re.search(rf"^{words[1]}:", (ROOT / "Makefile").read_text("utf-8"), re.MULTILINE), words
+        else:
+            assert (ROOT / words[0]).stat().st_mode & 0o111, f"{words[0]} cannot be run"
+        found += 1
+    assert found
+
+
+def test_readme_options_and_samples_exist() -> None:
+    from simulator.cli import main
+
+    calls = [arguments for words in readme_commands() if (arguments := ours(words)) is not None]
+    assert any(arguments[0] == "run" for arguments in calls)
+    assert isinstance(main, click.Group)
+    for arguments in calls:
+        if arguments[0].startswith("-"):
+            continue
+        command = main.get_command(click.Context(main), arguments[0])
+        assert command is not None, arguments
+        options = {name for parameter in command.params for name in parameter.opts}
+        given = {word.split("=")[0] for word in arguments if word.startswith("--")}
+        assert given <= options, f"{arguments[0]} has no {sorted(given - options)}"
+        for word in arguments:
+            assert not word.startswith("traces/") or (ROOT / word).exists(), word
+
+
+def test_readme_links_lead_somewhere() -> None:
+    text = (ROOT / "README.md").read_text("utf-8")
+    for target in re.findall(r"\]\(([^)#:]+)\)", text):
+        assert (ROOT / target).exists(), target
+
+
+def test_scripts_are_safe_and_told() -> None:
+    readme = (ROOT / "README.md").read_text("utf-8")
+    for path in [*(ROOT / "scripts").iterdir(), ROOT / ".ci/run"]:
+        text = path.read_text("utf-8")
+        assert text.startswith("#!/usr/bin/env bash\n# "), path
+        assert "set -euo pipefail" in text, path
+        assert path.stat().st_mode & 0o111, path
+    for line in (ROOT / ".ci/run").read_text("utf-8").splitlines():
+        if "scripts/" in line:
+            assert line in readme, f"the README does not tell: {line}"

@@ -1,0 +1,1 @@
+"""Independent plain models that the real code is compared with."""

@@ -1,0 +1,429 @@
+"""The page in a real browser: it draws, shows the result's numbers, obeys the keyboard, and needs no network."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from simulator.allocator.settings import format_bytes
+from simulator.engine.replay import replay
+from simulator.engine.result import Result
+from simulator.reports.html.page import MAX_PAGE, write_html
+from simulator.reports.html.series import shorten
+from simulator.reports.html.sheet import Bar, Chart, Grid, Sheet, write_sheet
+from tests.support.browser import Browser, find_chromium
+from tests.support.handmade import GIB, busy_trace, out_of_memory, rank_result, result, timeline
+
+pytestmark = pytest.mark.xdist_group("browser")
+
+#: How many of the plot's pixels are of a colour: red, green and blue within 12 of it.
+COUNT_PIXELS = """
+(([r, g, b]) => {
+  const canvas = document.querySelector(".rank:not([hidden]) canvas");
+  const copy = Object.assign(document.createElement("canvas"), { width: canvas.width, height: canvas.height });
+  const context = copy.getContext("2d", { willReadFrequently: true });
+  context.drawImage(canvas, 0, 0);
+  const { data } = context.getImageData(0, 0, copy.width, copy.height);
+  const near = (i) => Math.max(Math.abs(data[i] - r), Math.abs(data[i + 1] - g), Math.abs(data[i + 2] - b)) < 12;
+  let count = 0;
+  for (let i = 0; i < data.length; i += 4) if (data[i + 3] > 200 && near(i)) count++;
+  return count;
+})(%s)
+"""
+ALLOCATED, RESERVED, OOM = [0x00, 0x72, 0xB2], [0xD5, 0x5E, 0x00], [0xA3, 0x00, 0x5C]
+ALLOCATED_DARK = [0x56, 0xB4, 0xE9]
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    """One browser for all tests of this file."""
+    chromium = find_chromium()
+    if chromium is None:
+        if os.environ.get("CI"):
+            pytest.fail("CI must test the page in a browser: install Debian's `chromium` or set LLMEM_CHROMIUM")
+        pytest.skip("no Chromium: install Debian's `chromium` or set LLMEM_CHROMIUM")
+    with Browser(chromium, tmp_path_factory.mktemp("profile")) as started:
+        yield started
+
+
+def show(
+    browser: Browser, tmp_path: Path, one: Result, *, width: int = 1280, height: int = 900, dark: bool = False
+) -> None:
+    """Write the page of a result and open it; it must be whole, fault-free and quiet."""
+    path = tmp_path / "page.html"
+    write_html(one, path, force=True)
+    browser.view(width, height, dark=dark)
+    browser.open(path)
+    healthy(browser)
+
+
+def healthy(browser: Browser) -> None:
+    assert browser.faults() == []
+    assert browser.evaluate("document.documentElement.dataset.errors ?? ''") == ""
+    assert browser.evaluate("document.documentElement.dataset.ready") == "true"
+    assert browser.requests() == []
+    assert browser.evaluate("document.documentElement.scrollWidth <= innerWidth"), "the page scrolls sideways"
+
+
+def drawn(browser: Browser) -> dict[str, Any]:
+    """What the visible plot says that it shows."""
+    data = browser.evaluate("({...document.querySelector('.rank:not([hidden]) .canvas').dataset})")
+    return {key: float(value) for key, value in data.items()}
+
+
+def readout(browser: Browser) -> str:
+    return str(browser.evaluate("document.querySelector('.rank:not([hidden]) .readout').textContent"))
+
+
+def focus(browser: Browser) -> None:
+    browser.evaluate("document.querySelector('.rank:not([hidden]) .canvas').focus()")
+
+
+def press_until_focus(browser: Browser, selector: str) -> None:
+    for _ in range(30):
+        browser.press("Tab")
+        if browser.evaluate(f"document.activeElement.matches('{selector}')"):
+            return
+    raise AssertionError(f"Tab does not reach {selector}")
+
+
+@pytest.mark.parametrize(("width", "height", "dark"), [(1280, 900, False), (1280, 900, True), (390, 844, False)])
+def test_a_small_result_is_drawn(browser: Browser, tmp_path: Path, width: int, height: int, dark: bool) -> None:
+    rank = rank_result(timeline(600))
+    show(browser, tmp_path, result(rank, model="tiny"), width=width, height=height, dark=dark)
+    assert drawn(browser) == {"drawn": 601, "from": 0, "to": 600}
+    colour = ALLOCATED_DARK if dark else ALLOCATED
+    assert browser.evaluate(COUNT_PIXELS % colour) > 200
+    shown = browser.evaluate("document.querySelector('[data-key=peak_allocated]').textContent")
+    assert shown == format_bytes(rank.peak_allocated)
+    assert f"Event {rank.peak.event:,}" in readout(browser)
+    assert f"allocated {format_bytes(rank.peak_allocated)}" in readout(browser)
+
+
+def test_a_million_events_with_out_of_memory(browser: Browser, tmp_path: Path) -> None:
+    line = replace(timeline(1_000_000, limit=40 * GIB), ooms=(800_000, 800_001, 900_000))
+    rank = rank_result(line, oom=out_of_memory(800_000))
+    show(browser, tmp_path, result(rank))
+    overview = drawn(browser)
+    assert 1_000 < overview["drawn"] < 12_000
+    assert browser.evaluate(COUNT_PIXELS % OOM) > 100
+    assert browser.evaluate(COUNT_PIXELS % RESERVED) > 100
+    focus(browser)
+    browser.press("p")
+    close = drawn(browser)
+    assert close["to"] - close["from"] <= 50_000
+    assert close["from"] <= rank.peak.event <= close["to"]
+    assert f"Event {rank.peak.event:,} " in readout(browser)
+    assert f"allocated {format_bytes(rank.peak_allocated)}" in readout(browser)
+    healthy(browser)
+
+
+def test_the_keyboard_moves_and_zooms(browser: Browser, tmp_path: Path) -> None:
+    show(browser, tmp_path, result(rank_result(timeline(1_000))))
+    press_until_focus(browser, ".canvas")
+    browser.press("Home")
+    assert readout(browser).startswith("Event 0 ")
+    browser.press("ArrowRight")
+    assert readout(browser).startswith("Event 1 ")
+    browser.press("ArrowLeft")
+    assert readout(browser).startswith("Event 0 ")
+    browser.press("+")
+    assert drawn(browser)["to"] - drawn(browser)["from"] == 500
+    browser.press("-")
+    assert drawn(browser)["to"] - drawn(browser)["from"] == 1_000
+    browser.press("+")
+    browser.press("0")
+    assert (drawn(browser)["from"], drawn(browser)["to"]) == (0, 1_000)
+    browser.press("End")
+    assert readout(browser).startswith("Event 999 ")
+    assert browser.evaluate("document.querySelector('.u-cursor-x').style.transform") != ""
+    for _ in range(40):
+        browser.press("+")
+    assert drawn(browser)["to"] - drawn(browser)["from"] == 4
+    healthy(browser)
+
+
+def test_the_mouse_reads_and_zooms(browser: Browser, tmp_path: Path) -> None:
+    line = timeline(100)
+    show(browser, tmp_path, result(rank_result(line)))
+    box = browser.evaluate("document.querySelector('.u-over').getBoundingClientRect().toJSON()")
+    left, top, width, height = (box[key] for key in ("left", "top", "width", "height"))
+    middle = top + height / 2
+    browser.drag((left + width * 0.4045, middle))
+    assert readout(browser).startswith("Event 40 ")
+    assert f"reserved {format_bytes(int(line.reserved[40]))}" in readout(browser)
+    browser.drag((left + width * 0.2, middle), (left + width * 0.6, middle))
+    assert drawn(browser)["from"] == pytest.approx(20, abs=0.5)
+    assert drawn(browser)["to"] == pytest.approx(60, abs=0.5)
+    browser.evaluate("[...document.querySelectorAll('.tools button')].find(b => b.textContent == 'All').click()")
+    assert (drawn(browser)["from"], drawn(browser)["to"]) == (0, 100)
+    healthy(browser)
+
+
+def test_ranks_can_be_chosen(browser: Browser, tmp_path: Path) -> None:
+    ranks = [rank_result(timeline(500 + place, ranks=[2 * place, 2 * place + 1], seed=place)) for place in range(5)]
+    show(browser, tmp_path, result(*ranks))
+    assert browser.evaluate("document.querySelectorAll('.rank:not([hidden])').length") == 1
+    assert browser.evaluate("document.querySelectorAll('.multiples button').length") == 5
+    browser.evaluate(
+        "(s => { s.value = 3; s.dispatchEvent(new Event('change')); })(document.querySelector('#chooser select'))"
+    )
+    browser.settle()
+    assert drawn(browser)["to"] == 503
+    shown = "document.querySelector('.rank:not([hidden]) [data-key=peak_reserved]').dataset.bytes"
+    assert int(browser.evaluate(shown)) == ranks[3].peak_reserved
+    browser.evaluate("document.querySelectorAll('.multiples button')[1].click()")
+    browser.settle()
+    assert drawn(browser)["to"] == 501
+    assert browser.evaluate("document.querySelector('#chooser select').value") == "1"
+    healthy(browser)
+
+
+def test_time_and_height_can_be_changed(browser: Browser, tmp_path: Path) -> None:
+    line = timeline(2_000, timed=True)
+    assert line.time_ns is not None
+    show(browser, tmp_path, result(rank_result(line)))
+    before = browser.evaluate(COUNT_PIXELS % ALLOCATED)
+    browser.evaluate("[...document.querySelectorAll('.tools label')].find(l => l.textContent == 'by time').click()")
+    browser.settle()
+    assert drawn(browser)["to"] == line.time_ns[-1]
+    browser.evaluate("[...document.querySelectorAll('.tools label')].find(l => l.textContent == 'fit height').click()")
+    browser.settle()
+    assert browser.evaluate(COUNT_PIXELS % ALLOCATED) != before
+    healthy(browser)
+
+
+def test_hostile_names_stay_text(browser: Browser, tmp_path: Path) -> None:
+    evil = "</script><img src=x onerror=document.title='pwned'><script>document.title='pwned'</script>"
+    line = timeline(50)
+    line = replace(line, phases=tuple(replace(span, name=evil) for span in line.phases))
+    show(browser, tmp_path, result(rank_result(line, names=[evil]), notes=[evil], model=evil))
+    assert browser.evaluate("document.querySelectorAll('img').length") == 0
+    assert browser.evaluate("document.title") == f"{shorten(evil, 80)}: fits"
+    assert evil in browser.evaluate("document.querySelector('td.long ~ td').closest('section').textContent")
+
+
+def test_a_policy_stops_what_slips_through(browser: Browser, tmp_path: Path) -> None:
+    show(browser, tmp_path, result(rank_result(timeline(50))))
+    browser.evaluate("document.body.insertAdjacentHTML('beforeend', '<img src=https://example.invalid/x.png>')")
+    browser.evaluate("fetch('https://example.invalid/').catch(() => 0)")
+    browser.evaluate("document.body.append(Object.assign(document.createElement('script'), {text: 'window.ran = 1'}))")
+    browser.settle()
+    assert browser.evaluate("window.ran ?? 0") == 0
+    assert "blocked" in browser.evaluate("document.documentElement.dataset.errors")
+
+
+def test_a_trace_without_events(browser: Browser, tmp_path: Path) -> None:
+    show(browser, tmp_path, result(rank_result(timeline(0))))
+    assert readout(browser) == "No events."
+    focus(browser)
+    for key in ("ArrowRight", "+", "p", "0"):
+        browser.press(key)
+    healthy(browser)
+
+
+def test_it_prints_in_ink(browser: Browser, tmp_path: Path) -> None:
+    show(browser, tmp_path, result(rank_result(timeline(500))), dark=True)
+    assert browser.pdf().startswith(b"%PDF")
+    healthy(browser)
+    assert browser.evaluate("document.documentElement.dataset.print ?? 'screen'") == "screen"
+
+
+# Categories, blocks and modules ---------------------------------------------------------------------------------------
+
+PARAMETER, PARAMETER_DARK = [0x44, 0x77, 0xAA], [0x5A, 0x8F, 0xC4]
+TAPE = "document.querySelector('.rank:not([hidden]) .tape')"
+
+
+@pytest.fixture(scope="module")
+def pictured() -> Result:
+    """A replay with its picture: twelve phases, four categories, forty layers."""
+    return replay(busy_trace(4_000, live=600), picture=True)
+
+
+def block(browser: Browser) -> str:
+    return str(browser.evaluate("document.querySelector('.rank:not([hidden]) .moments .readout').textContent"))
+
+
+def tape_pixels(browser: Browser, colour: list[int]) -> int:
+    return int(browser.evaluate(COUNT_PIXELS.replace(") canvas", ") .tape") % colour))
+
+
+@pytest.mark.parametrize(("width", "dark"), [(1280, False), (1280, True), (390, False)])
+def test_categories_are_stacked(browser: Browser, tmp_path: Path, pictured: Result, width: int, dark: bool) -> None:
+    show(browser, tmp_path, pictured, width=width, dark=dark)
+    colour = PARAMETER_DARK if dark else PARAMETER
+    assert browser.evaluate(COUNT_PIXELS % colour) > 500
+    assert tape_pixels(browser, colour) > 500
+    words = browser.evaluate("document.querySelector('.legend').textContent")
+    assert all(name in words for name in ("parameter", "activation", "gradient", "temporary", "reserved"))
+    browser.evaluate("[...document.querySelectorAll('.tools label')].find(l => l.textContent == 'by category').click()")
+    browser.settle()
+    assert browser.evaluate(COUNT_PIXELS % colour) < 50
+    healthy(browser)
+
+
+def test_the_readout_has_the_categories(browser: Browser, tmp_path: Path, pictured: Result) -> None:
+    show(browser, tmp_path, pictured)
+    for category, count in pictured.ranks[0].peak.by_category.items():
+        assert f"{category} {format_bytes(count)}" in readout(browser)
+
+
+def test_the_keyboard_walks_through_the_blocks(browser: Browser, tmp_path: Path, pictured: Result) -> None:
+    show(browser, tmp_path, pictured)
+    picture = pictured.ranks[0].picture
+    assert picture is not None
+    press_until_focus(browser, ".tape")
+    assert browser.evaluate("getComputedStyle(document.activeElement).outlineStyle") == "solid"
+    start = next(place for place, one in enumerate(picture.moments) if "peak allocated" in one.labels)
+    segments = picture.moments[start].segments
+    browser.press("Home")
+    assert f"at +0 B of segment 1 of {len(segments.bytes)}" in block(browser)
+    first = picture.moments[start].blocks
+    assert format_bytes(int(first.bytes[0])) in block(browser)
+    assert picture.names[int(first.name[0])] in block(browser)
+    browser.press("ArrowRight")
+    assert f"at +{format_bytes(int(first.bytes[0]))} of segment 1" in block(browser)
+    browser.press("ArrowLeft")
+    assert "at +0 B of segment 1 " in block(browser)
+    browser.press("ArrowDown")
+    assert "at +0 B of segment 2 " in block(browser)
+    assert format_bytes(int(segments.bytes[1])) in block(browser)
+    browser.press("ArrowUp")
+    browser.press("g")
+    assert block(browser).startswith("Free")
+    browser.press("PageDown")
+    later = picture.moments[start + 1]
+    facts = browser.evaluate("document.querySelector('.moments .facts').textContent")
+    assert f"reserved {format_bytes(later.reserved)} in {len(later.segments.bytes)} segments" in facts
+    assert f"event {later.event:,}" in facts
+    assert browser.evaluate("document.querySelector('.moments select').value") == str(start + 1)
+    assert tape_pixels(browser, PARAMETER) > 500
+    healthy(browser)
+
+
+def test_the_cursor_of_the_plot_chooses_the_moment(browser: Browser, tmp_path: Path, pictured: Result) -> None:
+    show(browser, tmp_path, pictured)
+    picture = pictured.ranks[0].picture
+    assert picture is not None
+    focus(browser)
+    browser.press("End")
+    browser.press("Enter")
+    assert browser.evaluate(f"{TAPE}.dataset.moment") == str(len(picture.moments) - 1)
+    browser.press("Home")
+    browser.press("Enter")
+    assert browser.evaluate(f"{TAPE}.dataset.moment") == "0"
+    healthy(browser)
+
+
+def test_the_tree_obeys_the_arrow_keys(browser: Browser, tmp_path: Path, pictured: Result) -> None:
+    show(browser, tmp_path, pictured)
+    press_until_focus(browser, ".tree summary")
+    opened = "document.activeElement.parentElement.open"
+    assert browser.evaluate("document.activeElement.textContent").startswith("model.layers")
+    before = browser.evaluate(opened)
+    browser.press("ArrowLeft" if before else "ArrowRight")
+    assert browser.evaluate(opened) is not before
+    if before:
+        browser.press("ArrowRight")
+    browser.press("ArrowRight")
+    assert browser.evaluate("document.activeElement.textContent").startswith("0")
+    browser.press("ArrowLeft")
+    assert browser.evaluate("document.activeElement.textContent").startswith("model.layers")
+    healthy(browser)
+
+
+#: Milliseconds that a key takes in the plot, drawing included, the median of ten.
+KEY_TIME = """
+(async (key) => {
+  const canvas = document.querySelector(".rank:not([hidden]) .canvas");
+  const took = [];
+  for (let i = 0; i < 10; i++) {
+    const start = performance.now();
+    canvas.dispatchEvent(new KeyboardEvent("keydown", { key, bubbles: true }));
+    await new Promise((drawn) => setTimeout(drawn));
+    took.push(performance.now() - start);
+  }
+  return took.sort((a, b) => a - b)[5];
+})(%r)
+"""
+
+
+@pytest.fixture(scope="module")
+def million() -> Result:
+    """A replay of a million events with its picture."""
+    return replay(busy_trace(1_000_000, live=6_000), picture=True)
+
+
+@pytest.mark.parametrize("runs", [1, 2])
+def test_a_million_events_with_blocks_open_quickly(
+    browser: Browser, tmp_path: Path, million: Result, runs: int
+) -> None:
+    path = tmp_path / "page.html"
+    if runs == 1:
+        write_html(million, path)
+    else:
+        write_sheet(Sheet("both", "The same twice.", results=(("before", million), ("after", million))), path)
+    assert path.stat().st_size <= MAX_PAGE
+    browser.view(1280, 900)
+    started = time.monotonic()
+    browser.open(path)
+    assert time.monotonic() - started < 10  # 1 s on an idle machine
+    assert browser.evaluate("performance.getEntriesByType('navigation')[0].loadEventEnd") < 3_000
+    healthy(browser)
+    assert int(browser.evaluate(f"{TAPE}.dataset.blocks")) > 1_000
+    assert browser.evaluate(COUNT_PIXELS % PARAMETER) > 500
+
+
+def test_a_million_events_answer_at_once(browser: Browser, tmp_path: Path, million: Result) -> None:
+    show(browser, tmp_path, million)
+    for key in ("+", "PageDown", "ArrowRight", "0", "p", "Enter"):
+        assert browser.evaluate(KEY_TIME % key) < 150, key  # 2 to 40 ms on an idle machine
+    assert drawn(browser)["drawn"] > 100
+    healthy(browser)
+
+
+def test_pictures_print_in_ink(browser: Browser, tmp_path: Path, pictured: Result) -> None:
+    show(browser, tmp_path, pictured, dark=True)
+    browser.evaluate("dispatchEvent(new Event('beforeprint'))")
+    assert tape_pixels(browser, PARAMETER) > 500
+    assert tape_pixels(browser, PARAMETER_DARK) < 50
+    browser.evaluate("dispatchEvent(new Event('afterprint'))")
+    assert tape_pixels(browser, PARAMETER_DARK) > 500
+    healthy(browser)
+
+
+@pytest.mark.parametrize("width", [1280, 390])
+def test_a_sheet_is_drawn(browser: Browser, tmp_path: Path, pictured: Result, width: int) -> None:
+    bars = tuple(Bar(name, (("parameter", GIB), ("activation", 2 * GIB)), mark=4.0 * GIB) for name in ("fsdp2", "ddp"))
+    parts = (Chart("Peaks", bars), Grid("Methods", ("method", "batch"), (("fsdp2", 8), ("ddp", 1)), strong=(0,)))
+    sheet = Sheet(
+        "opt-1.3b", "fsdp2 is fastest.", "fits", parts=parts, results=(("fsdp2", pictured), ("ddp", pictured))
+    )
+    write_sheet(sheet, tmp_path / "sheet.html")
+    browser.view(width, 900, dark=False)
+    browser.open(tmp_path / "sheet.html")
+    healthy(browser)
+    wide = browser.evaluate("document.querySelector('.bars rect.c-activation').getBoundingClientRect().width")
+    whole = browser.evaluate("document.querySelector('.bars svg').getBoundingClientRect().width")
+    assert wide == pytest.approx(whole / 2, rel=0.01)
+    browser.evaluate("document.querySelectorAll('.multiples button')[1].click()")
+    browser.settle()
+    assert browser.evaluate("document.querySelector('.rank:not([hidden]) h2').textContent").startswith("ddp")
+    assert tape_pixels(browser, PARAMETER) > 100
+    healthy(browser)
+
+
+def test_a_sheet_without_results(browser: Browser, tmp_path: Path) -> None:
+    write_sheet(Sheet("nothing", "Nothing was finished."), tmp_path / "sheet.html")
+    browser.view(1280, 900)
+    browser.open(tmp_path / "sheet.html")
+    assert browser.faults() == []
+    assert browser.evaluate("document.querySelector('h1').textContent") == "nothing"
+    assert browser.evaluate("document.scripts.length") == 0

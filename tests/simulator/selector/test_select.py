@@ -1,0 +1,363 @@
+"""The choice of a method: the search, LLMem's Algorithm 1, what is said about it, and interruption."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from simulator.cli import main
+from simulator.reports.select import closeness, reason, render_html, render_json
+from simulator.selector import select as selection
+from simulator.selector.batch_search import largest
+from simulator.selector.extrapolate import Line, prime_for, sizes_in
+from simulator.selector.select import Asked, Outcome, Selection, candidates, meshes, ranked
+from tests.places import ROOT
+from traces.errors import ConfigError
+from traces.model import Events, Op, RankEvents, Strings, Trace
+
+KEYS = {"model": "gpt2", "seq": 128}
+
+
+@pytest.mark.parametrize("limit", [0, 1, 2, 3, 7, 8, 9, 40, 63, 64])
+@pytest.mark.parametrize("offset", [-20, -3, -1, 0, 1, 5, 1000])
+@pytest.mark.parametrize("first", [1, 7, 64, 100])
+def test_largest_finds_the_limit_wherever_the_guess_is(limit: int, offset: int, first: int) -> None:
+    tried: list[int] = []
+
+    def fits(batch: int) -> bool:
+        assert 1 <= batch <= 64
+        assert batch not in tried, "tried twice"
+        tried.append(batch)
+        return batch <= limit
+
+    def guess(low: int, high: int) -> tuple[int, bool]:
+        assert low == max((batch for batch in tried if batch <= limit), default=0)
+        assert high == min((batch for batch in tried if batch > limit), default=65)
+        return limit + offset, offset >= 0
+
+    assert largest(fits, guess, 64, first) == limit
+
+
+def test_a_right_guess_takes_one_try_more() -> None:
+    tried: list[int] = []
+
+    def fits(batch: int) -> bool:
+        tried.append(batch)
+        return batch <= 37
+
+    assert largest(fits, lambda low, high: (37, len(tried) > 1), 4096, 7) == 37
+    assert tried == [7, 37]
+
+
+def test_a_guess_that_is_not_sure_is_tried() -> None:
+    tried: list[int] = []
+
+    def fits(batch: int) -> bool:
+        tried.append(batch)
+        return batch <= 38
+
+    assert largest(fits, lambda low, high: (37, len(tried) > 2), 4096, 7) == 38
+    assert tried == [7, 37, 38]
+
+
+def outcome(name: str, batch: int, shares: int, **more: Any) -> Outcome:
+    return Outcome(name, more.pop("keys", KEYS), shares, batch=batch, **more)
+
+
+def by_llmem(**batches: int) -> Selection:
+    """LLMem's choice on 4 GPUs from the largest batches of its methods."""
+    asked = Asked(KEYS, ("V100-16GB",) * 4, policy="llmem")
+    found = [
+        outcome(one.name, batches[name], one.shares, keys=one.keys)
+        for name, one in zip(("cdp", "adp", "tp", "both"), candidates(asked), strict=True)
+    ]
+    return ranked(asked, found, (), 0.0)
+
+
+@pytest.mark.parametrize(
+    ("batches", "chosen"),
+    [
+        ({"cdp": 0, "adp": 10, "tp": 13, "both": 12}, "4DP"),  # 40, 13, 24
+        ({"cdp": 7, "adp": 10, "tp": 13, "both": 12}, "CDP-4"),  # 42 by the bonus of 1.5
+        ({"cdp": 6, "adp": 9, "tp": 36, "both": 18}, "CDP-4"),  # all 36: the order of the algorithm
+        ({"cdp": 0, "adp": 2, "tp": 20, "both": 10}, "4TP"),  # 8, 20, 20: TP before DP+TP
+        ({"cdp": 0, "adp": 0, "tp": 3, "both": 2}, "2DP+2TP"),
+    ],
+)
+def test_algorithm_1(batches: dict[str, int], chosen: str) -> None:
+    found = by_llmem(**batches)
+    assert found.winner is not None
+    assert found.winner.name == chosen
+
+
+def test_algorithm_1_advises_offload_where_nothing_fits() -> None:
+    found = by_llmem(cdp=0, adp=0, tp=0, both=0)
+    assert found.winner is None
+    assert found.advice == "CPU offload"
+    assert "CPU offload" in reason(found)
+
+
+def test_nothing_is_finished() -> None:
+    found = ranked(Asked(KEYS, ("A100-40GB",) * 4), [], ("ddp", "tp"), 0.0)
+    assert (found.winner, found.advice, reason(found)) == (None, "", "no method is finished")
+
+
+def test_throughput_ranks_and_says_why() -> None:
+    asked = Asked(KEYS, ("A100-40GB",) * 4)
+    outcomes = [
+        outcome("slow", 8, 4, tokens_per_second=100.0),
+        outcome("large", 0, 4, short=5, remedies=("expandable_segments:True",)),
+        outcome("fast", 4, 4, tokens_per_second=150.0, slack=100 << 20, slack_low=-50 << 20, slack_high=200 << 20),
+    ]
+    found = ranked(asked, outcomes, ("late",), 0.0)
+    assert [one.name for one in found.outcomes] == ["fast", "slow", "large"]
+    assert reason(found) == "fast is predicted fastest: 150 tokens/s, 50% more than slow"
+    assert "100.00 MiB left" in closeness(found.outcomes[0])
+    assert "(-50.00 MiB to " in closeness(found.outcomes[0])
+    assert render_json(found)["unfinished"] == ["late"]
+    page = render_html(found)
+    assert "<script" not in page
+    assert "it would fit with expandable_segments:True" in page
+
+
+# --- sizes ---------------------------------------------------------------------------------------------------------
+
+
+def trace_of(rows: list[tuple[Op, dict[str, Any]]], world: int = 4) -> Trace:
+    op = np.asarray([one for one, _ in rows], np.uint8)
+    columns: dict[str, Any] = {}
+    for name, default in (("duration_ns", 0), ("stream", 0), ("bytes", 0), ("step", -1), ("on", -1), ("id", -1)):
+        columns[name] = np.asarray([row.get(name, default) for _, row in rows], np.int64)
+    for name in ("kind", "group", "name"):
+        table = list(dict.fromkeys(row[name] for _, row in rows if name in row))
+        codes = [table.index(row[name]) if name in row else -1 for _, row in rows]
+        columns[name] = Strings(np.asarray(codes, np.int32), tuple(table))
+    ranks = tuple(range(world))
+    return Trace((RankEvents(ranks, Events(op, columns)),), groups={"all": (ranks,)})
+
+
+def sizes_of(trace: Trace) -> list[int]:
+    events = trace.ranks[0].events
+    return events.ints("bytes")[events.op == Op.ALLOC].tolist()
+
+
+def made(batch: int, *extra: int) -> Trace:
+    """A weight, an activation, a loss with a part that does not grow, and workspaces of one name."""
+    sizes = [("weight", 7000), ("hidden", 2048 * batch), ("loss", 4 * batch + 512), *(("work", one) for one in extra)]
+    rows = [(Op.ALLOC, {"id": place, "bytes": size, "name": name}) for place, (name, size) in enumerate(sizes)]
+    return trace_of(rows)
+
+
+def test_a_line_through_two_traces_gives_each_size_by_name() -> None:
+    line = Line.through(made(7), 7, made(3), 3)
+    assert sizes_of(line.at(12)) == [7000, 2048 * 12, 4 * 12 + 512]
+    assert sizes_of(line.at(1)) == [7000, 2048, 516]
+    more = Line.through(made(7, 64, 128), 7, made(3, 64), 3)  # one workspace more: both stay, the others are found
+    assert sizes_of(more.at(12)) == [7000, 2048 * 12, 4 * 12 + 512, 64, 128]
+
+
+def test_of_one_trace_grows_what_is_a_multiple_of_its_batch() -> None:
+    rows = [
+        (Op.ALLOC, {"id": 0, "bytes": 1001, "name": "a"}),  # 7 x 143
+        (Op.ALLOC, {"id": 1, "bytes": 1000, "name": "b"}),
+    ]
+    assert sizes_of(Line.of(trace_of(rows), 7).at(14)) == [2002, 1000]
+
+
+def test_the_first_batch_divides_no_size_of_the_model() -> None:
+    bloom = {"vocab_size": 250880, "hidden_size": 1024, "bos_token_id": 7, "sub": {"width": 11 * 64}, "name": "x"}
+    assert sizes_in(bloom) == [250880, 1024, 704]
+    assert prime_for(sizes_in(bloom)) == 13  # 250880 = 7 x 35840, 704 = 11 x 64
+
+
+def test_every_split_of_the_gpus_is_a_candidate() -> None:
+    assert meshes(2) == []
+    assert meshes(4) == [
+        {"dp": 2, "tp": 2},
+        {"fsdp2": 2, "tp": 2},
+        {"pp": 2, "dp": 2},
+        {"pp": 2, "fsdp2": 2},
+        {"pp": 2, "tp": 2},
+    ]
+    whole = meshes(16)
+    assert {"pp": 2, "fsdp2": 4, "tp": 2} in whole
+    assert all(np.prod(list(axes.values())) == 16 and axes.get("tp", 1) <= 8 for axes in whole)
+    names = [one.name for one in candidates(Asked(KEYS, ("A100-40GB",) * 4))]
+    assert len(names) == len(set(names)) == 19
+    mixed = {one.name: one.keys for one in candidates(Asked({**KEYS, "autocast": "bf16"}, ("A100-40GB",) * 4))}
+    assert (mixed["ddp"].get("dtype"), mixed["ddp"]["autocast"]) == (None, "bf16")
+    assert (mixed["deepspeed-3"]["dtype"], mixed["deepspeed-3"]["autocast"]) == ("bf16", "")
+    shares = {one.name: one.shares for one in candidates(Asked(KEYS, ("A100-40GB",) * 4))}
+    assert (shares["dp=2,tp=2"], shares["pp=2,fsdp2=2"], shares["pp=2,tp=2"], shares["fsdp2"]) == (2, 2, 1, 4)
+
+
+# --- end to end ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> str:
+    """A model of two layers as a config.json."""
+    config = {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "n_layer": 2, "n_embd": 64, "n_head": 2}
+    (tmp_path / "config.json").write_text(json.dumps({**config, "vocab_size": 1000, "n_positions": 128}), "utf-8")
+    return str(tmp_path / "config.json")
+
+
+def few(names: tuple[str, ...]) -> Callable[[Asked], tuple[selection.Candidate, ...]]:
+    whole = selection.candidates
+    return lambda asked: tuple(one for one in whole(asked) if one.name in names)
+
+
+def test_the_batch_found_is_the_largest(small: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """At the batch that was found every rank fits, at the next one some rank does not: both are captured here."""
+    pytest.importorskip("torch")
+    from simulator.estimator.estimate import estimate
+
+    monkeypatch.setattr(selection, "candidates", few(("ddp", "zero1", "fsdp2", "pp")))
+    options = ["--memory", "1600MiB", "--seq", "128", "--margin", "0", "--jobs", "1", "--json"]
+    shown = CliRunner().invoke(main, ["select", small, "--gpus", "2", "--gpu", "T4-16GB", *options])
+    document = json.loads(shown.stdout)
+    assert {one["method"] for one in document["methods"]} == {"ddp", "zero1", "fsdp2", "pp"}
+    aside = sum(term["bytes"] for term in document["outside"])
+    for one in document["methods"]:
+        whole = {**one["case"], "memory": 1600 << 20}
+        assert one["verdict"] == estimate(whole, analyse=False).verdict != "oom", "a margin of 0 is the estimate itself"
+        assert one["tried"][str(one["batch"])], "the answer itself was captured"
+        for batch, fits in ((one["batch"], True), (one["batch"] + 1, False)):
+            found = estimate({**one["case"], "batch": batch}, context=aside, analyse=False)
+            assert (found.verdict != "oom") == fits, one
+
+
+def test_a_global_batch_is_divided(small: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """23 samples would fit DDP, 24 the pipeline: of 120 it takes a part that divides them."""
+    pytest.importorskip("torch")
+    monkeypatch.setattr(selection, "candidates", few(("ddp", "pp")))
+    room = sum(term.bytes for term in selection.outside(Asked(KEYS, ("T4-16GB",) * 2), 1)) + (100 << 20)
+    options = ["--memory", f"{room}B", "--seq", "128", "--margin", "0", "--jobs", "1", "--json"]
+    words = ["select", small, "--gpus", "2", "--gpu", "T4-16GB", "--global-batch", "120", *options]
+    words += ["--config", str(tmp_path / "c")]
+    shown = CliRunner().invoke(main, words)
+    found = {one["method"]: one for one in json.loads(shown.stdout)["methods"]}
+    assert [(one["batch"], one["accum"], one["samples"]) for one in found.values()] == [(20, 3, 120), (20, 1, 120)]
+    assert found["pp"]["case"]["microbatches"] == 6
+    assert (tmp_path / "c/launch.sh").read_text("utf-8").count("--nproc-per-node=2") == 1
+
+
+@pytest.mark.parametrize(
+    ("method", "room", "remedies"),
+    [
+        ("ddp", 400, ("activation checkpointing", "activations on the host")),  # needs 478 MiB; with them 304 and 300
+        ("deepspeed-2", 1350, ("the optimizer's states on the host",)),  # 2278 MiB; 1322, with segments that grow 1382
+    ],
+)
+def test_what_would_make_a_method_fit(tmp_path: Path, method: str, room: int, remedies: tuple[str, ...]) -> None:
+    """MiB are reserved bytes by `llmem estimate` on a large GPU."""
+    pytest.importorskip("torch")
+    config = {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "n_layer": 6, "n_embd": 512, "n_head": 8}
+    (tmp_path / "config.json").write_text(json.dumps({**config, "vocab_size": 8000, "n_positions": 512}), "utf-8")
+    keys = {"model": str(tmp_path / "config.json"), "seq": 512, "dtype": "bf16"}
+    asked = Asked(keys, ("T4-16GB",) * 2, margin=0)
+    aside = sum(term.bytes for term in selection.outside(asked, 1))
+    asked = replace(asked, keys={**keys, "memory": aside + (room << 20)})
+    candidate = next(one for one in candidates(asked) if one.name == method)
+    found = selection.search(candidate, asked)
+    assert not found.fits
+    assert found.remedies == remedies
+    assert found.limit == room << 20
+    assert found.short == found.peak_reserved - found.limit > 0
+
+
+def test_gpus_of_two_sizes_are_limited_by_the_smaller(small: str) -> None:
+    asked = Asked({**KEYS, "model": small}, ("A100-80GB", "A100-40GB"))
+    ddp = next(one for one in candidates(asked) if one.name == "ddp")
+    assert ddp.keys["memory"] == [85_097_971_712, 42_298_834_944]
+
+
+def test_interruption_keeps_what_is_finished(small: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(selection, "candidates", few(("ddp", "fsdp2")))
+
+    def one(candidate: selection.Candidate, asked: Asked) -> dict[str, Any]:
+        if candidate.name == "fsdp2":
+            signal.raise_signal(signal.SIGINT)
+        return {"outcome": outcome("ddp", 3, 2, tokens_per_second=9.0, step_seconds=1.0)}
+
+    monkeypatch.setattr(selection, "_one", one)
+    shown = CliRunner().invoke(main, ["select", small, "--gpus", "2", "--gpu", "T4", "--jobs", "1", "--json"])
+    assert shown.exit_code == 130
+    document = json.loads(shown.stdout)
+    assert (document["winner"], document["unfinished"]) == ("ddp", ["fsdp2"])
+
+
+def slow_work(documents: Any, _: Any) -> list[dict[str, Any]]:
+    """In a worker: the first method has an answer at once, the others take long."""
+    candidate = documents[0][0]
+    if candidate.name != "ddp":
+        Path(os.environ["STARTED"], candidate.name).touch()
+        time.sleep(60)
+    return [{"outcome": outcome(candidate.name, 3, 2, tokens_per_second=9.0, step_seconds=1.0)}]
+
+
+def test_ctrl_c_while_workers_are_busy(small: str, tmp_path: Path) -> None:
+    """As a terminal does it: parent, fork server and workers get the signal; the answer that is there is printed."""
+    script = (
+        "import simulator.selector.select as s; from simulator.cli import main;"
+        "from simulator.estimator.jobs import local_pool;"
+        "from tests.simulator.selector.test_select import few, slow_work;"
+        "s._work = slow_work; s._pool = lambda jobs: local_pool(jobs);"
+        f"s.candidates = few(('ddp', 'fsdp2', 'zero1')); main(['select', {small!r}, '--gpus', '2', '--gpu', 'T4',"
+        " '--jobs', '2', '--json'])"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", script],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        env={**os.environ, "STARTED": str(tmp_path)},
+    )
+    try:
+        deadline = time.monotonic() + 100
+        while not {"fsdp2", "zero1"} <= {path.name for path in tmp_path.iterdir()} and time.monotonic() < deadline:
+            assert process.poll() is None, process.communicate()
+            time.sleep(0.05)
+        os.killpg(process.pid, signal.SIGINT)
+        printed, said = process.communicate(timeout=30)  # ends when the last worker has closed it
+    finally:
+        process.kill()
+    assert (process.returncode, said) == (130, "note: interrupted: 1 of 3 methods are finished\n")
+    document = json.loads(printed)
+    assert (document["winner"], sorted(document["unfinished"])) == ("ddp", ["fsdp2", "zero1"])
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--gpu", "T4,T4", "--gpus", "3"], "one for each GPU"),
+        (["--strategy", "ddp"], "what select finds"),
+        (["--gpu", "Z9"], "unknown GPU"),
+        (["--margin", "1"], "margin of 1"),
+        (["--dtype", "fp61"], "--dtype"),
+    ],
+)
+def test_wrong_questions_are_refused_at_once(words: list[str], says: str) -> None:
+    shown = CliRunner().invoke(main, ["select", "gpt2", *words])
+    assert shown.exit_code in (1, 2)
+    assert says in shown.output + shown.stderr
+
+
+def test_a_model_that_no_method_can_take_is_one_error() -> None:
+    pytest.importorskip("torch")
+    with pytest.raises(ConfigError, match="model 'nosuch' is neither in the catalogue"):
+        selection.select(Asked({"model": "nosuch"}, ("A100-80GB",) * 2), jobs=1)
