@@ -125,15 +125,33 @@ class TensorInfo:
     storage: int
 
 
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """What model was captured: its class, its parameters in all (without adapters) and those that are trained
+    (adapters are), and the dtype of most. `named`: the class that its configuration names, where that is another."""
+
+    name: str
+    parameters: int
+    trained: int
+    dtype: str
+    named: str = ""
+
+    def document(self) -> dict[str, Any]:
+        """As JSON."""
+        found = {"class": self.name, "parameters": self.parameters, "trained": self.trained, "dtype": self.dtype}
+        return found | ({"named": self.named} if self.named else {})
+
+
 @dataclass(frozen=True)
 class StepGraph:
     """One captured run: tables, and the order of events.
 
-    `case` is the case document it was captured for; `environment` names GPU, architecture, release and the versions of
-    the libraries; `assumptions` lists what was assumed about values, one line each. `parameters` maps the qualified
-    name of each parameter or buffer on the GPU to its storage (tied ones to the same). `modules` has the path and class
-    name of each module in the order of `module.named_modules()`; events ENTER and EXIT name modules by path (code into
-    `names`, the root is the empty text).
+    `case` is the case document it was captured for; `environment` names GPU, architecture, release, the versions of the
+    libraries and, under `model`, the facts of the model (`ModelFacts`); `assumptions` lists what was assumed about
+    values, one line each. `parameters` maps the qualified name of each parameter or buffer on the GPU to its storage
+    (tied ones to the same). `modules` has the path and class name of each module in the order of
+    `module.named_modules()`; events ENTER and EXIT name modules by path (code into `names`, the root is the empty
+    text).
     """
 
     case: Mapping[str, Any]

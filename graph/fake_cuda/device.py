@@ -30,6 +30,7 @@ from graph.fake_cuda import self_check as fake_check
 from graph.fake_cuda import stubs as fake_stubs
 from graph.fake_cuda.kernels import Kernels, Kind, names
 from graph.fake_cuda.memory import ADDRESS_BITS, Memory, ignore
+from graph.fake_cuda.values import Values
 from graph.hardware.profile import Profile
 
 _CUDA_DEVICE_TYPE: Final = 1
@@ -66,9 +67,9 @@ class Runtime:
         self.memory = Memory()
         self._observer: Observer | None = None
         self.assumptions: dict[str, int] = {}
-        self.truth = True  # what every boolean read from the device is
-        self.nonzero: Callable[[torch.Tensor], int] = torch.Tensor.numel  # how many elements of a tensor are not 0
-        self.places: set[int] = set()  # storages that hold 0, 1, 2, ...
+        self.values = Values(self.storage, self.memory.values)
+        self.truth = True  # what every boolean read from the device is, where it has no value
+        self.nonzero: Callable[[torch.Tensor], int] = torch.Tensor.numel  # how many elements are not 0, likewise
         self.host_copies_keep = False  # whether a copy from the device leaves a tensor on the host as it is
         self.default_stream: Any = None
         self._streams: dict[int, Any] = {}
@@ -135,7 +136,6 @@ class Runtime:
         """Count storages from 1 again; there must be none."""
         self.memory.restart()
         self.assumptions.clear()
-        self.places.clear()
 
     def synchronized(self, point: int = 0) -> None:
         """The host waited for the device (torch.cuda.synchronize), or for an event: the number of its stream."""

@@ -17,20 +17,14 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 import torchgen  # type: ignore[import-untyped]
-from torch._meta_registrations import _create_grouped_mm_output_tensor
 from torch._prims_common import is_non_overlapping_and_dense_or_false as is_dense
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensor,
-    FakeTensorMode,
-    UnsupportedOperatorException,
-)
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 
 from graph.errors import CaptureError
 from graph.fake_cuda.memory import Layout, contiguous, set_storage
 from graph.fake_cuda.sdpa import corrected
+from graph.fake_cuda.shapes import Shapes
+from graph.fake_cuda.values import COUNTED
 
 if TYPE_CHECKING:
     from graph.fake_cuda.device import Runtime
@@ -68,8 +62,6 @@ _REDUCED_LOSSES: Final = {"aten::mse_loss": 2, "aten::smooth_l1_loss": 2, "aten:
 
 #: Copies to the host of up to so many bytes get values; larger ones keep what their memory holds.
 _FILLED: Final = 1 << 20
-#: Most elements of operands for which an operator without a rule for shapes is run on the CPU instead.
-_COMPUTED: Final = 1 << 24
 
 
 # ------------------------------------------------------------------------------------------- which operators
@@ -148,12 +140,14 @@ _PLAIN: Final = (str, torch.dtype, torch.device, torch.layout, torch.memory_form
 
 
 class Kind:
-    """One kind of call: an operator with arguments of certain shapes. `note` is the observer's, None at first."""
+    """One kind of call: an operator with arguments of certain shapes. `note` is the observer's, None at first;
+    `counted`: all that it makes is new, and of integers or booleans."""
 
-    __slots__ = ("made", "note")
+    __slots__ = ("counted", "made", "note")
 
     def __init__(self, made: tuple[Any, ...]) -> None:
         self.made = made
+        self.counted = bool(made) and all(one.__class__ is Layout and one.dtype in COUNTED for one in made)
         self.note: Any = None
 
 
@@ -205,108 +199,6 @@ def _as_on_cuda(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], made: 
         elements = math.prod(_broadcast(args[0].shape, args[1].shape))
         return (Layout((), (), first.dtype, max(elements, 1) * first.dtype.itemsize),)
     return made
-
-
-class Shapes:
-    """Shapes of outputs by arguments: PyTorch's own rules for a CUDA device, remembered."""
-
-    def __init__(self) -> None:
-        self._mode: FakeTensorMode | None = None
-        self.asked = 0
-
-    def infer(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """The fake outputs of `func`, and the fake keyword arguments it was called with.
-
-        Raises CaptureError if PyTorch has no rule for it, or if shapes depend on values.
-        """
-        if self._mode is None:
-            self._mode = FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=False)
-        self.asked += 1
-        func, args, kwargs = _stand_in(func, args, kwargs)
-        with self._mode:
-            fake_args = _numbers_as_tensors(func, tuple(_fake(arg) for arg in args))
-            fake_kwargs = {key: _fake(value) for key, value in kwargs.items()}
-            try:
-                if func is torch.ops.aten._grouped_mm.default:  # its rule for shapes refuses all dtypes but bfloat16
-                    return _grouped(*fake_args, **fake_kwargs), fake_kwargs
-                return func(*fake_args, **fake_kwargs), fake_kwargs
-            except (DynamicOutputShapeException, DataDependentOutputException) as error:
-                raise CaptureError(
-                    f"operator {func}: the shape of its result depends on values on the device"
-                ) from error
-            except (UnsupportedOperatorException, NotImplementedError):
-                pass
-        return self._compute(func, args, kwargs)
-
-    def _compute(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """As `infer`, for an operator that PyTorch has no rule for: run on zeros on the CPU, if it is not too large."""
-        tensors = [value for value in tree_leaves((args, kwargs)) if isinstance(value, torch.Tensor)]
-        if sum(tensor.numel() for tensor in tensors) > _COMPUTED:
-            raise CaptureError(f"operator {func}: PyTorch has no rule for the shape of its result")
-        cpu_args, cpu_kwargs = tree_map(_zeros, (args, kwargs))
-        try:
-            return func(*cpu_args, **cpu_kwargs), cpu_kwargs
-        except (NotImplementedError, RuntimeError) as error:
-            raise CaptureError(f"operator {func}: PyTorch has no rule for the shape of its result") from error
-
-
-def _grouped(left: Any, right: Any, offs: Any = None, bias: Any = None, out_dtype: Any = None) -> Any:
-    """The result of `_grouped_mm`, on CUDA for all floating-point dtypes (ATen/native/cuda/GroupedBlas.cpp)."""
-    return _create_grouped_mm_output_tensor(left, right, offs, out_dtype)  # type: ignore[no-untyped-call]
-
-
-def _stand_in(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-    """A call whose result has the same shape, for convolutions of CUDA, which have no rules of their own."""
-    aten = torch.ops.aten
-    if func is aten.cudnn_convolution.default:
-        image, weight, padding, stride, dilation, groups = args[:6]
-        return aten.convolution.default, (image, weight, None, stride, padding, dilation, False, [0], groups), {}
-    if func is aten.cudnn_convolution_transpose.default:
-        image, weight, padding, more, stride, dilation, groups = args[:7]
-        return aten.convolution.default, (image, weight, None, stride, padding, dilation, True, more, groups), {}
-    if func is aten._conv_depthwise2d.default:
-        image, weight, _, *rest = args
-        return aten.convolution.default, (image, weight, *rest, False, [0], image.shape[1]), {}
-    if func is aten.cudnn_grid_sampler.default:
-        return aten.grid_sampler_2d.default, (*args, 0, 0, True), {}
-    return func, args, kwargs
-
-
-def _fake(value: Any) -> Any:
-    """A tensor's likeness, made inside FakeTensorMode; anything else itself."""
-    if isinstance(value, torch.Tensor) and value.__class__ is not FakeTensor:
-        device = _CUDA if value.is_cuda else value.device
-        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device)
-    if isinstance(value, list | tuple):
-        return [_fake(item) for item in value]
-    return value
-
-
-def _numbers_as_tensors(func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Python numbers in place of tensors (`remainder.Tensor(x, 2)`) as tensors on the CPU that promote alike, for
-    operators that cannot be called from Python with numbers."""
-    schema = func._schema
-    places = [
-        place
-        for place, value in enumerate(args)
-        if value.__class__ in (int, float) and isinstance(schema.arguments[place].type, torch.TensorType)
-    ]
-    if not places or torch._C._should_allow_numbers_as_tensors(schema.name.removeprefix("aten::")):
-        return args
-    dtypes = [value.dtype for value in args if isinstance(value, torch.Tensor)]
-    tensors = list(args)
-    for place in places:
-        alike = [dtype for dtype in dtypes if dtype.is_floating_point or args[place].__class__ is int]
-        dtype = alike[0] if alike else torch.tensor(args[place]).dtype
-        tensors[place] = torch.scalar_tensor(args[place], dtype=dtype)
-    return tuple(tensors)
-
-
-def _zeros(value: Any) -> Any:
-    """Zeros like a CUDA tensor, on the CPU."""
-    if isinstance(value, torch.Tensor) and value.is_cuda:
-        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype).zero_()
-    return value
 
 
 # ---------------------------------------------------------------------------------------------------- kernels
@@ -370,6 +262,7 @@ class Kernels:
             "_local_scalar_dense": self._scalar,
             "equal": self._equal,
             "nonzero": self._nonzero,
+            "masked_select": self._selected,
             "index.Tensor": self._indexed,
             "_unsafe_index.Tensor": self._indexed,
             "_index_put_impl_": self._indexed,
@@ -384,7 +277,7 @@ class Kernels:
             return self._special[name](func)
         if name in _METADATA_ONLY:
             return functools.partial(func.redispatch, _BY_CPU_KERNEL)
-        return self._usual(func)
+        return self._dynamic(func) if torch.Tag.dynamic_output_shape in func.tags else self._usual(func)
 
     def _usual(self, func: Any) -> Kernel:
         """The kernel that the operator's schema and PyTorch's rules for shapes ask for."""
@@ -397,7 +290,7 @@ class Kernels:
 
     def _functional(self, func: Any, schema: _Schema) -> Kernel:
         """A kernel that makes new tensors."""
-        runtime, kinds = self.runtime, dict[Any, Kind]()
+        runtime, kinds, values = self.runtime, dict[Any, Kind](), self.runtime.values
         single = schema.returns == 1
         new = runtime.memory.new
 
@@ -422,6 +315,8 @@ class Kernels:
                 out = new(what, born) if what.__class__ is Layout else make(what, args, kwargs, born)
             else:
                 out = tuple([make(what, args, kwargs, born) for what in kind.made])
+            if kind.counted:
+                values.made(func, args, kwargs, out)
             if runtime.observer is not None:
                 runtime.observer.operator(func, args, kwargs, out, born, kind)
             return out
@@ -439,6 +334,8 @@ class Kernels:
             else:
                 values = tuple([args[key] if isinstance(key, int) else kwargs[str(key)] for key in written])
                 out = None if not values else values[0] if first is not None else values
+            if out.__class__ is not _Tensor or out.dtype in COUNTED:
+                self._written(func, args, kwargs, out)
             if runtime.observer is not None:
                 key = (_kind(args, False), *kwargs, _kind(kwargs.values(), False)) if kwargs else _kind(args, False)
                 kind = kinds.get(key)
@@ -448,6 +345,15 @@ class Kernels:
             return out
 
         return kernel
+
+    def _written(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        """Values of what an operator has written; those of lists (`_foreach_`) are forgotten."""
+        listed = [value for value in args if isinstance(value, list | tuple)] if out is None else []
+        targets = tuple([t for t in tree_leaves(listed or out) if isinstance(t, _Tensor) and t.dtype in COUNTED])
+        if listed:
+            self.runtime.values.forget(targets)
+        elif targets and all(target.is_cuda for target in targets):
+            self.runtime.values.written(func, args, kwargs, targets)
 
     def _out(self, func: Any, schema: _Schema) -> Kernel:
         """A kernel with arguments `out=`, which it resizes where PyTorch does."""
@@ -462,6 +368,8 @@ class Kernels:
             old = [self._grow(kwargs[what.name], what.shape, what.strides, born) for what in kind.made]
             values = tuple([kwargs[name] for name in names]) if schema.returns else ()
             out = None if not values else values[0] if len(values) == 1 else values
+            if values and values[0].dtype in COUNTED:
+                self._written(func, args, kwargs, out)
             if runtime.observer is not None:
                 runtime.observer.operator(func, args, kwargs, out, born, kind)
             del old
@@ -576,7 +484,10 @@ class Kernels:
             sent = cast if plain else cast.expand_as(target).contiguous()
             boolean = target.dtype is torch.bool
             # a larger one is offloaded, not read: its pages stay untouched
-            if target.nbytes <= _FILLED and not runtime.host_copies_keep:
+            known = runtime.values.of(source)
+            if known is not None:
+                target.copy_(known)
+            elif target.nbytes <= _FILLED and not runtime.host_copies_keep:
                 runtime.assume(f"values copied from the device: {runtime.truth if boolean else 0}")
                 target.fill_(runtime.truth if boolean else 0)
             on_device(target, sent, non_blocking)
@@ -607,8 +518,9 @@ class Kernels:
         def kernel(tensor: torch.Tensor) -> Any:
             dtype = tensor.dtype
             value: Any = runtime.truth if dtype is torch.bool else 0.0 if dtype.is_floating_point else 0
-            if runtime.storage(tensor) in runtime.places:
-                value = tensor.storage_offset()
+            known = runtime.values.of(tensor)
+            if known is not None:
+                value = known.item()
             else:
                 runtime.assume(f"a {str(dtype).removeprefix('torch.')} read from the device: {value}")
             if runtime.observer is not None:
@@ -623,7 +535,10 @@ class Kernels:
 
         def kernel(one: torch.Tensor, other: torch.Tensor) -> bool:
             same = one.shape == other.shape
-            if same:
+            first, second = runtime.values.of(one), runtime.values.of(other)
+            if first is not None and second is not None:
+                same = torch.equal(first, second)
+            elif same:
                 runtime.assume("two tensors compared on the device: equal")
             if runtime.observer is not None:
                 runtime.observer.operator(func, (one, other), {}, same, [], Kind(()))
@@ -637,8 +552,10 @@ class Kernels:
         runtime, kinds = self.runtime, dict[Any, Kind]()
 
         def kernel(tensor: torch.Tensor) -> torch.Tensor:
-            rows = runtime.nonzero(tensor)
-            if runtime.nonzero is torch.Tensor.numel:
+            known = runtime.values.of(tensor)
+            found = None if known is None else torch.nonzero(known)
+            rows = runtime.nonzero(tensor) if found is None else len(found)
+            if found is None and runtime.nonzero is torch.Tensor.numel:
                 runtime.assume("elements that are not zero, where the host asks: all")
             key = (rows, _kind((tensor,), True))
             kind = kinds.get(key)
@@ -647,8 +564,10 @@ class Kernels:
                 kind = kinds[key] = Kind((layout,))
             places = self._new(func, kind, (tensor,), {})
             runtime.synchronized()
-            if tensor.ndim == 1:
-                runtime.places.add(runtime.storage(places))
+            if found is None and tensor.ndim == 1:
+                found = torch.arange(rows).unsqueeze(1)
+            if found is not None:
+                runtime.values.put(places, found)
             return places
 
         return kernel
@@ -673,6 +592,53 @@ class Kernels:
                 masked = index is not None and index.dtype in (torch.bool, torch.uint8)
                 places.extend(torch.ops.aten.nonzero.default(index).unbind(1) if masked else [index])
             return usual(source, places, *rest, **kwargs)
+
+        return kernel
+
+    def _selected(self, func: Any) -> Kernel:
+        """As many elements as the mask has set."""
+        usual, kinds, runtime = self._usual(func), dict[Any, Kind](), self.runtime
+
+        def kernel(source: torch.Tensor, mask: torch.Tensor) -> Any:
+            known = runtime.values.of(mask)
+            if known is None:
+                return usual(source, mask)
+            rows = int(known.expand(_broadcast(source.shape, mask.shape)).sum())
+            key = (rows, _kind((source, mask), True))
+            kind = kinds.get(key)
+            if kind is None:
+                kind = kinds[key] = Kind((Layout((rows,), (1,), source.dtype),))
+            out = self._new(func, kind, (source, mask), {})
+            if kind.counted:
+                runtime.values.made(func, (source, mask), {}, out)
+            runtime.synchronized()
+            return out
+
+        return kernel
+
+    def _dynamic(self, func: Any) -> Kernel:
+        """An operator whose result has a shape by values: what it makes of those, where they are known."""
+        usual, kinds, runtime = self._usual(func), dict[Any, Kind](), self.runtime
+
+        def kernel(*args: Any, **kwargs: Any) -> Any:
+            found = runtime.values.computed(func, args, kwargs)
+            if found is None:
+                return usual(*args, **kwargs)
+            hosts = (found,) if isinstance(found, torch.Tensor) else tuple(found)
+            shapes = tuple((tuple(host.shape), host.stride(), host.dtype) for host in hosts)
+            key = (shapes, _kind((*args, *kwargs.values()), True))
+            kind = kinds.get(key)
+            if kind is None:
+                kind = kinds[key] = Kind(tuple(Layout(*shape) for shape in shapes))
+            born: list[int] = []
+            made = tuple([runtime.memory.new(layout, born) for layout in kind.made])
+            for tensor, host in zip(made, hosts, strict=True):
+                runtime.values.put(tensor, host)
+            out = made[0] if isinstance(found, torch.Tensor) else made
+            if runtime.observer is not None:
+                runtime.observer.operator(func, args, kwargs, out, born, kind)
+            runtime.synchronized()
+            return out
 
         return kernel
 

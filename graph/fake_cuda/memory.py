@@ -147,6 +147,7 @@ class _Life:
     def __del__(self) -> None:
         memory = self.memory
         del memory.live[self.number]
+        memory.values.pop(self.number, None)
         memory.freed(self.number)
 
 
@@ -160,6 +161,7 @@ class Memory:
     def __init__(self) -> None:
         self.freed: Callable[[int], None] = ignore
         self.live: dict[int, int] = {}
+        self.values: dict[int, torch.UntypedStorage] = {}  # what storages hold, of those that have values
         self._next = 1
 
     def restart(self) -> None:

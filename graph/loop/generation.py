@@ -29,7 +29,8 @@ def check(case: Case, built: Any) -> None:
     if built.config is None:
         raise ConfigError(f"key 'task': inference is for configurations, and {built.where} is a function of your own")
     if built.head != "causal-lm":
-        raise ConfigError(f"key 'task': inference is for decoders (head causal-lm), and {built.where} is {built.head}")
+        kind = built.head or built.facts.name
+        raise ConfigError(f"key 'task': inference is for decoders (head causal-lm), and {built.where} is {kind}")
     check_positions(built.config, case.prompt + case.new - 1, "prompt", built.where)
 
 

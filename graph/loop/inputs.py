@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
 import torch
@@ -11,7 +11,7 @@ import torch
 from graph.case import Case
 from traces.errors import ConfigError
 
-Kind = Literal["ids", "mask", "labels", "values"]
+Kind = Literal["ids", "mask", "padded", "labels", "values"]
 
 #: `Case.dtype`, `autocast` and the like as torch names them.
 DTYPES: Final[Mapping[str, torch.dtype]] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -19,7 +19,8 @@ DTYPES: Final[Mapping[str, torch.dtype]] = {"fp32": torch.float32, "bf16": torch
 
 @dataclass(frozen=True, slots=True)
 class Input:
-    """One input: `shape` and `dtype` on the host. Ids and labels are zeros, masks ones, values anything.
+    """One input: `shape` and `dtype` on the host. Ids and labels are zeros, masks ones, values anything; a padded mask
+    has a zero at the end of each row. `given`: the values themselves, where they matter.
 
     `keys`: under which argument names of the model's forward it is passed; several where one tensor serves twice.
     """
@@ -28,6 +29,7 @@ class Input:
     shape: tuple[int, ...]
     dtype: torch.dtype
     kind: Kind
+    given: torch.Tensor | None = field(default=None, compare=False, repr=False)
 
     @property
     def name(self) -> str:
@@ -36,8 +38,13 @@ class Input:
 
     def host(self) -> torch.Tensor:
         """The tensor on the host."""
-        make = torch.ones if self.kind == "mask" else torch.zeros
-        return make(self.shape, dtype=self.dtype, device="cpu")
+        if self.given is not None:
+            return self.given.clone()
+        make = torch.ones if self.kind in ("mask", "padded") else torch.zeros
+        made = make(self.shape, dtype=self.dtype, device="cpu")
+        if self.kind == "padded":
+            made[..., -1] = 0
+        return made
 
 
 def hosts(batch: Sequence[Input]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -60,9 +67,7 @@ def training_batch(case: Case, head: str, config: Any, place: str) -> tuple[Inpu
     """
     long = torch.int64
     if head == "image-classification":
-        height, width = _pair(getattr(config, "image_size", 224))
-        shape = (case.batch, int(getattr(config, "num_channels", 3)), height, width)
-        values = Input(("pixel_values",), shape, DTYPES[case.dtype], "values")
+        values = Input(("pixel_values",), image_pixels(case.batch, config), DTYPES[case.dtype], "values")
         return values, Input(("labels",), (case.batch,), long, "labels")
     check_positions(config, case.seq, "seq", place)
     tokens = (case.batch, case.seq)
@@ -78,7 +83,8 @@ def training_batch(case: Case, head: str, config: Any, place: str) -> tuple[Inpu
         check_positions(config, decoded, "dec_seq", place)
         batch = [ids, Input(("labels",), (case.batch, decoded), long, "labels")]
     if case.attention_mask:
-        batch.append(Input(("attention_mask",), tokens, long, "mask"))
+        kind: Kind = "padded" if case.attention_mask == "padded" else "mask"
+        batch.append(Input(("attention_mask",), tokens, long, kind))
     return tuple(batch)
 
 
@@ -116,6 +122,12 @@ def _offset(config: Any) -> int:
     """Rows of the table of positions that stand before the first token's."""
     from_padding = "roberta" in str(getattr(config, "model_type", "")) or config.model_type in ("camembert", "mpnet")
     return int(config.pad_token_id) + 1 if from_padding and config.pad_token_id is not None else 0
+
+
+def image_pixels(batch: int, config: Any) -> tuple[int, int, int, int]:
+    """The shape of images of the size that a configuration of vision names (224 x 224 where it names none)."""
+    height, width = _pair(getattr(config, "image_size", 224))
+    return batch, int(getattr(config, "num_channels", 3)), height, width
 
 
 def _pair(size: Any) -> tuple[int, int]:

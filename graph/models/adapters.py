@@ -9,13 +9,11 @@ import torch
 
 from traces.errors import ConfigError
 
-#: peft's `task_type` by the head of the model
+#: peft's `task_type` by the head of the model; None for others
 _TASKS: Final = {
     "causal-lm": "CAUSAL_LM",
     "seq2seq-lm": "SEQ_2_SEQ_LM",
     "sequence-classification": "SEQ_CLS",
-    "masked-lm": None,
-    "image-classification": None,
 }
 
 
@@ -33,7 +31,7 @@ def with_lora(
         from peft import LoraConfig, get_peft_model
     except ImportError as error:
         raise ConfigError(f"key 'lora': needs peft ({error}); pip install 'llmem[torch]'") from None
-    options: dict[str, Any] = {"r": rank, "lora_alpha": 16, "task_type": _TASKS[head]}
+    options: dict[str, Any] = {"r": rank, "lora_alpha": 16, "task_type": _TASKS.get(head)}
     if targets:
         options["target_modules"] = targets[0] if targets == ("all-linear",) else list(targets)
     with torch.device(device):

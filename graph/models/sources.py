@@ -6,6 +6,7 @@ training mode; nothing is downloaded and no weight is made. What it cannot make 
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import functools
 import importlib
@@ -21,33 +22,22 @@ from types import SimpleNamespace
 from typing import Any, Final
 
 import torch
+from torch.utils._pytree import tree_flatten_with_path, tree_leaves, tree_unflatten
 
 from graph.case import Case
 from graph.errors import CaptureError
+from graph.fake_cuda.values import Values, on_meta
 from graph.loop.inputs import DTYPES, Input, arguments, hosts, training_batch
 from graph.loop.losses import chunked, in_parts, like_transformers_4_29
+from graph.model import ModelFacts
 from graph.models import catalogue
 from graph.models.adapters import with_lora
+from graph.models.architectures import Architecture, architecture, facts, trained, transformers
 from graph.models.mixtures import shares
+from graph.models.modalities import Fed, feed, takes_more_than_text
 from graph.models.transformers_4_29.attention import like_transformers_4_29 as like_old_attention
 from traces.errors import ConfigError, LLMemError
 
-#: The class of transformers that picks a model by its configuration, for each head.
-_AUTO: Final[Mapping[str, str]] = {
-    "causal-lm": "AutoModelForCausalLM",
-    "seq2seq-lm": "AutoModelForSeq2SeqLM",
-    "masked-lm": "AutoModelForMaskedLM",
-    "sequence-classification": "AutoModelForSequenceClassification",
-    "image-classification": "AutoModelForImageClassification",
-}
-#: ... and the table in transformers.models.auto.modeling_auto that it reads.
-_TABLES: Final[Mapping[str, str]] = {
-    "seq2seq-lm": "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES",
-    "masked-lm": "MODEL_FOR_MASKED_LM_MAPPING_NAMES",
-    "causal-lm": "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
-    "image-classification": "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES",
-    "sequence-classification": "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES",
-}
 #: Classes of an image classifier whose configuration names none: those of ImageNet.
 _IMAGE_CLASSES: Final = 1000
 
@@ -69,6 +59,7 @@ class Built:
     batch: tuple[Input, ...]
     loss: Callable[[Any, dict[str, Any]], Any]
     where: str
+    facts: ModelFacts
     assumptions: tuple[str, ...] = ()
     loader: Callable[[Built, Place], Any] | None = field(default=None, repr=False)
     held: list[Any] = field(default_factory=list, repr=False)
@@ -164,7 +155,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 def transformers_config(document: Mapping[str, Any], place: str) -> Any:
     """The configuration object of transformers; ConfigError for an unknown architecture or bad values."""
-    transformers = _transformers()
+    library = transformers()
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     kind = document.get("model_type")
@@ -173,45 +164,37 @@ def transformers_config(document: Mapping[str, Any], place: str) -> Any:
     if kind not in CONFIG_MAPPING:
         near = difflib.get_close_matches(kind[:60], list(CONFIG_MAPPING.keys()), n=1, cutoff=0.0)
         raise ConfigError(
-            f"{place}: transformers {transformers.__version__} knows no model_type {kind[:60]!r}; the nearest is "
+            f"{place}: transformers {library.__version__} knows no model_type {kind[:60]!r}; the nearest is "
             f"{near[0]!r}. A model of your own goes by module:function"
         )
     values = {key: value for key, value in document.items() if key not in ("model_type", "auto_map")}
     try:
-        return transformers.AutoConfig.for_model(kind, **values)
+        return library.AutoConfig.for_model(kind, **values)
     except Exception as error:
         raise ConfigError(f"{place}: {_line(error)}") from None
 
 
-def head_of(case: Case, config: Any) -> str:
-    """The head of a case: its own, the one that the configuration names, or the usual one of the architecture."""
-    if case.head:
-        return case.head
-    from transformers.models.auto import modeling_auto
-
-    tables = {head: getattr(modeling_auto, name, {}) for head, name in _TABLES.items()}
-    named = list(getattr(config, "architectures", None) or [])
-    for head, table in tables.items():
-        if table.get(config.model_type) in named and named:
-            return head
-    for head, table in tables.items():
-        decoder = head == "masked-lm" and getattr(config, "is_decoder", False)
-        if config.model_type in table and not decoder:
-            return head
-    return "causal-lm"
-
-
 def _from_configuration(case: Case, document: dict[str, Any], place: str) -> Built:
-    config = transformers_config(document, place)
-    head = head_of(case, config)
+    chosen = architecture(case, transformers_config(document, place), place)
+    config, head = chosen.config, chosen.head
     if head == "image-classification" and not {"num_labels", "id2label"} & set(document):
         config.num_labels = _IMAGE_CLASSES
-    batch = training_batch(case, head, config, place) if case.task == "train" else ()
-    module = _model(case, config, head, place)
+    fed = Fed(())
+    usual = head and (case.head or head == "image-classification" or not takes_more_than_text(chosen.kind))
+    if usual and case.task == "train":
+        fed = Fed(training_batch(case, head, config, place))
+    module = _model(case, chosen, place)
     module.tie_weights()
+    if not usual and case.task == "train":
+        fed = feed(case, module, place)
     held: list[Any] = []
-    loss = _offloaded(case, _loss(case, head, config, held))
-    built = Built(module, config, head, batch, loss, place, _stated(case, config), held=held)
+    options = dict(fed.constants)
+    if head not in ("", "image-classification") or (not head and module.can_generate()):
+        options["use_cache"] = case.use_cache
+    loss = _offloaded(case, _loss(case, head, config, held, options))
+    stated = (*filter(None, (chosen.note,)), *_stated(case, config), *fed.assumptions)
+    model = facts(module, case.quant, chosen.named)
+    built = Built(module, config, head, fed.batch, loss, place, model, stated, held=held)
     if case.quant:
         from graph.models.quantization import loader
 
@@ -228,7 +211,9 @@ def prepare(built: Built, case: Case, device: str = "meta") -> None:
     if case.lora:
         built.module, assumed = with_lora(built.module, case.lora, case.lora_targets, built.head, device, built.where)
         built.assumptions += assumed
+        built.facts = dataclasses.replace(built.facts, trained=trained(built.module))
     if case.task == "inference":
+        built.facts = dataclasses.replace(built.facts, trained=0)
         built.module.eval()
         return
     if case.checkpointing:
@@ -240,22 +225,18 @@ def prepare(built: Built, case: Case, device: str = "meta") -> None:
     built.module.train()
 
 
-def _model(case: Case, config: Any, head: str, place: str) -> Any:
+def _model(case: Case, chosen: Architecture, place: str) -> Any:
     options: dict[str, Any] = {"dtype": DTYPES[case.dtype]}
     if case.attn != "default":
         options["attn_implementation"] = repeated_sdpa() if case.repeat_kv else case.attn
     try:
         with torch.device("meta"):
-            return getattr(_transformers(), _AUTO[head]).from_config(config, **options)
+            return chosen.kind._from_config(chosen.config, **options)
     except Exception as error:
         reason = _line(error)
         if "attention" in reason and case.attn == "sdpa":
             raise CaptureError(
-                f"{place}: transformers has no attn 'sdpa' for {config.model_type}; use 'eager' or 'default'"
-            ) from None
-        if "Unrecognized configuration" in reason:
-            raise CaptureError(
-                f"{place}: transformers has no {head} of {config.model_type}; choose another 'head'"
+                f"{place}: transformers has no attn 'sdpa' for {chosen.config.model_type}; use 'eager' or 'default'"
             ) from None
         raise CaptureError(f"{place}: transformers cannot build it: {reason}") from None
 
@@ -313,8 +294,9 @@ def saved_operators(save: tuple[str, ...]) -> list[Any]:
     return [operator for word in save for operator in known[word]]
 
 
-def _loss(case: Case, head: str, config: Any, held: list[Any]) -> Callable[[Any, dict[str, Any]], Any]:
-    extra: dict[str, Any] = {} if head in ("image-classification",) else {"use_cache": case.use_cache}
+def _loss(
+    case: Case, head: str, config: Any, held: list[Any], extra: dict[str, Any]
+) -> Callable[[Any, dict[str, Any]], Any]:
     if case.loss and head != "causal-lm":
         raise ConfigError(f"key 'loss': {case.loss!r} is for decoders (head causal-lm), and this model is {head}")
     if case.loss == "transformers-4.29":
@@ -326,9 +308,16 @@ def _loss(case: Case, head: str, config: Any, held: list[Any]) -> Callable[[Any,
         outputs = module(**inputs, **extra)
         if case.outputs != "dropped":
             held[:] = [outputs]
-        return outputs.loss
+        loss = getattr(outputs, "loss", None)
+        return _first(outputs).float().mean() if loss is None else loss
 
     return own
+
+
+def _first(outputs: Any) -> torch.Tensor:
+    """The first output that has a gradient."""
+    found: torch.Tensor = next(t for t in tree_leaves(outputs.to_tuple()) if getattr(t, "requires_grad", False))
+    return found
 
 
 def _offloaded(case: Case, loss: Callable[[Any, dict[str, Any]], Any]) -> Callable[[Any, dict[str, Any]], Any]:
@@ -360,25 +349,24 @@ def _from_function(case: Case) -> Built:
     """What a user's `module:function` returns: (module, inputs) or (module, inputs, loss).
 
     Called without arguments, or with those of `batch`, `seq` and `dtype` that it names. `inputs`: a mapping of keyword
-    arguments, a sequence of positional ones, or one tensor; only shapes and dtypes count. The loss is
-    `loss(output)` where given, else the output itself, its `loss`, or its first element.
+    arguments, a sequence of positional ones, or one tensor, nested as the forward takes them; of floating-point tensors
+    only shapes and dtypes count, others keep their values. The loss is `loss(output)` where given, else the output
+    itself, its `loss`, or its first element.
     """
-    module, inputs, loss = _called(case)
+    module, inputs, loss, values = _called(case)
     module = module.to(DTYPES[case.dtype]) if case.dtype != "fp32" else module
-    named = _named_inputs(inputs, case)
-    batch = tuple(
-        Input((key,), tuple(value.shape), value.dtype, "values" if value.is_floating_point() else "ids")
-        for key, value in named.items()
-        if isinstance(value, torch.Tensor)
-    )
-    plain = {key: value for key, value in named.items() if not isinstance(value, torch.Tensor)}
+    leaves, structure = tree_flatten_with_path(_nested(inputs, case))
+    names = ["/".join(str(getattr(key, "key", getattr(key, "idx", key))) for key in path) for path, _ in leaves]
+    tensors = {name: leaf for name, (_, leaf) in zip(names, leaves, strict=True) if isinstance(leaf, torch.Tensor)}
+    batch = tuple(_input(name, tensor, case, values) for name, tensor in tensors.items())
 
-    def forward(model: Any, tensors: dict[str, Any]) -> Any:
-        given = {**plain, **tensors}
-        positional = [given.pop(f"#{place}") for place in range(len(named)) if f"#{place}" in given]
-        return _scalar(loss, model(*positional, **given), case.model)
+    def forward(model: Any, placed: dict[str, Any]) -> Any:
+        found = [placed.get(name, leaf) for name, (_, leaf) in zip(names, leaves, strict=True)]
+        given = tree_unflatten(found, structure)
+        return _scalar(loss, model(**given) if isinstance(given, dict) else model(*given), case.model)
 
-    built = Built(module, getattr(module, "config", None), "", batch, _offloaded(case, forward), case.model)
+    loss_of = _offloaded(case, forward)
+    built = Built(module, getattr(module, "config", None), "", batch, loss_of, case.model, facts(module))
     given = case.document()
     asked = [key for key in ("quant", "lora", "checkpointing", "loss", "repeat_kv", "outputs") if key in given]
     if asked:
@@ -389,7 +377,8 @@ def _from_function(case: Case) -> Built:
     return built
 
 
-def _called(case: Case) -> tuple[Any, Any, Any]:
+def _called(case: Case) -> tuple[Any, Any, Any, Values]:
+    """Module, inputs and loss that the function returns, and the values of integers and booleans that it made."""
     name, _, function = case.model.rpartition(":")
     make = _function(name, function, case.model)
     known = {"batch": case.batch, "seq": case.seq, "dtype": DTYPES[case.dtype]}
@@ -398,7 +387,7 @@ def _called(case: Case) -> tuple[Any, Any, Any]:
     except (TypeError, ValueError):
         given = {}  # type: ignore[assignment]
     try:
-        with torch.device("meta"):
+        with on_meta() as values:
             made = make(**{key: value for key, value in known.items() if key in given})
     except LLMemError:
         raise
@@ -409,7 +398,8 @@ def _called(case: Case) -> tuple[Any, Any, Any]:
             f"model {case.model}: the function should return (nn.Module, inputs) or (nn.Module, inputs, "
             f"loss), not {type(made).__name__}"
         )
-    return (*made, None) if len(made) == 2 else made
+    module, inputs, *loss = made
+    return module, inputs, loss[0] if loss else None, values
 
 
 def _function(name: str, function: str, model: str) -> Callable[..., Any]:
@@ -440,23 +430,30 @@ def _function(name: str, function: str, model: str) -> Callable[..., Any]:
     return found  # type: ignore[no-any-return]
 
 
-def _named_inputs(inputs: Any, case: Case) -> dict[str, Any]:
-    """Inputs by argument name; positional ones as `#0`, `#1`..."""
+def _nested(inputs: Any, case: Case) -> Any:
+    """Example inputs as a dict of keyword arguments or a list of positional ones; mappings inside are dicts."""
     if isinstance(inputs, torch.Tensor):
-        inputs = (inputs,)
-    if isinstance(inputs, Mapping):
-        named = dict(inputs)
-    elif isinstance(inputs, list | tuple):
-        named = {f"#{place}": value for place, value in enumerate(inputs)}
-    else:
+        inputs = [inputs]
+    if not isinstance(inputs, Mapping | list | tuple):
         raise CaptureError(
             f"model {case.model}: example inputs are a mapping, a sequence or a tensor, not {type(inputs).__name__}"
         )
-    if case.dtype != "fp32":
-        for key, value in named.items():
-            if isinstance(value, torch.Tensor) and value.is_floating_point():
-                named[key] = value.to(DTYPES[case.dtype])
-    return named
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return {key: plain(one) for key, one in value.items()}
+        return [plain(one) for one in value] if type(value) is list else value
+
+    return plain(inputs if isinstance(inputs, Mapping) else list(inputs))
+
+
+def _input(name: str, tensor: torch.Tensor, case: Case, values: Values) -> Input:
+    """A tensor among example inputs: floating-point ones in the dtype of the case, others with their values."""
+    if tensor.is_floating_point():
+        dtype = tensor.dtype if case.dtype == "fp32" else DTYPES[case.dtype]
+        return Input((name,), tuple(tensor.shape), dtype, "values")
+    known = values.of(tensor)
+    return Input((name,), tuple(tensor.shape), tensor.dtype, "ids", None if known is None else known.contiguous())
 
 
 def _scalar(loss: Any, output: Any, model: str) -> Any:
@@ -477,17 +474,6 @@ def _scalar(loss: Any, output: Any, model: str) -> Any:
 
 
 # -------------------------------------------------------------------------------------------------- helpers
-
-
-def _transformers() -> Any:
-    """transformers, without its notes and without the network."""
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    try:
-        import transformers
-    except ImportError as error:
-        raise ConfigError(f"transformers is needed to build models ({error}); pip install 'llmem[torch]'") from None
-    transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
-    return transformers
 
 
 def _line(error: BaseException) -> str:

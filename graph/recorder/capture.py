@@ -60,7 +60,6 @@ def _attempt(case: Any, real: int, progress: Progress | None, method: Method) ->
         runtime.observer = recorder
         runtime.synchronizations = recorder.synchronize
         runtime.emptied = recorder.empty_cache
-        runtime.truth = case.attention_mask != "padded"  # what `mask.all()` is when the host reads it
         if experts := shares(case, built.config):
             runtime.nonzero = Routed(experts)
         running = ExitStack()
@@ -81,6 +80,7 @@ def _attempt(case: Any, real: int, progress: Progress | None, method: Method) ->
             runtime.observer = None
             running.close()
             runtime.synchronizations = runtime.emptied = None
+        facts = built.facts
         assumptions = (*built.assumptions, *(str(text) for text in runtime.assumptions))
         del built
     log = recorder.log
@@ -98,6 +98,7 @@ def _attempt(case: Any, real: int, progress: Progress | None, method: Method) ->
             "arch": list(card.arch),
             "release": case.release,
             "torch": str(torch.__version__),
+            "model": facts.document(),
         },
         names=tuple(log.names),
         phases=generation.PHASES if inference else method.phases,

@@ -38,6 +38,7 @@ ANSWER_KEYS: Final = (
     "verdict",
     "min_fit",
     "ranks",
+    "model_facts",
     "events",
     "seconds",
     "error",
@@ -90,6 +91,12 @@ class Estimate:
         return self.worst.outside
 
     @property
+    def facts(self) -> Mapping[str, Any]:
+        """What was built: `graph.model.ModelFacts` as JSON; empty for a graph that does not say."""
+        found: Mapping[str, Any] = self.trace.metadata.get("environment", {}).get("model", {})
+        return found
+
+    @property
     def worst(self) -> RankResult:
         """The rank that needs most."""
         return self.result.ranks[0]
@@ -109,6 +116,7 @@ class Estimate:
             "device_total": max(rank.device_total for rank in self.result.ranks) if fits else None,
             "phases": phase_figures(self.worst) if fits else None,
             "verdict": self.verdict,
+            "model_facts": dict(self.facts),
             "events": stats["allocation.all.allocated"] + stats["allocation.all.freed"],
             "seconds": round(self.seconds, 3),
         }

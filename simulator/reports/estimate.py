@@ -38,6 +38,8 @@ def render_table(estimate: Estimate, console: Console | None = None) -> None:
 
 def _head(estimate: Estimate) -> Iterable[RenderableType]:
     yield case_line(estimate.case)
+    if estimate.facts:
+        yield facts_line(estimate.facts)
     if estimate.step is not None:
         yield _time(estimate.step)
     if estimate.min_fit is not None:
@@ -75,6 +77,22 @@ def case_line(case: Mapping[str, Any]) -> str:
     parts = [one_line(str(case.get("model", "")))]
     parts += [f"{key} {one_line(_value(case[key]))}" for key in case if key not in _SHOWN_ELSEWHERE]
     return ", ".join(parts)
+
+
+def facts_line(facts: Mapping[str, Any]) -> str:
+    """What was built: the class, its parameters and their dtype, those that are trained; another class than named."""
+    said = f"{facts['class']}, {_count(facts['parameters'])} parameters {facts['dtype']}"
+    if facts["trained"]:
+        said += f", {_count(facts['trained'])} trained"
+    return said + (f" (the configuration names {one_line(facts['named'])})" if facts.get("named") else "")
+
+
+def _count(number: int) -> str:
+    """A number of parameters with three digits: 6.74 B."""
+    for unit, size in (("B", 10**9), ("M", 10**6), ("K", 10**3)):
+        if number >= size:
+            return f"{number / size:#.3g}".rstrip(".") + f" {unit}"
+    return str(number)
 
 
 def _value(value: object) -> str:

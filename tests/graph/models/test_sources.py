@@ -197,7 +197,8 @@ def test_tied_weights_are_one_parameter() -> None:
 
 
 def test_experts_are_split_as_stated(configured: Any) -> None:
-    mixture = {**TINY, "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
+    named = {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"]}
+    mixture = {**TINY, **named, "num_local_experts": 4, "num_experts_per_tok": 2}
     folder = configured(mixture)
     assert made(model=folder, seq=8).assumptions == (
         "mixture of experts: the 4 experts get equal shares of the tokens",

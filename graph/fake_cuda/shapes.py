@@ -1,0 +1,124 @@
+"""Shapes of what operators make on CUDA: PyTorch's own rules (FakeTensorMode), which need no GPU."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import torch
+from torch._meta_registrations import _create_grouped_mm_output_tensor
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    UnsupportedOperatorException,
+)
+from torch.utils._pytree import tree_leaves, tree_map
+
+from graph.errors import CaptureError
+
+_CUDA: Final = torch.device("cuda", 0)
+#: Most elements of operands for which an operator without a rule for shapes is run on the CPU instead.
+_COMPUTED: Final = 1 << 24
+
+
+class Shapes:
+    """Shapes of outputs by arguments: PyTorch's own rules for a CUDA device, remembered."""
+
+    def __init__(self) -> None:
+        self._mode: FakeTensorMode | None = None
+        self.asked = 0
+
+    def infer(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """The fake outputs of `func`, and the fake keyword arguments it was called with.
+
+        Raises CaptureError if PyTorch has no rule for it, or if shapes depend on values.
+        """
+        if self._mode is None:
+            self._mode = FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=False)
+        self.asked += 1
+        func, args, kwargs = _stand_in(func, args, kwargs)
+        with self._mode:
+            fake_args = numbers_as_tensors(func, tuple(_fake(arg) for arg in args))
+            fake_kwargs = {key: _fake(value) for key, value in kwargs.items()}
+            try:
+                if func is torch.ops.aten._grouped_mm.default:  # its rule for shapes refuses all dtypes but bfloat16
+                    return _grouped(*fake_args, **fake_kwargs), fake_kwargs
+                return func(*fake_args, **fake_kwargs), fake_kwargs
+            except (DynamicOutputShapeException, DataDependentOutputException) as error:
+                raise CaptureError(
+                    f"operator {func}: the shape of its result depends on values on the device"
+                ) from error
+            except (UnsupportedOperatorException, NotImplementedError):
+                pass
+        return self._compute(func, args, kwargs)
+
+    def _compute(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """As `infer`, for an operator that PyTorch has no rule for: run on zeros on the CPU, if it is not too large."""
+        tensors = [value for value in tree_leaves((args, kwargs)) if isinstance(value, torch.Tensor)]
+        if sum(tensor.numel() for tensor in tensors) > _COMPUTED:
+            raise CaptureError(f"operator {func}: PyTorch has no rule for the shape of its result")
+        cpu_args, cpu_kwargs = tree_map(_zeros, (args, kwargs))
+        try:
+            return func(*cpu_args, **cpu_kwargs), cpu_kwargs
+        except (NotImplementedError, RuntimeError) as error:
+            raise CaptureError(f"operator {func}: PyTorch has no rule for the shape of its result") from error
+
+
+def _grouped(left: Any, right: Any, offs: Any = None, bias: Any = None, out_dtype: Any = None) -> Any:
+    """The result of `_grouped_mm`, on CUDA for all floating-point dtypes (ATen/native/cuda/GroupedBlas.cpp)."""
+    return _create_grouped_mm_output_tensor(left, right, offs, out_dtype)  # type: ignore[no-untyped-call]
+
+
+def _stand_in(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    """A call whose result has the same shape, for convolutions of CUDA, which have no rules of their own."""
+    aten = torch.ops.aten
+    if func is aten.cudnn_convolution.default:
+        image, weight, padding, stride, dilation, groups = args[:6]
+        return aten.convolution.default, (image, weight, None, stride, padding, dilation, False, [0], groups), {}
+    if func is aten.cudnn_convolution_transpose.default:
+        image, weight, padding, more, stride, dilation, groups = args[:7]
+        return aten.convolution.default, (image, weight, None, stride, padding, dilation, True, more, groups), {}
+    if func is aten._conv_depthwise2d.default:
+        image, weight, _, *rest = args
+        return aten.convolution.default, (image, weight, *rest, False, [0], image.shape[1]), {}
+    if func is aten.cudnn_grid_sampler.default:
+        return aten.grid_sampler_2d.default, (*args, 0, 0, True), {}
+    return func, args, kwargs
+
+
+def _fake(value: Any) -> Any:
+    """A tensor's likeness, made inside FakeTensorMode; anything else itself."""
+    if isinstance(value, torch.Tensor) and value.__class__ is not FakeTensor:
+        device = _CUDA if value.is_cuda else value.device
+        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device)
+    if isinstance(value, list | tuple):
+        return [_fake(item) for item in value]
+    return value
+
+
+def numbers_as_tensors(func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Python numbers in place of tensors (`remainder.Tensor(x, 2)`) as tensors on the CPU that promote alike, for
+    operators that cannot be called from Python with numbers."""
+    schema = func._schema
+    places = [
+        place
+        for place, value in enumerate(args)
+        if value.__class__ in (int, float) and isinstance(schema.arguments[place].type, torch.TensorType)
+    ]
+    if not places or torch._C._should_allow_numbers_as_tensors(schema.name.removeprefix("aten::")):
+        return args
+    dtypes = [value.dtype for value in args if isinstance(value, torch.Tensor)]
+    tensors = list(args)
+    for place in places:
+        alike = [dtype for dtype in dtypes if dtype.is_floating_point or args[place].__class__ is int]
+        dtype = alike[0] if alike else torch.tensor(args[place]).dtype
+        tensors[place] = torch.scalar_tensor(args[place], dtype=dtype)
+    return tuple(tensors)
+
+
+def _zeros(value: Any) -> Any:
+    """Zeros like a CUDA tensor, on the CPU."""
+    if isinstance(value, torch.Tensor) and value.is_cuda:
+        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype).zero_()
+    return value

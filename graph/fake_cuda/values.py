@@ -1,0 +1,177 @@
+"""Values of integers and booleans on devices that hold nothing.
+
+What comes from the host has values: token ids, masks, sizes of images, lengths. They and what integer and boolean
+operators make of them are computed on the host beside the shapes, so that shapes that depend on them are what they are
+(`nonzero`, masks among indices, lists of lengths). What derives from floating-point numbers or from chance has no
+values, nor has what is larger than `MOST_BYTES`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from typing import Any, Final
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+
+from graph.fake_cuda.shapes import numbers_as_tensors
+
+#: Storages of more bytes have no values.
+MOST_BYTES: Final = 1 << 25
+#: The dtypes that have values.
+COUNTED: Final = frozenset({torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64})
+#: Operators in place after which nothing is left of what was there.
+_OVERWRITING: Final = frozenset({"copy_", "fill_", "zero_"})
+
+_CPU: Final = torch.device("cpu")
+
+
+class _UnknownError(Exception):
+    """A tensor has no values."""
+
+
+class Values:
+    """The values of tensors of one device, by storage.
+
+    `key(tensor)` says which storage a tensor has; `known` has the bytes of those with values, on the host. Whoever
+    knows when a storage dies takes its key out of `known`.
+    """
+
+    def __init__(
+        self, key: Callable[[torch.Tensor], int], known: MutableMapping[int, torch.UntypedStorage] | None = None
+    ) -> None:
+        self.key = key
+        self.known: MutableMapping[int, torch.UntypedStorage] = {} if known is None else known
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """The values of `tensor` on the host, as a view of what is kept; None if it has none."""
+        if tensor.device.type == "cpu":
+            return tensor
+        if tensor.dtype not in COUNTED:
+            return None
+        if not tensor.numel():
+            return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=_CPU)
+        storage = self.known.get(self.key(tensor))
+        return None if storage is None else _view(storage, tensor)
+
+    def put(self, tensor: torch.Tensor, host: torch.Tensor) -> None:
+        """Let `tensor`, new, have the values of `host`."""
+        storage = _room(tensor)
+        if storage is not None and tensor.numel():
+            _view(storage, tensor).copy_(host)
+            self.known[self.key(tensor)] = storage
+
+    def forget(self, tensors: Iterable[torch.Tensor]) -> None:
+        """The storages of `tensors` have no values any more."""
+        for tensor in tensors:
+            self.known.pop(self.key(tensor), None)
+
+    def computed(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """What `func` gives on the values of its arguments; None where one of them has none."""
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            return None
+        try:
+            host_args, host_kwargs = self._host((args, kwargs))
+            return func(*numbers_as_tensors(func, host_args), **host_kwargs)
+        except (_UnknownError, RuntimeError, IndexError):  # NotImplementedError is a RuntimeError: no kernel on the CPU
+            return None
+
+    def made(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        """`func` has made `out`: new tensors of integers or booleans alone."""
+        result = self.computed(func, args, kwargs)
+        if result is not None:
+            for tensor, host in zip(tree_leaves(out), tree_leaves(result), strict=True):
+                self.put(tensor, host)
+
+    def written(self, func: Any, args: Any, kwargs: Any, targets: tuple[torch.Tensor, ...]) -> None:
+        """`func` has written its arguments `targets`, of integers or booleans."""
+        overwrites = func._opname in _OVERWRITING or (func._schema.is_mutable and bool(_outs(func)))
+        for target in targets:
+            if self.of(target) is None and overwrites and (room := _room(target)) is not None:
+                self.known[self.key(target)] = room
+        if self.computed(func, args, kwargs) is None:
+            self.forget(targets)
+
+    def _host(self, value: Any) -> Any:
+        """Arguments with host tensors in place of the device's; raises _UnknownError."""
+        leaves, shape = tree_flatten(value)
+        return tree_unflatten([self._leaf(leaf) for leaf in leaves], shape)
+
+    def _leaf(self, leaf: Any) -> Any:
+        if isinstance(leaf, torch.device):
+            return _CPU
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        found = self.of(leaf)
+        if found is None:
+            raise _UnknownError
+        return found
+
+
+def _outs(func: Any) -> list[str]:
+    """Arguments `out=` of an operator."""
+    return [
+        a.name for a in func._schema.arguments if a.kwarg_only and a.alias_info is not None and a.alias_info.is_write
+    ]
+
+
+def _room(tensor: torch.Tensor) -> torch.UntypedStorage | None:
+    """Memory on the host for the storage of `tensor`; None if that is too large or not the tensor's alone."""
+    size = tensor.untyped_storage().nbytes()
+    if size > MOST_BYTES or tensor.numel() * tensor.dtype.itemsize != size:
+        return None
+    return torch.empty(size, dtype=torch.uint8, device=_CPU).untyped_storage()
+
+
+def _view(storage: torch.UntypedStorage, tensor: torch.Tensor) -> torch.Tensor:
+    """The storage seen as `tensor` sees its own."""
+    empty = torch.empty(0, dtype=tensor.dtype, device=_CPU)
+    return empty.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
+
+
+@contextlib.contextmanager
+def on_meta() -> Iterator[Values]:
+    """Tensors are made on "meta" while inside, and those of integers and booleans have values."""
+    values = Values(lambda tensor: tensor.untyped_storage()._cdata)
+    with torch.device("meta"), _Literals(values), _Operators(values):
+        yield values
+
+
+class _Literals(TorchFunctionMode):
+    """Lists of numbers become tensors below where a dispatch mode sees it."""
+
+    def __init__(self, values: Values) -> None:
+        super().__init__()
+        self.values = values
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        literals = func in (torch.tensor, torch.as_tensor) and not (args and isinstance(args[0], torch.Tensor))
+        if literals and out.is_meta and out.dtype in COUNTED:
+            literal = func(*args, **{**(kwargs or {}), "device": _CPU})
+            self.values.put(out, literal)
+        return out
+
+
+class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Follows every operator on "meta"."""
+
+    def __init__(self, values: Values) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.values = values
+        self._alive: list[Any] = []  # storages, so that none is taken for another
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        leaves = [leaf for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor)]
+        if leaves and all(leaf.is_meta and leaf.dtype in COUNTED for leaf in leaves):
+            self._alive += [leaf.untyped_storage() for leaf in leaves]
+            if func._schema.is_mutable:
+                self.values.written(func, args, kwargs, tuple(leaves))
+            elif "empty" not in func._opname and not any(value.alias_info for value in func._schema.returns):
+                self.values.made(func, args, kwargs, out)
+        return out

@@ -1,0 +1,215 @@
+"""What classes without one of the usual heads are fed: images and audio beside text, as their processors make them.
+
+One image a sample, one piece of audio a sample. How many tokens of the sequence an image takes is asked of the model's
+own `get_image_features`, or follows from the grid of patches (`image_grid_thw`). A class whose inputs are not known is
+refused: `module:function` can give them.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import torch
+
+from graph.case import Case
+from graph.errors import CaptureError
+from graph.loop.inputs import DTYPES, Input, check_positions, image_pixels
+from traces.errors import ConfigError
+
+#: Edge in pixels of the image of models that take images of any size.
+_EDGE: Final = 448
+#: What a forward may take that nothing here makes.
+_UNKNOWN: Final = ("input_values", "bbox", "input_points", "past_values")
+#: Where the id of the tokens that stand for an image is configured.
+_IMAGE_TOKEN: Final = ("image_token_id", "image_token_index")
+
+
+@dataclass(frozen=True)
+class Fed:
+    """The inputs of one micro-batch, further arguments of the forward, and what was assumed."""
+
+    batch: tuple[Input, ...]
+    constants: Mapping[str, Any] = field(default_factory=dict)
+    assumptions: tuple[str, ...] = ()
+
+
+def takes_more_than_text(kind: Any) -> bool:
+    """Whether the forward of a class takes images or audio."""
+    return bool({"pixel_values", "input_features", "input_values"} & set(_parameters(kind)))
+
+
+def feed(case: Case, module: Any, place: str) -> Fed:
+    """The inputs of a training step of `module` (on "meta"), in the order in which its processor gives them.
+
+    Raises ConfigError where the sequence has no room for them, CaptureError for a class whose inputs are not known.
+    """
+    taken = _parameters(type(module))
+    needed = [name for name, one in taken.items() if one.default is one.empty and one.kind is one.POSITIONAL_OR_KEYWORD]
+    text, images, audio = (name in taken for name in ("input_ids", "pixel_values", "input_features"))
+    if audio and hasattr(module.config, "num_mel_bins") and hasattr(module.config, "max_source_positions"):
+        return _heard(case, module, place)
+    if text and images and _image_token(module.config) is not None:
+        return _read_with_images(case, module, taken, place)
+    if text and images and "return_loss" in taken:
+        check_positions(module.config, case.seq, "seq", place)
+        batch = (_ids(case), _mask(case), _pixels(case, module.config.vision_config))
+        return Fed(batch, {"return_loss": True})
+    strange = [name for name in taken if name in _UNKNOWN] or type(module).__name__.endswith("MultipleChoice")
+    if images and not text and not strange and set(needed) <= {"pixel_values"}:
+        return Fed((_pixels(case, module.config),), {}, _mean(module))
+    if text and not images and not audio and not strange and set(needed) <= {"input_ids"}:
+        return _read(case, module, taken, place)
+    raise CaptureError(
+        f"{place}: what {type(module).__name__} is fed ({', '.join(list(taken)[:5])}, ...) is not known here; give "
+        "model and inputs by module:function"
+    )
+
+
+def _parameters(kind: Any) -> dict[str, inspect.Parameter]:
+    found = dict(inspect.signature(kind.forward).parameters)
+    found.pop("self", None)
+    return {name: one for name, one in found.items() if one.kind is not one.VAR_KEYWORD}
+
+
+def _mean(module: Any) -> tuple[str, ...]:
+    return (f"the mean of the first output of {type(module).__name__} stands for a loss",)
+
+
+# --------------------------------------------------------------------------------------------------------- text
+
+
+def _ids(case: Case, given: torch.Tensor | None = None) -> Input:
+    return Input(("input_ids",), (case.batch, case.seq), torch.int64, "ids", given)
+
+
+def _mask(case: Case) -> Input:
+    kind: Any = "padded" if case.attention_mask == "padded" else "mask"
+    return Input(("attention_mask",), (case.batch, case.seq), torch.int64, kind)
+
+
+def _read(case: Case, module: Any, taken: Mapping[str, Any], place: str) -> Fed:
+    """Text alone: labels by token or by sample where the class is for that, else the mean of its output."""
+    check_positions(module.config, case.seq, "seq", place)
+    name = type(module).__name__
+    batch = [_ids(case), _mask(case)]
+    if getattr(module.config, "is_encoder_decoder", False) and "decoder_input_ids" in taken:
+        decoded = case.seq if case.dec_seq is None else case.dec_seq
+        batch.append(Input(("decoder_input_ids",), (case.batch, decoded), torch.int64, "ids"))
+    by_sample = {"QuestionAnswering": ("start_positions", "end_positions"), "NextSentencePrediction": ("labels",)}
+    for ending, names in by_sample.items():
+        if name.endswith(ending) and set(names) <= set(taken):
+            batch += [Input((one,), (case.batch,), torch.int64, "labels") for one in names]
+            return Fed(tuple(batch))
+    if name.endswith(("TokenClassification", "LMHeadModel", "ForCausalLM")) and "labels" in taken:
+        batch.append(Input(("labels",), (case.batch, case.seq), torch.int64, "labels"))
+        return Fed(tuple(batch))
+    return Fed(tuple(batch), {}, _mean(module))
+
+
+# ------------------------------------------------------------------------------------------------------- images
+
+
+def _pixels(case: Case, config: Any) -> Input:
+    return Input(("pixel_values",), image_pixels(case.batch, config), DTYPES[case.dtype], "values")
+
+
+def _image_token(config: Any) -> int | None:
+    found = next((value for name in _IMAGE_TOKEN if (value := getattr(config, name, None)) is not None), None)
+    return None if found is None else int(found)
+
+
+def _read_with_images(case: Case, module: Any, taken: Mapping[str, Any], place: str) -> Fed:
+    """A text with one image: its tokens stand after the first one, and are not learnt."""
+    check_positions(module.config, case.seq, "seq", place)
+    pictures, count, said = _grid(case, module) if "image_grid_thw" in taken else _picture(case, module, taken, place)
+    if count >= case.seq:
+        raise ConfigError(f"key 'seq': an image is {count} tokens of the sequence, which has {case.seq}; give more")
+    shown = torch.zeros(case.batch, case.seq, dtype=torch.int64)
+    shown[:, 1 : 1 + count] = 1
+    batch = [_ids(case, shown * _token(module)), _mask(case)]
+    for name in ("token_type_ids", "mm_token_type_ids"):
+        if name in taken:
+            batch.append(Input((name,), (case.batch, case.seq), torch.int64, "values", shown))
+    labels = Input(("labels",), (case.batch, case.seq), torch.int64, "labels", shown * -100)
+    return Fed((*batch, *pictures, labels), {}, (f"one image of {said} a sample, {count} of its {case.seq} tokens",))
+
+
+def _token(module: Any) -> int:
+    return _image_token(module.config) or 0
+
+
+def _grid(case: Case, module: Any) -> tuple[list[Input], int, str]:
+    """Patches in rows, and the grid that they are of (Qwen2-VL's processor and its kin): a square image of `_EDGE`
+    pixels, or as many as half of the sequence has room for."""
+    vision = module.config.vision_config
+    merged = int(getattr(vision, "spatial_merge_size", 2))
+    factor = int(vision.patch_size) * merged
+    edge = max(1, min(_EDGE // factor, math.isqrt(case.seq // 2)))
+    patches = (edge * merged) ** 2
+    width = int(getattr(vision, "in_channels", 3)) * int(getattr(vision, "temporal_patch_size", 1))
+    shape = (case.batch * patches, width * int(vision.patch_size) ** 2)
+    grid = torch.tensor([[1, edge * merged, edge * merged]] * case.batch)
+    pixels = Input(("pixel_values",), shape, DTYPES[case.dtype], "values")
+    sizes = Input(("image_grid_thw",), (case.batch, 3), torch.int64, "values", grid)
+    return [pixels, sizes], edge * edge, f"{edge * factor} x {edge * factor} pixels"
+
+
+def _picture(case: Case, module: Any, taken: Mapping[str, Any], place: str) -> tuple[list[Input], int, str]:
+    """Images of the size that the model has; how many tokens they are, the model itself says."""
+    _, channels, height, width = image_pixels(1, module.config.vision_config)
+    sizes = torch.tensor([[height, width]])
+    options = {"image_sizes": sizes} if "image_sizes" in taken and _accepts_sizes(module) else {}
+    try:
+        with torch.no_grad(), torch.device("meta"):
+            pixels = torch.empty(1, channels, height, width, dtype=DTYPES[case.dtype])
+            found = module.get_image_features(pixel_values=pixels, **options)
+    except Exception as error:
+        raise CaptureError(
+            f"{place}: {type(module).__name__} does not take an image of {height} x {width} pixels: "
+            f"{' '.join(str(error).split())[:200]}; give model and inputs by module:function"
+        ) from None
+    batch = [Input(("pixel_values",), (case.batch, channels, height, width), DTYPES[case.dtype], "values")]
+    if options:
+        batch.append(Input(("image_sizes",), (case.batch, 2), torch.int64, "values", sizes.repeat(case.batch, 1)))
+    return batch, _rows(found), f"{height} x {width} pixels"
+
+
+def _accepts_sizes(module: Any) -> bool:
+    """Whether images of any size go to the vision tower with their sizes (Pixtral)."""
+    tower = getattr(getattr(module, "model", module), "vision_tower", None)
+    return tower is not None and "image_sizes" in _parameters(type(tower))
+
+
+def _rows(features: Any) -> int:
+    """How many tokens the features of images are: those projected, else the last hidden states."""
+    pooled = getattr(features, "pooler_output", None)
+    if isinstance(pooled, torch.Tensor) and pooled.ndim < 3:
+        pooled = None
+    found = features.last_hidden_state if pooled is None else pooled
+    parts = found if isinstance(found, list | tuple) else [found]
+    return sum(math.prod(part.shape[:-1]) for part in parts)
+
+
+# -------------------------------------------------------------------------------------------------------- audio
+
+
+def _heard(case: Case, module: Any, place: str) -> Fed:
+    """Whisper: a spectrogram of the whole window, which its processor pads, and the tokens to be written."""
+    config = module.config
+    decoded = case.seq if case.dec_seq is None else case.dec_seq
+    most = int(getattr(config, "max_target_positions", decoded))
+    if decoded > most:
+        key = "seq" if case.dec_seq is None else "dec_seq"
+        raise ConfigError(f"key '{key}': {decoded} tokens do not fit the {most} positions of the decoder in {place}")
+    frames = 2 * int(config.max_source_positions)
+    sound = Input(("input_features",), (case.batch, config.num_mel_bins, frames), DTYPES[case.dtype], "values")
+    said = (f"one window of {frames} frames of audio a sample, {decoded} tokens of text",)
+    if "labels" in _parameters(type(module)):
+        labels = Input(("labels",), (case.batch, decoded), torch.int64, "labels")
+        return Fed((sound, labels), {}, said)
+    ids = Input(("decoder_input_ids",), (case.batch, decoded), torch.int64, "ids")
+    return Fed((sound, ids), {}, (*said, *_mean(module)))

@@ -1,0 +1,119 @@
+"""Integers and booleans on the fake device: what operators make of them is what the CPU makes of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from graph.fake_cuda import device as fake_cuda
+from graph.fake_cuda.values import MOST_BYTES, on_meta
+from graph.hardware.profile import profile
+
+Program = Callable[[torch.Tensor], Any]
+
+
+@pytest.fixture(scope="module")
+def runtime() -> Iterator[fake_cuda.Runtime]:
+    with fake_cuda.fake_cuda(profile("A100-80GB", "2.13")) as found:
+        yield found
+
+
+def in_place(x: torch.Tensor) -> torch.Tensor:
+    made = torch.empty_like(x)
+    made.copy_(x)
+    made[:, 0] = 7
+    made[1:] += x[:1]
+    made[x > 2] = -1
+    return made.t()
+
+
+def by_list(x: torch.Tensor) -> list[torch.Tensor]:
+    lengths = (x.abs().sum(1) % 3 + 1).tolist()
+    return list(torch.split(torch.arange(sum(lengths), device=x.device), lengths))
+
+
+#: Programs over a tensor of integers with at least two rows and columns.
+PROGRAMS: dict[str, Program] = {
+    "arithmetic": lambda x: (x * 3 - x.max()) // 2 % 5,
+    "windows": lambda x: torch.nn.functional.pad(x, (1, 2), value=-100).unfold(1, 2, 1).reshape(-1),
+    "cumulated": lambda x: torch.nn.functional.pad(x.abs().sum(1).cumsum(0, dtype=torch.int32), (1, 0)),
+    "in place": in_place,
+    "places": lambda x: x.remainder(2).nonzero(),
+    "masks": lambda x: (x[x > 0], x.masked_select(x < 1), torch.where(x[0] > 0, x[0], x[1])),
+    "repeated": lambda x: torch.repeat_interleave(x[0], x[1].abs()),
+    "distinct": lambda x: torch.unique(x, return_inverse=True, return_counts=True),
+    "counted": lambda x: torch.bincount(x.abs().flatten()),
+    "sorted": lambda x: x.flatten().sort(descending=True),
+    "gathered": lambda x: torch.stack([x, x + 1]).gather(0, (x > 0).long().unsqueeze(0)),
+    "one hot": lambda x: torch.nn.functional.one_hot(x.abs(), 20),
+    "grid": lambda x: torch.stack(torch.meshgrid(x[0], x[1], indexing="ij")).flatten(1),
+    "lists": by_list,
+    "flags": lambda x: ((x > 0).all(), (x > 0).any(1), ~(x == x[0, 0])),
+}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+@settings(max_examples=8, deadline=None)
+@given(data=st.data())
+def test_values_are_those_of_the_cpu(name: str, runtime: fake_cuda.Runtime, data: st.DataObject) -> None:
+    rows, columns = data.draw(st.tuples(st.integers(2, 4), st.integers(2, 5)))
+    numbers = st.lists(st.integers(-9, 9), min_size=columns, max_size=columns)
+    host = torch.tensor(data.draw(st.lists(numbers, min_size=rows, max_size=rows)))
+    before = dict(runtime.assumptions)
+    found, wanted = PROGRAMS[name](host.to("cuda")), PROGRAMS[name](host)
+    if isinstance(wanted, torch.Tensor):
+        found, wanted = [found], [wanted]
+    for one, other in zip(found, wanted, strict=True):
+        assert one.is_cuda
+        assert (one.shape, one.dtype) == (other.shape, other.dtype)
+        assert one.cpu().tolist() == other.tolist()
+    assert runtime.assumptions == before
+
+
+def test_what_comes_from_floating_point_numbers_has_no_values(runtime: fake_cuda.Runtime) -> None:
+    known = torch.tensor([3, 4]).to("cuda")
+    unknown = torch.ones(2, device="cuda").long()
+    assert runtime.values.of(known) is not None
+    for tensor in (unknown, known + unknown, torch.randint(0, 9, (2,), device="cuda"), torch.empty_like(known)):
+        assert runtime.values.of(tensor) is None
+    known += unknown
+    assert runtime.values.of(known) is None
+    known.fill_(5)
+    assert known.tolist() == [5, 5]
+
+
+def test_large_tensors_have_no_values(runtime: fake_cuda.Runtime) -> None:
+    assert runtime.values.of(torch.zeros(MOST_BYTES, dtype=torch.bool, device="cuda")) is not None
+    assert runtime.values.of(torch.zeros(MOST_BYTES + 1, dtype=torch.bool, device="cuda")) is None
+
+
+def test_values_go_with_their_storage(runtime: fake_cuda.Runtime) -> None:
+    tensor = torch.arange(6, device="cuda")
+    view = tensor[2:4]
+    count = len(runtime.memory.values)
+    del tensor
+    assert view.tolist() == [2, 3]
+    del view
+    assert len(runtime.memory.values) == count - 1
+
+
+def test_values_on_meta() -> None:
+    with on_meta() as values:
+        grid = torch.tensor([[1, 4, 6]])
+        ids = torch.zeros(2, 8, dtype=torch.int64)
+        ids[:, 1:3] = grid[0, 1]
+        mask = torch.cat([ids, ids + 1], 1) > 0
+        weight = torch.nn.Linear(4, 4).weight
+        assert {one.device.type for one in (grid, ids, mask, weight)} == {"meta"}
+        found = values.of(mask)
+    assert found is not None
+    assert found[0].tolist() == [False, True, True, *[False] * 5, *[True] * 8]
+    assert values.of(weight) is None

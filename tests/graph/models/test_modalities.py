@@ -1,0 +1,223 @@
+"""Images and audio beside text: small models of eight families run from their configuration to a step graph."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+import torch
+
+from graph.case import Case
+from graph.model import StepGraph
+from graph.models.sources import Built, build
+from graph.recorder.capture import capture
+from traces.errors import ConfigError
+
+WIDTH: dict[str, int] = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+TEXT = WIDTH | {"hidden_size": 64, "num_key_value_heads": 2, "vocab_size": 512, "max_position_embeddings": 512}
+ENDS = {"bos_token_id": 1, "eos_token_id": 2, "vocab_size": 512}
+VISION = WIDTH | {"image_size": 32, "patch_size": 8}
+#: 16 patches of 8 x 8 pixels; joined four by four they are 4 tokens.
+PATCHES, JOINED = 16, 4
+QWEN_VISION = {"depth": 2, "hidden_size": 32, "intermediate_size": 64, "num_heads": 4, "out_hidden_size": 64}
+QWEN_TOKENS = {"image_token_id": 500, "video_token_id": 501, "vision_start_token_id": 502, "vision_end_token_id": 503}
+#: By class: the configuration, and how many of a sample's 64 tokens are an image (the largest square that half of them
+#: has room for where images have any size).
+MODELS: dict[str, tuple[dict[str, Any], int]] = {
+    "LlavaForConditionalGeneration": (
+        {
+            "model_type": "llava",
+            "image_token_index": 500,
+            "text_config": {"model_type": "llama", **TEXT},
+            "vision_config": {"model_type": "clip_vision_model", **VISION},
+        },
+        PATCHES,
+    ),
+    "Qwen2_5_VLForConditionalGeneration": (
+        {
+            "model_type": "qwen2_5_vl",
+            **QWEN_TOKENS,
+            "text_config": {**TEXT, "rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]}},
+            "vision_config": {**QWEN_VISION, "fullatt_block_indexes": [1], "window_size": 56},
+        },
+        25,
+    ),
+    "Qwen3VLForConditionalGeneration": (
+        {
+            "model_type": "qwen3_vl",
+            **QWEN_TOKENS,
+            "text_config": {
+                **TEXT,
+                "head_dim": 16,
+                "rope_scaling": {"rope_type": "default", "mrope_section": [4, 2, 2]},
+            },
+            "vision_config": {**QWEN_VISION, "deepstack_visual_indexes": [0], "num_position_embeddings": 64},
+        },
+        25,
+    ),
+    "Gemma3ForConditionalGeneration": (
+        {
+            "model_type": "gemma3",
+            "image_token_index": 500,
+            "mm_tokens_per_image": JOINED,
+            "text_config": {**TEXT, "head_dim": 16, "sliding_window": 64},
+            "vision_config": VISION,
+        },
+        JOINED,
+    ),
+    "Llama4ForConditionalGeneration": (
+        {
+            "model_type": "llama4",
+            "image_token_index": 500,
+            "text_config": {
+                **TEXT,
+                "head_dim": 16,
+                "intermediate_size_mlp": 96,
+                "num_local_experts": 4,
+                "attention_chunk_size": 64,
+                "pad_token_id": 0,
+            },
+            "vision_config": {
+                **VISION,
+                "intermediate_size": 128,
+                "vision_output_dim": 64,
+                "projector_input_dim": 64,
+                "projector_output_dim": 64,
+                "pixel_shuffle_ratio": 0.5,
+            },
+        },
+        JOINED,
+    ),
+    "WhisperForConditionalGeneration": (
+        {
+            "model_type": "whisper",
+            "d_model": 32,
+            **{f"{part}_{key}": n for part in ("encoder", "decoder") for key, n in (("layers", 2), ("ffn_dim", 64))},
+            "encoder_attention_heads": 4,
+            "decoder_attention_heads": 4,
+            "max_source_positions": 100,
+            "max_target_positions": 64,
+            "pad_token_id": 0,
+            "decoder_start_token_id": 1,
+            **ENDS,
+        },
+        0,
+    ),
+    "CLIPModel": (
+        {
+            "model_type": "clip",
+            "text_config": {**WIDTH, **ENDS, "max_position_embeddings": 64},
+            "vision_config": VISION,
+        },
+        0,
+    ),
+    "SiglipModel": (
+        {"model_type": "siglip", "text_config": {**WIDTH, **ENDS, "projection_size": 32}, "vision_config": VISION},
+        0,
+    ),
+}
+
+
+def case(name: str, folder: Path, **keys: Any) -> Case:
+    path = folder / f"{name}.json"
+    path.write_text(json.dumps(MODELS[name][0] | {"architectures": [name]}))
+    return Case.of({"model": str(path), "batch": 2, "seq": 64, "steps": 2, **keys})
+
+
+def born(graph: StepGraph, category: str) -> list[int]:
+    """Bytes of the storages of a category, in order of birth."""
+    return graph.storages.bytes[graph.storages.category == graph.names.index(category)].tolist()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_inputs_are_what_the_model_takes(name: str, tmp_path: Path) -> None:
+    """transformers itself checks, on the CPU with weights, that image tokens and features of images agree."""
+    built = build(case(name, tmp_path))
+    host = dict(built.host())
+    tokens = MODELS[name][1]
+    if tokens:
+        assert (host["input_ids"] == 500).sum(1).tolist() == [tokens] * 2
+        assert built.assumptions[-1].endswith(f" a sample, {tokens} of its 64 tokens")
+    torch.manual_seed(0)
+    module = type(built.module)(built.config)
+    loss = built.forward(module, host)
+    assert torch.isfinite(loss)
+    assert loss.requires_grad
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_captured_end_to_end(name: str, tmp_path: Path) -> None:
+    asked = case(name, tmp_path, dtype="bf16")
+    built = build(asked)
+    graph = capture(asked)
+    wanted = sum(parameter.numel() for parameter in built.module.parameters())
+    facts = graph.environment["model"]
+    assert (facts["class"], facts["parameters"], facts["dtype"]) == (name, wanted, "bf16")
+    inputs = [tensor.nbytes for _, tensor in built.host()]
+    assert born(graph, "input")[: len(inputs)] == inputs
+    assert not any("elements that are not zero" in text for text in graph.assumptions)
+
+
+def test_patches_are_in_rows_with_their_grid(tmp_path: Path) -> None:
+    host = dict(build(case("Qwen2_5_VLForConditionalGeneration", tmp_path)).host())
+    assert host["image_grid_thw"].tolist() == [[1, 10, 10]] * 2
+    assert host["pixel_values"].shape == (200, 3 * 2 * 14 * 14)
+    assert host["mm_token_type_ids"].sum(1).tolist() == [25, 25]
+
+
+def test_no_room_for_the_image_or_the_text(tmp_path: Path) -> None:
+    with pytest.raises(
+        ConfigError, match=r"^key 'seq': an image is 16 tokens of the sequence, which has 16; give more$"
+    ):
+        build(case("LlavaForConditionalGeneration", tmp_path, seq=16))
+    with pytest.raises(ConfigError, match=r"^key 'seq': 65 tokens do not fit the 64 positions of the decoder in "):
+        build(case("WhisperForConditionalGeneration", tmp_path, seq=65))
+    with pytest.raises(ConfigError, match=r"^key 'seq': 65 tokens do not fit the 64 positions"):
+        build(case("CLIPModel", tmp_path, seq=65))
+
+
+OWN = """
+import torch
+from torch import nn
+
+class Nested(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.line = nn.Linear(4, 8)
+
+    def forward(self, sample, added, sizes, scale):
+        assert torch.is_tensor(added["rest"][0]) and scale == 2
+        parts = self.line(sample + added["embeds"]).split(sizes["lengths"].tolist())
+        kept = [part[: int(sizes["most"])] for part in parts]
+        return torch.cat(kept).sum() * scale
+
+def nested():
+    sizes = {"lengths": torch.tensor([1, 2, 5]), "most": torch.tensor(2, dtype=torch.int32)}
+    added = {"embeds": torch.zeros(8, 4), "rest": [torch.zeros(3)]}
+    return Nested(), {"sample": torch.zeros(8, 4), "added": added, "sizes": sizes, "scale": 2}
+"""
+
+
+def test_nested_inputs_of_a_function_keep_their_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "own_nested.py").write_text(OWN)
+    monkeypatch.chdir(tmp_path)
+    asked = Case.of({"model": "own_nested:nested", "dtype": "bf16", "steps": 2})
+    built: Built = build(asked)
+    shapes = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in built.host()}
+    assert shapes == {
+        "sample": ((8, 4), torch.bfloat16),
+        "added/embeds": ((8, 4), torch.bfloat16),
+        "added/rest/0": ((3,), torch.bfloat16),
+        "sizes/lengths": ((3,), torch.int64),
+        "sizes/most": ((), torch.int32),
+    }
+    graph = capture(asked)
+    kept = [1 + 2 + 2, 8]  # the first part, the second, two rows of the third; as wide as the layer is
+    assert kept[0] * kept[1] * 2 in graph.storages.bytes.tolist()
+    assert graph.assumptions == ()
