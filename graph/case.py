@@ -2,24 +2,43 @@
 
 A case is what the options of `estimate` say, or one line of a `CASES.jsonl`. `Case.of` reads it from a mapping and
 refuses what it does not know; a `Case` always holds values of the right kinds, though not yet a model that exists.
+Every key is declared here and nowhere else: checks, options, their help and the reference derive from the declaration.
 """
+
+# ruff: noqa: RUF009  (a declared key is the field of a dataclass)
 
 from __future__ import annotations
 
-import dataclasses
-import difflib
+import json
 import math
-import re
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import MISSING, dataclass, field
-from typing import Any, Final, cast
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import MISSING, dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Annotated, Any, Final, Literal, get_args
 
+from msgspec import Meta
+
+from graph.keys import (
+    LARGEST,
+    Configuration,
+    Group,
+    Key,
+    Only,
+    declared,
+    is_function,
+    keys_of,
+    nearest,
+    numbers,
+    pairs,
+    shown,
+    words,
+)
+from graph.models import catalogue
 from traces.errors import ConfigError
-from traces.text import number
 
-Check = Callable[[Any], Any]
-
-STRATEGIES: Final = (
+Strategy = Literal[
     "single",
     "ddp",
     "ddp-view",
@@ -39,8 +58,10 @@ STRATEGIES: Final = (
     "deepspeed-3",
     "pp",
     "gemini",
-)
-HEADS: Final = ("causal-lm", "seq2seq-lm", "masked-lm", "sequence-classification", "image-classification")
+]
+STRATEGIES: Final[tuple[str, ...]] = get_args(Strategy)
+Head = Literal["", "causal-lm", "seq2seq-lm", "masked-lm", "sequence-classification", "image-classification"]
+HEADS: Final[tuple[str, ...]] = get_args(Head)[1:]
 
 #: Keys that a strategy has other defaults for: "gemini" is LLMem's own setting, Colossal-AI with transformers 4.29 and
 #: PyTorch 2.0. The GPU stays the user's.
@@ -55,390 +76,510 @@ USUAL: Final[Mapping[str, Mapping[str, Any]]] = {
     }
 }
 
-#: Other usual spellings of a key, for the hint in the error of an unknown one.
-_SPELLINGS: Final[Mapping[str, str]] = {
-    "ckpt": "checkpointing",
-    "gradient_checkpointing": "checkpointing",
-    "device": "gpu",
-    "mem": "memory",
-    "expandable": "alloc_conf",
-    "torch": "release",
-    "lag": "deferred",
-    "stages": "world",
-    "mb_size": "batch",
-    "micro_batch": "batch",
-    "bucket": "buckets",
-    "sac": "save",
-    "load": "quant",
-    "attention": "attn",
-    "max_new_tokens": "new",
-    "ranks": "world",
+# --- where keys mean something ---------------------------------------------------------------------------------------
+
+_TRAIN: Final = Only("task", ("train",))
+_CONFIGURATION: Final = Configuration("model")
+_RESHARDED: Final = ("fsdp2", "fsdp2-nr", "fsdp2-offload", "fsdp2-tp", "hsdp")
+_REPLICATED: Final = ("ddp", "ddp-view", "zero1", "fsdp1")
+
+COMMON: Final = Group("Common options")
+PRECISION: Final = Group("Precision and attention")
+INPUTS: Final = Group("Model and inputs")
+LOOP: Final = Group("Training loop", (_TRAIN,))
+ADAPTERS: Final = Group("Adapters and quantisation", (_CONFIGURATION,))
+SEVERAL: Final = Group("Several GPUs")
+DEEPSPEED: Final = Group("DeepSpeed", (Only("strategy", ("deepspeed-1", "deepspeed-2", "deepspeed-3")),))
+PIPELINE: Final = Group("Pipeline", (Only("strategy", ("pp",), axes=("pp",)),))
+INFERENCE: Final = Group("Inference", (Only("task", ("inference",)),))
+DEVICE: Final = Group("Allocator and GPU")
+#: Every group, in the order of help and reference.
+GROUPS: Final = (COMMON, PRECISION, INPUTS, LOOP, ADAPTERS, SEVERAL, DEEPSPEED, PIPELINE, INFERENCE, DEVICE)
+
+# --- kinds of values -------------------------------------------------------------------------------------------------
+
+Count = Annotated[int, Meta(ge=1, lt=LARGEST)]
+Size = Annotated[int, Meta(ge=1 << 20, lt=LARGEST)]
+Number = Annotated[float, Meta(ge=0, le=sys.float_info.max)]
+Line = Annotated[str, Meta(pattern=r"\A[^\n]+\Z")]
+Kept = Literal["matmul", "attn"]
+Flavour = Literal["", "fp32", "bf16", "fp16"]
+
+# --- other names of values: those of torch, transformers, accelerate and DeepSpeed -----------------------------------
+
+_DTYPES: Final[Mapping[str, str]] = {
+    f"{torch}{other}": name
+    for torch in ("", "torch.")
+    for name, others in {"fp32": ("float32", "float"), "bf16": ("bfloat16",), "fp16": ("float16", "half")}.items()
+    for other in others
 }
-
-
-class _BadValueError(Exception):
-    """What a value should have been."""
-
-
-def _shown(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
-
-
-def _nearest(word: str, known: Iterable[str]) -> str:
-    near = difflib.get_close_matches(word[:60], [one for one in known if one], n=1, cutoff=0.0)
-    return near[0] if near else ""
-
-
-def _choice(default: str, *values: str) -> Any:
-    """One of the texts, exactly as written."""
-
-    def check(value: Any) -> str:
-        if isinstance(value, str) and value in values:
-            return value
-        near = f"; the nearest is {_nearest(value, values)!r}" if isinstance(value, str) and value else ""
-        raise _BadValueError(f"one of {', '.join(map(repr, values))}{near}")
-
-    return field(default=default, metadata={"check": check})
-
-
-def _whole(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _count(default: int | None, least: int, *, optional: bool = False) -> Any:
-    """A whole number of at least `least`, below 2^53 so that every JSON reader keeps it."""
-
-    def check(value: Any) -> int | None:
-        if optional and value is None:
-            return None
-        if _whole(value) and least <= value < 2**53:
-            return cast(int, value)
-        raise _BadValueError(f"a whole number of at least {least}{' or null' if optional else ''}")
-
-    return field(default=default, metadata={"check": check})
-
-
-def _flag(default: bool) -> Any:
-    def check(value: Any) -> bool:
-        if isinstance(value, bool):
-            return value
-        raise _BadValueError("true or false")
-
-    return field(default=default, metadata={"check": check})
-
-
-def _one_of_kinds(default: bool | str, *texts: str) -> Any:
-    """True, false or one of the texts."""
-
-    def check(value: Any) -> bool | str:
-        if isinstance(value, bool) or (isinstance(value, str) and value in texts):
-            return value
-        raise _BadValueError(f"true, false or {', '.join(map(repr, texts))}")
-
-    return field(default=default, metadata={"check": check})
-
-
-def _number(default: float) -> Any:
-    """A finite number of at least 0."""
-
-    def check(value: Any) -> float:
-        if (isinstance(value, float) or _whole(value)) and math.isfinite(value) and value >= 0:
-            return float(value)
-        raise _BadValueError("a number of at least 0")
-
-    return field(default=default, metadata={"check": check})
-
-
-def _text(default: str | None, *, pattern: str = r"[^\n]*", means: str = "a line of text") -> Any:
-    def check(value: Any) -> str:
-        if isinstance(value, str) and re.fullmatch(pattern, value):
-            return value
-        raise _BadValueError(means)
-
-    if default is None:
-        return field(metadata={"check": check})
-    return field(default=default, metadata={"check": check})
-
-
-def _memory() -> Any:
-    def positive(value: Any) -> bool:
-        return _whole(value) and 0 < value < 2**53
-
-    def check(value: Any) -> int | tuple[int | None, ...] | None:
-        if value is None or positive(value):
-            return cast("int | None", value)
-        if isinstance(value, list | tuple) and value and all(one is None or positive(one) for one in value):
-            return tuple(value)
-        raise _BadValueError("bytes (at least 1), null for the card's own, or a list of these by rank")
-
-    return field(default=None, metadata={"check": check})
-
-
-def _parts(*known: str) -> Any:
-    """A set of words, given as a list or as one text with `+` or `,` between them; kept in the order of `known`."""
-
-    def check(value: Any) -> tuple[str, ...]:
-        words = [word for word in re.split(r"[+,]", value) if word] if isinstance(value, str) else value
-        if isinstance(words, list | tuple) and all(isinstance(word, str) and word in known for word in words):
-            return tuple(word for word in known if word in words)
-        raise _BadValueError(f"a list of {' and '.join(map(repr, known))}")
-
-    return field(default=(), metadata={"check": check})
-
-
-def _mesh() -> Any:
-    def check(value: Any) -> Mapping[str, int]:
-        if isinstance(value, Mapping) and all(
-            isinstance(name, str) and name and _whole(size) and size > 0 for name, size in value.items()
-        ):
-            return dict(value)
-        raise _BadValueError('axis sizes such as {"fsdp2": 4, "tp": 2}')
-
-    return field(default_factory=dict, metadata={"check": check})
-
-
-def _names() -> Any:
-    """Names of modules, given as a list or as one text with `+` or `,` between them."""
-
-    def check(value: Any) -> tuple[str, ...]:
-        words = [word for word in re.split(r"[+,]", value) if word] if isinstance(value, str) else value
-        if isinstance(words, list | tuple) and all(
-            isinstance(word, str) and re.fullmatch(r"[A-Za-z_][\w.-]*", word) for word in words
-        ):
-            return tuple(words)
-        raise _BadValueError("names of modules, such as ['q_proj', 'v_proj'] or 'q_proj+v_proj'")
-
-    return field(default=(), metadata={"check": check})
-
-
-def _extra() -> Any:
-    def read(text: str) -> int | float | bool | str:
-        return text.lower() == "true" if text in ("true", "True", "false", "False") else number(text)
-
-    def check(value: Any) -> Mapping[str, int | float | bool | str]:
-        if isinstance(value, str) and re.fullmatch(r"([A-Za-z_]\w*=[^=,\s]+(,[A-Za-z_]\w*=[^=,\s]+)*)?", value):
-            return {key: read(one) for key, _, one in (part.partition("=") for part in value.split(",") if part)}
-        if isinstance(value, Mapping) and all(
-            isinstance(key, str) and key and isinstance(one, int | float | str) for key, one in value.items()
-        ):
-            return dict(value)
-        raise _BadValueError('further keys such as {"stage3_prefetch_bucket_size": 0} or "key=value,key=value"')
-
-    return field(default_factory=dict, metadata={"check": check})
-
-
-def _split() -> Any:
-    def check(value: Any) -> tuple[float, ...]:
-        if isinstance(value, list | tuple):
-            good = all((isinstance(one, float) or _whole(one)) and 0 <= one < math.inf for one in value)
-            if good and (not value or sum(value) > 0):
-                return tuple(float(one) for one in value)
-        raise _BadValueError("a list of shares of at least 0, one an expert, or an empty list (all equal)")
-
-    return field(default=(), metadata={"check": check})
+_OPTIMIZERS: Final[Mapping[str, str]] = {
+    "adamw_torch": "adamw",
+    "adamw_torch_fused": "adamw-fused",
+    "adamw_bnb_8bit": "adamw-8bit",
+    "adamw_8bit": "adamw-8bit",
+}
+_STRATEGIES: Final[Mapping[str, str]] = {
+    "fsdp": "fsdp2",
+    "hybrid_shard": "hsdp",
+    "zero2": "deepspeed-2",
+    "zero3": "deepspeed-3",
+    "zero-1": "deepspeed-1",
+    "zero-2": "deepspeed-2",
+    "zero-3": "deepspeed-3",
+}
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
     """One case; the fields are the keys of its JSON form, and every field but `model` has a default.
 
-    Make one with `Case.of`, which checks; the plain constructor checks as well. Bytes are bytes, lengths are tokens.
+    Make one with `Case.of`, which checks all; the plain constructor checks values, not whether a key means something.
+    Bytes are bytes, lengths are tokens. What each key means is in its declaration.
     """
 
-    model: str = _text(None, pattern=r"[^\n]+", means="a catalogue name, a path of a config.json, or module:function")
-    """A name of the catalogue (`graph.models.catalogue.names()`), the path of a Hugging Face config.json or of its
-    folder, or
-    `module:function`, a function of the user's own that returns an `nn.Module` and its example inputs."""
-    head: str = _choice("", "", *HEADS)
-    """What stands on the model: "" takes the one that `architectures` in its configuration names, else the usual one of
-    its architecture (T5 and BART: seq2seq-lm, BERT and RoBERTa: masked-lm, ViT: image-classification, decoders:
-    causal-lm)."""
-    task: str = _choice("train", "train", "inference")
+    model: Line = declared(
+        MISSING,
+        INPUTS,
+        "A catalogue name, a config.json or its folder, or module:function.",
+        means="a catalogue name, a path of a config.json, or module:function",
+    )
+    head: Head = declared(
+        "", INPUTS, "What stands on the model.", only=(_CONFIGURATION,), unset="what its configuration names"
+    )
+    task: Literal["train", "inference"] = declared("train", INPUTS, "What runs.")
 
     # what is computed, and in what
-    dtype: str = _choice("fp32", "fp32", "bf16", "fp16")
-    """Of the weights. Without it a quantized model of the task inference has bf16 (nf4) or fp16 (int8)."""
-    autocast: str = _choice("", "", "bf16", "fp16")
-    """fp16 trains with a GradScaler."""
-    quant: str = _choice("", "", "nf4", "int8")
-    """Linear layers but the head, as bitsandbytes stores them."""
-    compute: str = _choice("", "", "fp32", "bf16", "fp16")
-    """In what nf4 layers compute: "" is bf16, for inference the model's dtype where that has 16 bits."""
-    double_quant: bool = _flag(True)
-    """nf4: the absolute maxima are quantized once more."""
-    attn: str = _choice("sdpa", "sdpa", "eager", "default")
-    """What transformers is asked for; `default` asks for nothing."""
-    repeat_kv: bool = _flag(False)
-    """sdpa: keys and values of grouped heads are repeated before it, as transformers before 4.48, torchtune and LitGPT
-    do; false: left to PyTorch (`enable_gqa`)."""
-    batch: int = _count(1, 1)
-    """Of one micro-batch on one rank."""
-    seq: int = _count(512, 1)
-    dec_seq: int | None = _count(None, 1, optional=True)
-    """Decoder tokens of an encoder-decoder model; null: as many as `seq`."""
-    checkpointing: str = _choice("", "", "nonreentrant", "reentrant", "selective")
-    save: tuple[str, ...] = _parts("matmul", "attn")
-    """What selective checkpointing keeps: outputs of mm, addmm, bmm, baddbmm; outputs of fused attention."""
-    every: int = _count(1, 1)
-    """Checkpoint every n-th layer."""
-    optimizer: str = _choice(
-        "adamw", "adamw", "adamw-fused", "adamw-forloop", "sgd", "adafactor", "adamw-8bit", "adamw-foreach"
+    dtype: Literal["auto", "fp32", "bf16", "fp16"] = declared(
+        "auto",
+        COMMON,
+        "Precision of the weights; auto: the dtype of the configuration, else fp32.",
+        aliases=("torch_dtype",),
+        values=_DTYPES,
     )
-    sgd_momentum: float = _number(0.0)
-    step_in_backward: bool = _flag(False)
-    """Each parameter has an optimizer of its own, which steps as soon as the gradient is there and drops it."""
-    lora: int = _count(0, 0)
-    """Rank of the adapters; 0: none."""
-    lora_targets: tuple[str, ...] = _names()
-    """The modules that get adapters, as peft's `target_modules`; empty: those that peft takes for the architecture."""
-    accum: int = _count(1, 1)
-    """Micro-batches a step."""
-    grad_sync: str = _choice("each", "each", "last")
-    """After which micro-batches gradients are synchronized between ranks."""
-    clip: float = _number(0.0)
-    """Largest gradient norm; 0: no clipping."""
-    steps: int = _count(3, 1)
-    use_cache: bool = _flag(False)
-    outputs: str = _choice("dropped", "dropped", "step", "next")
-    """How long the model's outputs (logits) stay beside the loss: not at all, as in transformers' Trainer; until the
-    step ends, as in a function of one step; until the next ones take their place, as in a plain loop."""
-    attention_mask: bool | str = _one_of_kinds(False, "padded")
-    """False: none given; true: all ones; `padded`: one that does pad, so that a mask is built from it."""
-    cudnn_sdp: bool = _flag(False)
-    """cuDNN's attention is allowed."""
-    loss: str = _choice("", "", "transformers-4.29", "chunk8", "chunk8-ckpt")
-    """The model's own; that of transformers 4.29 (logits in the weights' dtype, a contiguous shifted copy); head and
-    loss over 8 parts of the sequence, without or with checkpointing of each part."""
-    experts: tuple[float, ...] = _split()
-    """Shares of the tokens that each expert of a mixture gets; empty: equal ones, as a router has no values here. They
-    matter where experts run one by one (DBRX, Switch, NLLB-MoE), not where all run as one grouped product."""
+    autocast: Literal["", "bf16", "fp16"] = declared(
+        "",
+        PRECISION,
+        "Automatic mixed precision (with a GradScaler for fp16).",
+        only=(_TRAIN,),
+        aliases=("mixed_precision",),
+        values={**_DTYPES, "no": ""},
+        switches={"bf16": "bf16", "fp16": "fp16"},
+    )
+    quant: Literal["", "nf4", "int8"] = declared(
+        "",
+        COMMON,
+        "Linear layers but the head, as bitsandbytes stores them.",
+        only=(_CONFIGURATION,),
+        hints=("load",),
+        switches={"load_in_4bit": "nf4", "load_in_8bit": "int8"},
+    )
+    compute: Flavour = declared(
+        "",
+        ADAPTERS,
+        "What nf4 layers compute in.",
+        only=(Only("quant", ("nf4",)),),
+        unset="bf16, for inference dtype where it has 16 bits",
+        aliases=("bnb_4bit_compute_dtype",),
+        values=_DTYPES,
+    )
+    double_quant: bool = declared(
+        True,
+        ADAPTERS,
+        "The absolute maxima of nf4 are quantised as well.",
+        only=(Only("quant", ("nf4",)),),
+        aliases=("bnb_4bit_use_double_quant",),
+    )
+    attn: Literal["sdpa", "eager", "default"] = declared(
+        "sdpa",
+        PRECISION,
+        "Attention that transformers is asked for; default: none.",
+        only=(_CONFIGURATION,),
+        hints=("attention",),
+        aliases=("attn_implementation",),
+    )
+    repeat_kv: bool = declared(
+        False,
+        PRECISION,
+        "Keys and values of grouped heads are repeated before sdpa, as transformers before 4.48 did.",
+        only=(_CONFIGURATION, Only("attn", ("sdpa",))),
+    )
+    batch: Count = declared(
+        1,
+        COMMON,
+        "Sequences of a micro-batch, on each GPU.",
+        hints=("mb_size", "micro_batch"),
+        aliases=("per_device_train_batch_size", "train_micro_batch_size_per_gpu"),
+    )
+    seq: Count = declared(
+        512, COMMON, "Tokens of a sequence.", only=(_TRAIN,), aliases=("max_length", "max_seq_length")
+    )
+    dec_seq: Count | None = declared(
+        None,
+        INPUTS,
+        "Tokens for the decoder, of a model that has both.",
+        only=(_TRAIN, _CONFIGURATION),
+        unset="as many as seq",
+    )
+    checkpointing: Literal["", "nonreentrant", "reentrant", "selective"] = declared(
+        "",
+        COMMON,
+        "Gradient checkpointing.",
+        only=(_TRAIN, _CONFIGURATION),
+        hints=("ckpt",),
+        switches={"gradient_checkpointing": "nonreentrant"},
+    )
+    save: tuple[Kept, ...] = declared(
+        (),
+        LOOP,
+        "What selective checkpointing keeps: outputs of matrix products, of fused attention.",
+        only=(Only("checkpointing", ("selective",)),),
+        metavar="matmul,attn",
+        means="a list of 'matmul' and 'attn'",
+        read=words,
+        hints=("sac",),
+    )
+    every: Count = declared(1, LOOP, "Checkpoint every so many layers.", only=(Only("checkpointing"),))
+    optimizer: Literal["adamw", "adamw-fused", "adamw-forloop", "sgd", "adafactor", "adamw-8bit", "adamw-foreach"] = (
+        declared("adamw", COMMON, "What updates the weights.", only=(_TRAIN,), aliases=("optim",), values=_OPTIMIZERS)
+    )
+    sgd_momentum: Number = declared(0.0, LOOP, "Momentum of sgd.", only=(Only("optimizer", ("sgd",)),))
+    step_in_backward: bool = declared(
+        False, LOOP, "Each parameter has an optimizer of its own, which steps during backward."
+    )
+    lora: Annotated[int, Meta(ge=0, lt=LARGEST)] = declared(
+        0,
+        COMMON,
+        "Rank of LoRA adapters; 0: all weights are trained.",
+        only=(_CONFIGURATION,),
+        metavar="RANK",
+        aliases=("lora_r",),
+    )
+    lora_targets: tuple[Annotated[str, Meta(pattern=r"\A[A-Za-z_][\w.-]*\Z")], ...] = declared(
+        (),
+        ADAPTERS,
+        "Modules that get adapters, as target_modules of peft.",
+        only=(Only("lora"),),
+        metavar="NAME,...",
+        means="names of modules, such as ['q_proj', 'v_proj'] or 'q_proj+v_proj'",
+        unset="those that peft takes",
+        read=words,
+        aliases=("lora_target_modules",),
+    )
+    accum: Count = declared(1, LOOP, "Micro-batches of a step.", aliases=("gradient_accumulation_steps",))
+    grad_sync: Literal["each", "last"] = declared(
+        "each",
+        SEVERAL,
+        "Gradients are synchronised after each micro-batch, or after the last.",
+        only=(
+            _TRAIN,
+            Only("strategy", (*_REPLICATED, *_RESHARDED), axes=("dp", "ddp", "hsdp", "fsdp2")),
+        ),
+    )
+    clip: Number = declared(
+        0.0,
+        LOOP,
+        "Clip gradients to this norm; 0: not.",
+        metavar="NORM",
+        aliases=("max_grad_norm", "gradient_clipping"),
+    )
+    steps: Count = declared(3, LOOP, "Training steps.", aliases=("max_steps",))
+    use_cache: bool = declared(
+        False, LOOP, "The model keeps keys and values, as in generation.", only=(_CONFIGURATION,)
+    )
+    outputs: Literal["dropped", "step", "next"] = declared(
+        "dropped",
+        LOOP,
+        "How long the logits stay beside the loss: not at all, for the step, until the next ones.",
+        only=(_CONFIGURATION,),
+    )
+    attention_mask: bool | Literal["padded"] = declared(
+        False, INPUTS, "Attention mask of the batch: none, all ones, or with padding.", only=(_TRAIN, _CONFIGURATION)
+    )
+    cudnn_sdp: bool = declared(False, PRECISION, "cuDNN's attention may be chosen.")
+    loss: Literal["", "transformers-4.29", "chunk8", "chunk8-ckpt"] = declared(
+        "",
+        LOOP,
+        "The loss of a decoder; chunk8: head and loss over 8 parts of the sequence.",
+        only=(_CONFIGURATION,),
+        unset="the model's own",
+    )
+    experts: tuple[Number, ...] = declared(
+        (),
+        INPUTS,
+        "Shares of the tokens that the experts get, where they run one by one.",
+        only=(_CONFIGURATION,),
+        metavar="X,X,...",
+        means="a list of shares of at least 0, one an expert, or an empty list (all equal)",
+        unset="equal ones",
+        read=numbers,
+    )
 
     # several GPUs
-    strategy: str = _choice("single", *STRATEGIES)
-    world: int = _count(1, 1)
-    mesh: Mapping[str, int] = _mesh()
-    tp_loss: str = _choice("", "", "vocab")
-    """tp, tp-sp: "" gathers whole logits; `vocab` leaves them split by vocabulary (torch's `loss_parallel`)."""
-    buckets: int | None = _count(None, 1, optional=True)
-    """DeepSpeed's reduce_bucket_size and allgather_bucket_size in elements; null: its defaults."""
-    overlap_comm: bool | str = _one_of_kinds("default", "default")
-    grad_accum_dtype: str = _choice("", "", "fp32", "bf16", "fp16")
-    zero_extra: Mapping[str, int | float | bool | str] = _extra()
-    """Further keys of DeepSpeed's zero_optimization."""
-    init: str = _choice("cpu", "cpu", "zero.Init")
-    reshard_backward: bool = _flag(True)
-    """FSDP2: false is set_reshard_after_backward(False) in micro-batches that do not synchronize."""
-    schedule: str = _choice("1F1B", "1F1B", "GPipe")
-    microbatches: int = _count(4, 1)
-    return_outputs: bool = _flag(True)
-    shapes: str = _choice("given", "given", "runtime")
-    """Whether the pipeline infers the shapes of its stages by a run."""
-    offload: str = _choice("", "", "optimizer", "parameters", "activations", "activations-pin", "checkpoints")
+    strategy: Strategy = declared("single", COMMON, "How GPUs share the work.", hints=("stage",), values=_STRATEGIES)
+    world: Count = declared(
+        1, COMMON, "Number of GPUs.", hints=("stages", "ranks"), aliases=("nproc_per_node", "num_processes")
+    )
+    mesh: Mapping[Annotated[str, Meta(min_length=1)], Count] = declared(
+        {},
+        SEVERAL,
+        "Sizes of the mesh's dimensions, as in fsdp2=4,tp=2.",
+        metavar="NAME=N,...",
+        means='axis sizes such as {"fsdp2": 4, "tp": 2}',
+    )
+    tp_loss: Literal["", "vocab"] = declared(
+        "",
+        SEVERAL,
+        "vocab: the loss on logits that stay split by vocabulary (loss_parallel of torch).",
+        only=(Only("strategy", ("tp", "tp-sp")),),
+    )
+    buckets: Count | None = declared(
+        None,
+        DEEPSPEED,
+        "Its reduce_bucket_size and allgather_bucket_size, in elements.",
+        unset="its own",
+        hints=("bucket",),
+    )
+    overlap_comm: bool | Literal["default"] = declared("default", DEEPSPEED, "It overlaps communication.")
+    grad_accum_dtype: Flavour = declared(
+        "", DEEPSPEED, "Its type of accumulated gradients.", unset="that of the weights", values=_DTYPES
+    )
+    zero_extra: Mapping[Annotated[str, Meta(min_length=1)], bool | int | float | str] = declared(
+        {},
+        DEEPSPEED,
+        "Further keys of its zero_optimization.",
+        metavar="KEY=VALUE,...",
+        means='further keys such as {"stage3_prefetch_bucket_size": 0} or "key=value,key=value"',
+        read=pairs,
+    )
+    init: Literal["cpu", "zero.Init"] = declared(
+        "cpu", DEEPSPEED, "How its model is made.", only=(Only("strategy", ("deepspeed-3",)),)
+    )
+    reshard_backward: bool = declared(
+        True,
+        SEVERAL,
+        "FSDP2 reshards after the backward of micro-batches that do not synchronise.",
+        only=(Only("strategy", _RESHARDED, axes=("hsdp", "fsdp2")), Only("grad_sync", ("last",))),
+    )
+    schedule: Literal["1F1B", "GPipe"] = declared("1F1B", PIPELINE, "The order of its micro-batches.")
+    microbatches: Count = declared(4, PIPELINE, "Its micro-batches.", hints=("num_microbatches",))
+    return_outputs: bool = declared(True, PIPELINE, "Its last stage keeps its outputs.")
+    shapes: Literal["given", "runtime"] = declared(
+        "given", PIPELINE, "Whether its stages know their shapes before they run."
+    )
+    offload: Literal["", "optimizer", "parameters", "activations", "activations-pin", "checkpoints"] = declared(
+        "", LOOP, "What is kept on the host."
+    )
 
     # inference
-    prompt: int = _count(512, 1)
-    new: int = _count(32, 1)
-    """Tokens generated."""
-    cache: str = _choice("dynamic", "dynamic", "static")
-    mode: str = _choice("generate", "generate", "manual")
-    """`model.generate`, or a plain loop that computes the logits of all prompt positions."""
+    prompt: Count = declared(512, INFERENCE, "Tokens of the prompt.")
+    new: Count = declared(32, INFERENCE, "Tokens to generate.", aliases=("max_new_tokens",))
+    cache: Literal["dynamic", "static"] = declared(
+        "dynamic", INFERENCE, "Kind of KV cache.", aliases=("cache_implementation",)
+    )
+    mode: Literal["generate", "manual"] = declared(
+        "generate", INFERENCE, "model.generate, or a loop that computes the logits of all prompt positions."
+    )
 
     # where
-    gpu: str = _text("A100-80GB", pattern=r"[^\n]+", means="the name of a GPU")
-    memory: int | tuple[int | None, ...] | None = _memory()
-    """Bytes of the device as cudaMemGetInfo shows them; null: the card's own; a list: by rank."""
-    alloc_conf: str = _text("")
-    """As PYTORCH_ALLOC_CONF."""
-    release: str = _text("2.13", pattern=r"\d+\.\d+(\.\d+)?(\S*)", means="a PyTorch release such as '2.13'")
-    deferred: str = _choice("prompt", "prompt", "late")
-    """When blocks that wait for other streams return: at once, or when the host waits."""
-    sync: bool = _flag(True)
-    """The host waits for the device at the boundaries of phases."""
+    gpu: Line = declared(
+        "A100-80GB",
+        COMMON,
+        "GPU, such as A100-80GB, V100-16GB or H100.",
+        metavar="NAME",
+        means="the name of a GPU",
+        hints=("device",),
+    )
+    memory: Size | Annotated[tuple[Size | None, ...], Meta(min_length=1)] | None = declared(
+        None,
+        COMMON,
+        "Total memory of the GPU as cudaMemGetInfo shows it, such as 24GB (with commas: by rank).",
+        metavar="SIZE",
+        means="bytes (at least 1 MiB), null for the card's own, or a list of these by rank",
+        unset="the card's own",
+        hints=("mem",),
+    )
+    alloc_conf: Annotated[str, Meta(pattern=r"\A[^\n]*\Z")] = declared(
+        "",
+        DEVICE,
+        "Allocator settings, as in PYTORCH_ALLOC_CONF.",
+        metavar="CONF",
+        means="a line of text",
+        unset="PyTorch's own",
+        aliases=("allocator",),
+        hints=("expandable",),
+    )
+    release: Annotated[str, Meta(pattern=r"\A\d+\.\d+(\.\d+)?(\S*)\Z")] = declared(
+        "2.13",
+        DEVICE,
+        "PyTorch release to imitate.",
+        metavar="R",
+        means="a PyTorch release such as '2.13'",
+        hints=("torch",),
+    )
+    deferred: Literal["prompt", "late"] = declared(
+        "prompt",
+        DEVICE,
+        "When memory that another stream used comes back: at once, or when the host waits.",
+        hints=("lag",),
+    )
+    sync: bool = declared(True, DEVICE, "The host waits for the GPU at phase boundaries.")
 
     def __post_init__(self) -> None:
-        for one in dataclasses.fields(self):
-            value = getattr(self, one.name)
-            try:
-                checked = one.metadata["check"](value)
-            except _BadValueError as wanted:
-                raise ConfigError(f"key '{one.name}': {_shown(value)} should be {wanted}") from None
-            object.__setattr__(self, one.name, checked)
-        self._agree()
-
-    def _agree(self) -> None:
-        """What no key can say alone."""
-        if self.checkpointing == "selective" and not self.save:
-            raise ConfigError("key 'save': selective checkpointing needs 'matmul', 'attn' or both to keep")
-        if self.save and self.checkpointing != "selective":
-            raise ConfigError("key 'save': only for 'checkpointing': 'selective'")
-        if self.every > 1 and not self.checkpointing:
-            raise ConfigError("key 'every': only with 'checkpointing'")
-        if self.lora_targets and not self.lora:
-            raise ConfigError("key 'lora_targets': only with 'lora'")
-        if self.repeat_kv and self.attn != "sdpa":
-            raise ConfigError("key 'repeat_kv': only with 'attn': 'sdpa'")
-        if self.outputs != "dropped" and self.loss:
-            raise ConfigError(f"key 'outputs': the loss {self.loss!r} makes its logits itself and drops them")
-        if self.outputs != "dropped" and self.strategy == "pp":
-            raise ConfigError("key 'outputs': a pipeline has 'return_outputs' instead")
-        if self.step_in_backward and (self.accum > 1 or self.clip or self.autocast == "fp16"):
-            raise ConfigError("key 'step_in_backward': not with 'accum', 'clip' or 'autocast': 'fp16'")
-        if self.step_in_backward and self.strategy != "single":
-            raise ConfigError("key 'step_in_backward': only with 'strategy': 'single'")
+        for key in KEYS.values():
+            object.__setattr__(self, key.name, key.checked(getattr(self, key.name)))
+        if self.dtype == "auto":
+            object.__setattr__(self, "dtype", _usual_dtype(self))
+        object.__setattr__(self, "save", tuple(one for one in get_args(Kept) if one in self.save))
         if self.mesh and self.world == 1:
             object.__setattr__(self, "world", math.prod(self.mesh.values()))
+        for refused in self._contradictions():
+            raise ConfigError(f"key {refused}")
+
+    def _contradictions(self) -> Iterator[str]:
+        """What no key can say alone."""
+        if self.checkpointing == "selective" and not self.save:
+            yield "'save': selective checkpointing needs 'matmul', 'attn' or both to keep"
+        if self.offload == "checkpoints" and not self.checkpointing:
+            yield "'offload': 'checkpoints' needs 'checkpointing'"
+        if self.outputs != "dropped" and self.loss:
+            yield f"'outputs': the loss {self.loss!r} makes its logits itself and drops them"
+        if self.outputs != "dropped" and self.strategy == "pp":
+            yield "'outputs': a pipeline has 'return_outputs' instead"
+        if self.step_in_backward and (self.accum > 1 or self.clip or self.autocast == "fp16"):
+            yield "'step_in_backward': not with 'accum', 'clip' or 'autocast': 'fp16'"
+        if self.step_in_backward and self.strategy != "single":
+            yield "'step_in_backward': only with 'strategy': 'single'"
         if self.strategy == "single" and self.world != 1 and not self.mesh:
-            raise ConfigError(f"key 'world': {self.world} ranks need a 'strategy' other than 'single'")
-        if self.tp_loss and self.strategy not in ("tp", "tp-sp"):
-            raise ConfigError("key 'tp_loss': only with 'strategy': 'tp' or 'tp-sp'")
+            yield f"'world': {self.world} ranks need a 'strategy' other than 'single'"
         if isinstance(self.memory, tuple) and len(self.memory) != self.world:
-            raise ConfigError(f"key 'memory': {len(self.memory)} sizes for a world of {self.world}")
+            yield f"'memory': {len(self.memory)} sizes for a world of {self.world}"
         if self.quant and self.task == "train" and not self.lora:
-            raise ConfigError("key 'quant': quantized weights train only under adapters; set 'lora'")
+            yield "'quant': quantized weights train only under adapters; set 'lora'"
+        if self.experts and not any(self.experts):
+            yield f"'experts': {shown(list(self.experts))} should be {KEYS['experts'].wanted()}"
 
     @classmethod
-    def of(cls, mapping: Mapping[str, Any], where: str = "case") -> Case:
+    def of(cls, mapping: Mapping[str, Any], where: str = "case", *, any_strategy: bool = False) -> Case:
         """Read a case from its JSON form, for instance one line of a `CASES.jsonl`.
 
         `where` names the place in the error (`cases.jsonl line 3`). Raises ConfigError, naming the key and the nearest
-        valid one, for an unknown key, a value of a wrong kind or out of its range, and keys that contradict each other.
-        Keys that are not given have their defaults, under strategy "gemini" those of `USUAL`.
+        valid one, for an unknown key, a value of a wrong kind or out of its range, keys that contradict each other, and
+        a key that means nothing for the case (with `any_strategy`: for no strategy that it could have), unless its
+        value is the default. Keys that are not given have their defaults, under strategy "gemini" those of `USUAL`.
         """
-        if not isinstance(mapping, Mapping):
-            raise ConfigError(f"{where}: a case is an object of keys and values, not {_shown(mapping)}")
-        known = [one.name for one in dataclasses.fields(cls)]
-        for key in mapping:
-            if not isinstance(key, str) or key not in known:
-                word = str(key)
-                near = _SPELLINGS.get(word.casefold()) or _nearest(word.casefold(), known)
-                raise ConfigError(f"{where}: unknown key {_shown(key)}; the nearest is '{near}'")
-        if "model" not in mapping:
-            raise ConfigError(f"{where}: key 'model' is missing: a catalogue name, a config.json or module:function")
-        strategy = mapping.get("strategy")
-        values = {**(USUAL.get(strategy, {}) if isinstance(strategy, str) else {}), **mapping}
-        if "dtype" not in values and values.get("task") == "inference":
-            values["dtype"] = {"nf4": "bf16", "int8": "fp16"}.get(str(values.get("quant", "")), "fp32")
         try:
-            return cls(**values)
+            given = _named(mapping)
+            strategy = KEYS["strategy"].checked(given.get("strategy", "single"))
+            values = {**USUAL.get(strategy, {}), **given}
+            case = cls(**values)
+            case._check_scopes(given, any_strategy)
+            return case
         except ConfigError as error:
             raise ConfigError(f"{where}: {error}") from None
+
+    def _check_scopes(self, given: Mapping[str, Any], any_strategy: bool) -> None:
+        for name in given:
+            key = KEYS[name]
+            unmet = key.unmet(self) if getattr(self, name) != key.default else None
+            if unmet is not None and not (any_strategy and unmet.key == "strategy"):
+                raise ConfigError(f"key '{name}': only with {unmet}")
+
+    def whole(self) -> dict[str, Any]:
+        """The case as JSON would hold it, with the values of all keys."""
+        return {name: _plain(getattr(self, name)) for name in KEYS}
+
+    def headline(self) -> dict[str, Any]:
+        """What one line says of the case: keys that matter for every answer, and those that differ from the default.
+
+        Keys of the batch are left out where a function of the user's own has its own.
+        """
+        inputs = ("batch", "seq", "optimizer") if self.task == "train" else ("batch", "prompt", "new")
+        own = is_function(self.model)
+        said = {"dtype", "gpu", *(inputs[2:] if own else inputs), *self.document()}
+        return {name: value for name, value in self.whole().items() if name in said}
 
     def document(self) -> dict[str, Any]:
         """The case as JSON would hold it: `model`, and what differs from the defaults. `Case.of` reads it back."""
         found: dict[str, Any] = {}
-        for one in dataclasses.fields(self):
-            value = getattr(self, one.name)
-            default = one.default_factory() if one.default_factory is not MISSING else one.default
-            named = one.name in USUAL.get(self.strategy, {})  # where a missing key would mean another value
-            if value != default or named or (one.name == "dtype" and self.quant):
-                found[one.name] = list(value) if isinstance(value, tuple) else _plain(value)
+        for name, key in KEYS.items():
+            value = getattr(self, name)
+            named = name in USUAL.get(self.strategy, {})  # where a missing key would mean another value
+            usual = value == key.default or (name == "dtype" and value == _usual_dtype(self) == "fp32")
+            if named or not usual:
+                found[name] = _plain(value)
         return found
 
 
+def _usual_dtype(case: Case) -> str:
+    """The dtype of a case that names none: that of its configuration, as transformers loads it, else fp32.
+
+    Autocast is for weights in fp32; quantized models have for inference what bitsandbytes computes in.
+    """
+    if case.autocast:
+        return "fp32"
+    if case.quant and case.task == "inference":
+        return {"nf4": "bf16", "int8": "fp16"}[case.quant]
+    document = _configuration(case.model)
+    parts = [document, document.get("text_config")]
+    named = [part.get(name) for part in parts if isinstance(part, dict) for name in ("dtype", "torch_dtype")]
+    return next((_DTYPES[one] for one in named if isinstance(one, str) and one in _DTYPES), "fp32")
+
+
+def _configuration(model: str) -> dict[str, Any]:
+    """The configuration that `model` names; empty where there is none to read, as is said when the model is built."""
+    try:
+        path = Path(model).expanduser()
+        known = catalogue.find(model)
+        if known is not None and not path.is_file():
+            return dict(catalogue.entries()[known]["config"])
+        path = path / "config.json" if path.is_dir() else path
+        document = json.loads(path.read_text("utf-8")) if path.is_file() else {}
+    except (OSError, ValueError, RuntimeError):
+        return {}
+    return document if isinstance(document, dict) else {}
+
+
 def _plain(value: Any) -> Any:
+    """A value as JSON has it."""
+    if isinstance(value, tuple):
+        return list(value)
     return dict(value) if isinstance(value, Mapping) else value
 
 
-#: Every key of a case, in order.
-KEYS: Final = tuple(one.name for one in dataclasses.fields(Case))
+def _named(mapping: Mapping[str, Any]) -> dict[str, Any]:
+    """A case's keys by their own names; ConfigError for an unknown one, and for one that is given under two names."""
+    if not isinstance(mapping, Mapping):
+        raise ConfigError(f"a case is an object of keys and values, not {shown(mapping)}")
+    found: dict[str, Any] = {}
+    for given, value in mapping.items():
+        name = _NAMES.get(given) if isinstance(given, str) else None
+        if name is None:
+            word = str(given).casefold()
+            raise ConfigError(f"unknown key {shown(given)}; the nearest is '{_HINTS.get(word) or nearest(word, KEYS)}'")
+        if given in KEYS[name].about.switches:
+            if not isinstance(value, bool):
+                raise ConfigError(f"key '{given}': {shown(value)} should be true or false")
+            if not value:
+                continue
+            value = KEYS[name].about.switches[given]
+        if name in found:
+            raise ConfigError(f"key '{given}': '{name}' is given under two names; give one of them")
+        found[name] = value
+    if "model" not in found:
+        raise ConfigError("key 'model' is missing: a catalogue name, a config.json or module:function")
+    return found
+
+
+def meaningful(keys: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys of a case in JSON form without those that mean nothing for its strategy and mesh."""
+    there = SimpleNamespace(strategy=keys.get("strategy", "single"), mesh=keys.get("mesh", {}))
+    conditions = {name: [one for one in KEYS[name].only if one.key == "strategy"] for name in keys}
+    return {name: value for name, value in keys.items() if all(one.holds(there) for one in conditions[name])}
+
+
+#: Every key of a case by its name, in order.
+KEYS: Final[Mapping[str, Key]] = keys_of(Case)
+#: Names that are taken for each key, and words that an error knows.
+_NAMES: Final = {name: key.name for key in KEYS.values() for name in key.names}
+_HINTS: Final = {word: key.name for key in KEYS.values() for word in key.about.hints}

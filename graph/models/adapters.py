@@ -36,7 +36,8 @@ def with_lora(
         options["target_modules"] = targets[0] if targets == ("all-linear",) else list(targets)
     with torch.device(device):
         try:
-            return get_peft_model(module, LoraConfig(**options)), ()
+            adapted = get_peft_model(module, LoraConfig(**options))
+            return adapted, _on_experts(adapted)
         except ValueError as error:
             if targets or "target_modules" not in str(error):
                 raise _refused(place, error) from None
@@ -44,7 +45,20 @@ def with_lora(
             adapted = get_peft_model(module, LoraConfig(**options, target_modules="all-linear"))
         except ValueError as error:
             raise _refused(place, error) from None
-    return adapted, ("lora: on all linear layers but the head, as peft has no list for this architecture",)
+    stated = "lora: on all linear layers but the head, as peft has no list for this architecture"
+    return adapted, (stated, *_on_experts(adapted))
+
+
+def _on_experts(adapted: Any) -> tuple[str, ...]:
+    """What is trained of a mixture's experts, in words; nothing where they have no adapters."""
+    trained = {name: one.numel() for name, one in adapted.named_parameters() if one.requires_grad}
+    on_experts = sum(size for name, size in trained.items() if "experts" in name.split("."))
+    if not on_experts:
+        return ()
+    return (
+        f"lora: {on_experts:,} of the {sum(trained.values()):,} trained parameters are adapters of experts; "
+        "'lora_targets' names other modules",
+    )
 
 
 def _refused(place: str, error: ValueError) -> ConfigError:

@@ -2,7 +2,8 @@
 
 An entry is {"repository", "parameters", "config"} and perhaps "note": the repository on huggingface.co whose
 config.json it follows ("" where it is a shape of nobody's), the parameters of the model with the head that
-`architectures` names, and the configuration itself. Keys that have no effect on memory are left out.
+`architectures` names, and the configuration itself. Keys that have no effect on memory are left out; `dtype` stands
+in those of models that were published in 16 bits, from LLaMA on.
 """
 
 from __future__ import annotations

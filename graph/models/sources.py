@@ -24,9 +24,10 @@ from typing import Any, Final
 import torch
 from torch.utils._pytree import tree_flatten_with_path, tree_leaves, tree_unflatten
 
-from graph.case import Case
+from graph.case import KEYS, Case
 from graph.errors import CaptureError
 from graph.fake_cuda.values import Values, on_meta
+from graph.keys import is_function
 from graph.loop.inputs import DTYPES, Input, arguments, hosts, training_batch
 from graph.loop.losses import chunked, in_parts, like_transformers_4_29
 from graph.model import ModelFacts
@@ -98,16 +99,10 @@ def build(case: Case) -> Built:
             from graph.models.quantization import ready
 
             ready()
-        if _is_function(case.model):
+        if is_function(case.model):
             return _from_function(case)
         document, place = read_configuration(case.model)
         return _from_configuration(case, document, place)
-
-
-def _is_function(model: str) -> bool:
-    module, colon, function = model.rpartition(":")
-    words = [*module.split("."), function]
-    return bool(colon) and all(word.isidentifier() for word in words) and catalogue.find(model) is None
 
 
 # ------------------------------------------------------------------------------------------- configurations
@@ -179,6 +174,8 @@ def _from_configuration(case: Case, document: dict[str, Any], place: str) -> Bui
     config, head = chosen.config, chosen.head
     if head == "image-classification" and not {"num_labels", "id2label"} & set(document):
         config.num_labels = _IMAGE_CLASSES
+    if case.dec_seq is not None and head not in ("seq2seq-lm", ""):
+        raise ConfigError(f"key 'dec_seq': {place} is {head}, which has no decoder beside its encoder; use 'seq'")
     fed = Fed(())
     usual = head and (case.head or head == "image-classification" or not takes_more_than_text(chosen.kind))
     if usual and case.task == "train":
@@ -333,10 +330,30 @@ def _offloaded(case: Case, loss: Callable[[Any, dict[str, Any]], Any]) -> Callab
 
 
 def _stated(case: Case, config: Any) -> tuple[str, ...]:
+    return (*_quantized(case, config), *_routed(case, config))
+
+
+def _quantized(case: Case, config: Any) -> tuple[str, ...]:
+    """What is made of a configuration's own quantization, which is not simulated."""
+    own = getattr(config, "quantization_config", None)
+    found = []
+    if own:
+        own = own if isinstance(own, Mapping) else own.to_dict()
+        method = own.get("quant_method", "of an unnamed method")
+        found.append(
+            f"the quantization_config of the configuration ({method}) is not followed: weights are in {case.dtype}"
+            + (f", linear layers in {case.quant}" if case.quant else "; 'quant' has nf4 and int8")
+        )
     if case.quant == "int8":
-        return ("int8: no column of the activations holds an outlier",)
+        found.append("int8: no column of the activations holds an outlier")
+    return tuple(found)
+
+
+def _routed(case: Case, config: Any) -> tuple[str, ...]:
     count = len(shares(case, config))
     if not count:
+        if case.experts:
+            raise ConfigError("key 'experts': the model has no experts")
         return ()
     given = "equal shares" if not case.experts else "shares " + ", ".join(f"{share:g}" for share in case.experts)
     return (f"mixture of experts: the {count} experts get {given} of the tokens",)
@@ -367,12 +384,6 @@ def _from_function(case: Case) -> Built:
 
     loss_of = _offloaded(case, forward)
     built = Built(module, getattr(module, "config", None), "", batch, loss_of, case.model, facts(module))
-    given = case.document()
-    asked = [key for key in ("quant", "lora", "checkpointing", "loss", "repeat_kv", "outputs") if key in given]
-    if asked:
-        raise ConfigError(
-            f"model {case.model}: '{asked[0]}' is for configurations; let the function itself return the model so"
-        )
     module.train(case.task == "train")
     return built
 
@@ -386,6 +397,12 @@ def _called(case: Case) -> tuple[Any, Any, Any, Values]:
         given = inspect.signature(make).parameters
     except (TypeError, ValueError):
         given = {}  # type: ignore[assignment]
+    for key in ("batch", "seq"):
+        if key not in given and getattr(case, key) != KEYS[key].default:
+            raise ConfigError(
+                f"key '{key}': {case.model} has no parameter {key!r}, so its inputs are of its own size; add the "
+                f"parameter, which gets the value of the key, or leave the key out"
+            )
     try:
         with on_meta() as values:
             made = make(**{key: value for key, value in known.items() if key in given})

@@ -682,9 +682,10 @@ _SIZE: Final = re.compile(r"([0-9]{1,30})(\.[0-9]{1,30})?\s*([A-Za-z]*)")
 
 
 def parse_size(text: str) -> int:
-    """Bytes named by `text`: `80GB` is 80 x 10^9, `80GiB` 80 x 2^30, `1000` bytes; fractions are cut to whole bytes.
+    """Bytes named by `text`: `80GB` is 80 x 10^9, `80GiB` 80 x 2^30, `4000000` bytes; fractions are cut to whole bytes.
 
-    ConfigError for anything else: a bare `80g` could mean either, a size must lie below 2^63.
+    ConfigError for anything else: a bare `80g` could mean either, a number below 2^20 lacks its unit (`0` does not,
+    and `512B` has one), a size must lie below 2^63.
     """
     match = _SIZE.fullmatch(text.strip())
     if match is None:
@@ -698,6 +699,8 @@ def parse_size(text: str) -> int:
     if match[2] and unit in ("", "b"):
         raise ConfigError(f"size {_quote(text)} is a fraction of a byte: write whole bytes, or add a unit such as GiB")
     size = int(Fraction(match[1] + (match[2] or "")) * _UNITS[unit])
+    if not unit and 0 < size < 1 << 20:
+        raise ConfigError(f"size {_quote(text)} has no unit: write {size}GB or {size}GiB (or {size}B, which are bytes)")
     if size >= 2**63:
         raise ConfigError(f"size {_quote(text)} is too large: sizes must be below 2^63 bytes")
     return size

@@ -6,15 +6,10 @@ from typing import Any
 
 import click
 
-from simulator.commands.case_options import case_from, case_options
-
-_EPILOG = (
-    "MODEL is a name of the catalogue (opt-1.3b, llama-2-7b ...), a Hugging Face config.json or its folder, or "
-    "module:function of your own. Nothing is downloaded, no weights are needed."
-)
+from simulator.commands.case_options import MODEL_HELP, CaseCommand, case_from, case_options
 
 
-@click.command("capture", epilog=_EPILOG)
+@click.command("capture", cls=CaseCommand, epilog=MODEL_HELP)
 @click.argument("model", metavar="MODEL")
 @click.option("-o", "--output", metavar="FILE", help="Write the step graph (.json or .json.gz, node-link JSON).")
 @click.option("--json", "as_json", is_flag=True, help="Print the summary as one JSON document instead of tables.")

@@ -1,7 +1,7 @@
 """The options of a case (model, precision, batch, optimizer, GPU ...), shared by every command that takes one.
 
-Each key of a `graph.case.Case` is one option of the same name. Only what was given is passed on: the defaults are the
-case's own, and so are the checks of values.
+Each key that `graph.case` declares is one option of the same name, with its help, its default and its other names; only
+what was given is passed on, and the case checks it.
 """
 
 from __future__ import annotations
@@ -11,108 +11,88 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import click
+from msgspec import inspect
 
+from graph.case import GROUPS, KEYS, Case
+from graph.keys import Key, Only
 from traces.errors import ConfigError, LLMemError
 from traces.text import number
 
 if TYPE_CHECKING:
-    from graph.case import Case
+    from graph.keys import Group
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 
-#: Keys in the order of `--help`: key, metavar (None: a switch), what it says.
-_OPTIONS: Final = (
-    ("head", "NAME", "What stands on the model: causal-lm, seq2seq-lm, masked-lm, sequence-classification ..."),
-    ("task", "train|inference", "What runs."),
-    ("dtype", "fp32|bf16|fp16", "Precision of the weights."),
-    ("autocast", "none|bf16|fp16", "Automatic mixed precision (with a GradScaler for fp16)."),
-    ("quant", "none|nf4|int8", "Quantised linear layers, as bitsandbytes stores them."),
-    ("compute", "fp32|bf16|fp16", "What nf4 layers compute in."),
-    ("double_quant", None, "The absolute maxima of nf4 are quantised as well."),
-    ("attn", "sdpa|eager|default", "Attention implementation."),
-    ("repeat_kv", None, "Keys and values of grouped heads are repeated before sdpa."),
-    ("lora", "RANK", "LoRA of this rank; 0: all weights are trained."),
-    ("lora_targets", "NAME,...", "Modules that get adapters; without it those that peft takes."),
-    ("batch", "N", "Sequences in a micro-batch, on each GPU."),
-    ("seq", "N", "Tokens in a sequence."),
-    ("dec_seq", "N", "Tokens for the decoder, of a model that has both."),
-    ("attention_mask", "false|true|padded", "Attention mask of the batch: none, all ones, or with padding."),
-    ("use_cache", None, "The model keeps keys and values, as in generation."),
-    ("outputs", "dropped|step|next", "How long the logits stay beside the loss."),
-    ("cudnn_sdp", None, "cuDNN's attention may be chosen."),
-    ("loss", "NAME", "none (the model's own), transformers-4.29, chunk8 or chunk8-ckpt."),
-    ("experts", "X,X,...", "Shares of the tokens that the experts get; without it equal ones."),
-    ("optimizer", "NAME", "adamw, adamw-fused, adamw-foreach, adamw-forloop, adamw-8bit, adafactor or sgd."),
-    ("sgd_momentum", "X", "Momentum of sgd."),
-    ("step_in_backward", None, "Each parameter's optimizer steps during backward."),
-    ("checkpointing", "NAME", "Gradient checkpointing: none, nonreentrant, reentrant or selective."),
-    ("save", "matmul,attn", "What selective checkpointing keeps."),
-    ("every", "N", "Checkpoint every so many layers."),
-    ("accum", "N", "Micro-batches in a step."),
-    ("grad_sync", "each|last", "Gradients are synchronised after each micro-batch, or after the last."),
-    ("clip", "NORM", "Clip gradients to this norm; 0: not."),
-    ("steps", "N", "Training steps."),
-    ("strategy", "NAME", "How GPUs share the work: single, ddp, fsdp2, deepspeed-3, tp, pp, gemini ..."),
-    ("world", "N", "Number of GPUs."),
-    ("tp_loss", "vocab", "Tensor parallel loss on split logits."),
-    ("mesh", "NAME=N,...", "Sizes of the mesh's dimensions, as in fsdp2=4,tp=2."),
-    ("buckets", "N", "DeepSpeed's bucket sizes, in elements."),
-    ("overlap_comm", "true|false|default", "DeepSpeed overlaps communication."),
-    ("grad_accum_dtype", "fp32|bf16|fp16", "DeepSpeed's type of accumulated gradients."),
-    ("zero_extra", "KEY=VALUE,...", "More of DeepSpeed's zero_optimization."),
-    ("init", "cpu|zero.Init", "How DeepSpeed's model is made."),
-    ("reshard_backward", None, "FSDP2 reshards after each backward."),
-    ("schedule", "1F1B|GPipe", "Pipeline schedule."),
-    ("microbatches", "N", "Micro-batches of the pipeline."),
-    ("return_outputs", None, "The pipeline's last stage keeps its outputs."),
-    ("shapes", "given|runtime", "Whether pipeline stages know their shapes before they run."),
-    ("offload", "NAME", "none, optimizer, parameters, activations, activations-pin or checkpoints."),
-    ("prompt", "N", "Inference: tokens of the prompt."),
-    ("new", "N", "Inference: tokens to generate."),
-    ("cache", "dynamic|static", "Inference: kind of KV cache."),
-    ("mode", "generate|manual", "Inference: model.generate, or a plain loop."),
-    ("gpu", "NAME", "GPU, such as A100-80GB, V100-16GB or H100."),
-    ("memory", "SIZE", "Total memory of the GPU, over the card's own (with commas: by rank)."),
-    ("alloc_conf", "CONF", "Allocator settings, as in PYTORCH_ALLOC_CONF."),
-    ("release", "R", "PyTorch release to imitate."),
-    ("deferred", "prompt|late", "When memory that another stream used comes back."),
-    ("sync", None, "The host waits for the GPU at phase boundaries."),
+#: What the argument MODEL may be, for the end of the help.
+MODEL_HELP: Final = (
+    "MODEL is a name of the catalogue, the path of a Hugging Face config.json (or its folder), or module:function, "
+    "a function of your own that returns (nn.Module, example inputs) or (nn.Module, example inputs, loss function); "
+    "--batch, --seq and --dtype reach it as arguments batch, seq and dtype where it has parameters of these names. "
+    "Nothing is downloaded. Sizes: 80GB is 80 x 10^9 bytes, 80GiB is 80 x 2^30."
 )
-
 #: The keys of a case that are options.
-OPTION_KEYS: Final[tuple[str, ...]] = tuple(key for key, _, _ in _OPTIONS)
+OPTION_KEYS: Final[tuple[str, ...]] = tuple(key for key in KEYS if key != "model")
+#: Values that are longer together stand in the help, not beside the option.
+_LONG: Final = 40
 
-_NUMBERS: Final = frozenset(key for key, metavar, _ in _OPTIONS if metavar in ("N", "X", "NORM", "RANK"))
-#: Keys whose value may be true or false, or a word.
-_MAY_BE_TRUTH: Final = frozenset({"attention_mask", "overlap_comm"})
-#: Keys for which `none` stands for the empty text.
-_MAY_BE_NONE: Final = frozenset({"autocast", "quant", "checkpointing", "loss", "offload", "save"})
+
+class CaseOption(click.Option):
+    """An option of a command that stands in a group of keys; `key` is the name of its key in a case."""
+
+    def __init__(self, *names: Any, key: Key, **attributes: Any) -> None:
+        super().__init__(*names, **attributes)
+        self.key = key
+
+
+class CaseCommand(click.Command):
+    """A command with the options of a case: its help has them in their groups, the common ones first.
+
+    Options may be written with `_` for `-`, as transformers' scripts have them.
+    """
+
+    def __init__(self, *arguments: Any, **attributes: Any) -> None:
+        super().__init__(*arguments, **attributes)
+        self.context_settings["token_normalize_func"] = lambda name: name.replace("_", "-")
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the options: the common ones of a case, those of the command, then one group of keys after another."""
+        groups: dict[Group | None, list[tuple[str, str]]] = {GROUPS[0]: [], None: [], **{one: [] for one in GROUPS[1:]}}
+        for option in self.get_params(ctx):
+            shown = option.get_help_record(ctx)
+            if shown is not None and isinstance(option, click.Option):
+                groups[option.key.about.group if isinstance(option, CaseOption) else None].append(shown)
+        for group, rows in groups.items():
+            if rows:
+                with formatter.section("Options of this command" if group is None else _title(group)):
+                    formatter.write_dl(rows)
 
 
 def case_options(command: _Command) -> _Command:
     """Decorator: gives a click command an option for each key of a case (but `model`); `case_from` takes their values.
 
-    The option of `dec_seq` is `--dec-seq`; switches have a `--no-` form. An option that is not given is None.
+    The option of `dec_seq` is `--dec-seq`; switches have a `--no-` form. Other names of a key are hidden options. An
+    option that is not given is None.
     """
-    for key, metavar, meaning in reversed(_OPTIONS):
-        name = key.replace("_", "-")
-        if metavar is None:
-            command = click.option(f"--{name}/--no-{name}", default=None, help=meaning)(command)
-        else:
-            command = click.option(f"--{name}", metavar=metavar, help=meaning)(command)
+    for name in reversed(OPTION_KEYS):
+        key = KEYS[name]
+        for other in key.about.switches:
+            command = click.option(_option(other), other, is_flag=True, default=None, hidden=True)(command)
+        for other in key.about.aliases:
+            command = click.option(_spelled(key, other), other, default=None, hidden=True)(command)
+        command = click.option(
+            _spelled(key, name), name, cls=CaseOption, key=key, default=None, metavar=_metavar(key), help=_help(key)
+        )(command)
     return command
 
 
-def case_from(model: str, options: Mapping[str, Any]) -> Case:
+def case_from(model: str, options: Mapping[str, Any], *, any_strategy: bool = False) -> Case:
     """The case that a command line says: `model`, and those of `options` that were given (other names are passed by).
 
-    Raises ConfigError for a value that its key cannot have, and for an unknown GPU.
+    `any_strategy` is that of `Case.of`. Raises ConfigError for a value that its key cannot have, for a key that means
+    nothing for the case, and for an unknown GPU; UsageError where two names of a key are given.
     """
-    from graph.case import Case
-
-    given = {key: _value(key, options[key]) for key in OPTION_KEYS if options.get(key) is not None}
     try:
-        case = Case.of({"model": model, **given}, where="options")
+        case = Case.of({"model": model, **_given(options)}, where="options", any_strategy=any_strategy)
     except ConfigError as error:
         raise ConfigError(_in_options(str(error))) from None
     from simulator.estimator.devices import device
@@ -121,28 +101,103 @@ def case_from(model: str, options: Mapping[str, Any]) -> Case:
     return case
 
 
+def assumed(options: Mapping[str, Any]) -> tuple[str, ...]:
+    """What a command line leaves open although it matters for what it says, one line each."""
+    if options.get("memory") is None or options.get("gpu") is not None:
+        return ()
+    return (f"--gpu is not given: an {KEYS['gpu'].default} is assumed, with the memory that --memory says",)
+
+
+def _given(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of the keys whose options were given."""
+    found: dict[str, Any] = {}
+    said: dict[str, str] = {}
+    for name in OPTION_KEYS:
+        about = KEYS[name].about
+        for other in KEYS[name].names:
+            if options.get(other) is None:
+                continue
+            if name in said:
+                raise click.UsageError(f"{_option(said[name])} and {_option(other)} are the same: give one of them")
+            said[name] = other
+            found[name] = about.switches[other] if other in about.switches else _value(KEYS[name], options[other])
+    return found
+
+
+# --- help ------------------------------------------------------------------------------------------------------------
+
+
+def _option(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _spelled(key: Key, name: str) -> str:
+    return f"{_option(name)}/--no-{name.replace('_', '-')}" if key.is_switch else _option(name)
+
+
+def _title(group: Group) -> str:
+    return f"{group.title} ({scope})" if (scope := _scope(group.only)) else group.title
+
+
+def _scope(only: tuple[Only, ...]) -> str:
+    """Conditions in words, such as `only with --quant nf4`; nothing of what most cases are anyway."""
+    words = " and ".join(str(one) for one in only if one.key != "model")
+    return re.sub(r"(--[\w-]+):", r"\1", _in_options(f"only with {words}")).replace("'", "") if words else ""
+
+
+def _metavar(key: Key) -> str | None:
+    if key.is_switch or key.about.metavar:
+        return key.about.metavar or None
+    if key.choices:
+        words = "|".join(("true", "false") * key.has(inspect.BoolType) + tuple(one or "none" for one in key.choices))
+        return words if len(words) <= _LONG else "NAME"
+    return "X" if key.has(inspect.FloatType) else "N"
+
+
+def _help(key: Key) -> str:
+    """What an option says of its key: meaning, values, other names, scope and default."""
+    about = key.about
+    words = [about.help]
+    if _metavar(key) == "NAME" and key.choices:
+        words.append(", ".join(one or "none" for one in key.choices) + ".")
+    others = [_option(other) for other in key.names[1:]]
+    notes = [f"also {', '.join(others)}"] if others else []
+    scope = _scope(tuple(one for one in about.only if one.key != "task"))
+    notes += [scope, f"default: {_default(key)}"] if scope else [f"default: {_default(key)}"]
+    return f"{' '.join(words)} [{'; '.join(notes)}]"
+
+
+def _default(key: Key) -> str:
+    if key.default in (None, "", (), {}):
+        return key.about.unset or "none"
+    if isinstance(key.default, bool):
+        return "yes" if key.default else "no"
+    return f"{key.default:g}" if isinstance(key.default, float) else str(key.default)
+
+
 def _in_options(text: str) -> str:
     """The text of an error about a case, with its keys as the options that they are here."""
     keys = re.compile(rf"(?:\bkey )?'({'|'.join(OPTION_KEYS)})'(?=:| |$|;|,)")
-    return keys.sub(lambda match: "--" + match[1].replace("_", "-"), text.removeprefix("options: "))
+    return keys.sub(lambda match: _option(match[1]), text.removeprefix("options: "))
 
 
-def _value(key: str, given: object) -> Any:
+# --- values ----------------------------------------------------------------------------------------------------------
+
+
+def _value(key: Key, given: object) -> Any:
     """What an option's text means as the value of `key` in a case document; what is wrong is left to the case."""
     if not isinstance(given, str):
         return given
     text = given.strip()
-    if text.lower() == "none" and key in _MAY_BE_NONE:
+    if text.lower() == "none" and ("" in key.choices or key.about.read is not None):
         return ""
-    if text.lower() in ("true", "false") and key in _MAY_BE_TRUTH:
+    if text.lower() in ("true", "false") and key.has(inspect.BoolType):
         return text.lower() == "true"
-    if key == "memory":
+    if key.name == "memory":
         return _memory(text)
-    if key == "mesh":
+    if key.name == "mesh":
         return _mesh(text)
-    if key == "experts":
-        return [number(part) for part in text.split(",")]
-    return number(text) if key in _NUMBERS else text
+    return number(text) if key.has(inspect.IntType, inspect.FloatType) else text
 
 
 def _memory(text: str) -> int | list[int]:

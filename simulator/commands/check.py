@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from simulator.commands.case_options import case_options
+from simulator.commands.case_options import CaseCommand, case_options
 
 if TYPE_CHECKING:
     from simulator.comparison.compare import Side
@@ -18,7 +18,7 @@ _EPILOG = (
 )
 
 
-@click.command("check", epilog=_EPILOG)
+@click.command("check", cls=CaseCommand, epilog=_EPILOG)
 @click.argument("run", metavar="TRACE|CASE")
 @click.option("--budget", metavar="SIZE", help="Memory that the run may take of each GPU.")
 @click.option("--against", metavar="BASELINE", help="A trace, snapshot or result that it is compared with.")

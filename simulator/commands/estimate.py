@@ -6,22 +6,14 @@ from typing import Any
 
 import click
 
-from simulator.commands.case_options import case_options
+from simulator.commands.case_options import MODEL_HELP, CaseCommand, case_options
 from simulator.commands.shared_options import context_option, file_options
 from simulator.reports.outputs import Outputs
 
-_EPILOG = (
-    "MODEL is a name of the catalogue, the path of a Hugging Face config.json (or its folder), or module:function, "
-    "a function that returns an nn.Module and its example inputs. Sizes: 80GB is 80 x 10^9 bytes, 80GiB is 80 x 2^30. "
-    "Exit codes: 0 it fits, or is tight (it runs with retries, or not with all that may lie outside PyTorch's memory); "
-    "3 out of memory."
-)
 
-
-@click.command("estimate", epilog=_EPILOG)
+@click.command("estimate", cls=CaseCommand, epilog=MODEL_HELP)
 @click.argument("model", metavar="MODEL")
 @case_options
-@click.option("--allocator", metavar="CONF", help="The same as --alloc-conf.")
 @context_option
 @click.option("--min-memory", is_flag=True, help="Also find the smallest GPU on which it runs.")
 @click.option("--time", "timing", is_flag=True, help="Kernels and collectives take time: also the time of a step.")
@@ -39,7 +31,6 @@ _EPILOG = (
 @file_options
 def command(
     model: str,
-    allocator: str | None,
     context: str,
     min_memory: bool,
     timing: bool,
@@ -51,14 +42,10 @@ def command(
     **options: Any,
 ) -> int:
     """Work out what a run of MODEL needs of its GPU: no GPU, no weights, nothing downloaded."""
-    from simulator.commands.case_options import case_from
+    from simulator.commands.case_options import assumed, case_from
     from simulator.commands.common import announce, context_size, print_json, working
     from traces.text import one_line
 
-    if allocator is not None:
-        if options.get("alloc_conf") is not None:
-            raise click.UsageError("--allocator and --alloc-conf are the same: give one of them")
-        options["alloc_conf"] = allocator
     if interconnect is not None and not timing:
         raise click.UsageError("--interconnect needs --time")
     outside = context_size(context)
@@ -83,7 +70,7 @@ def command(
         )
     with working("writing", quiet):
         written.write(found.result, found.trace)
-    announce((*found.assumptions, *found.result.notes), quiet)
+    announce((*assumed(options), *found.assumptions, *found.result.notes), quiet)
     if as_json:
         print_json(render_json(found))
     else:

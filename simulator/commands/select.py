@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from simulator.commands.case_options import case_options
+from simulator.commands.case_options import CaseCommand, case_options
 from simulator.commands.shared_options import check_workers, context_option, worker_options, workers
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ _EPILOG = (
 )
 
 
-@click.command("select", epilog=_EPILOG)
+@click.command("select", cls=CaseCommand, epilog=_EPILOG)
 @click.argument("model", metavar="MODEL")
 @click.option("--gpus", metavar="N", type=click.IntRange(1, 1024), help="Number of GPUs (default: as many as --gpu).")
 @click.option("--policy", type=click.Choice(["throughput", "llmem"]), default="throughput", help="How to rank.")
@@ -52,6 +52,7 @@ def command(
     **options: Any,
 ) -> int:
     """Find the fastest method and its largest micro-batch for MODEL on these GPUs."""
+    from graph.case import KEYS
     from simulator.commands.case_options import case_from
     from simulator.commands.common import context_size, print_json
     from simulator.reports.select import render_json, render_table
@@ -62,9 +63,10 @@ def command(
     names = [part.strip() for part in (options.pop("gpu", None) or "A100-80GB").split(",")]
     cards = _cards(names, gpus)
     for key in ("batch", "strategy", "world", "mesh", "accum"):
-        if options.pop(key, None) is not None:
-            raise click.UsageError(f"--{key} is what select finds; leave it out")
-    case = case_from(model, {**options, "gpu": cards[0]})
+        given = [name for name in KEYS[key].names if options.pop(name, None) is not None]
+        if given:
+            raise click.UsageError(f"--{given[0].replace('_', '-')} is what select finds; leave it out")
+    case = case_from(model, {**options, "gpu": cards[0]}, any_strategy=True)
     _check_files(html, config, force)
     asked = Asked(case.document(), cards, policy, global_batch, margin, context=outside)
     found, interrupted = _selected(asked, (jobs, executor, dask), quiet)

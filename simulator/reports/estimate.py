@@ -18,15 +18,23 @@ if TYPE_CHECKING:
     from simulator.estimator.step_time import GenerationTime, StepTime
 
 #: Keys of a case that the headline does not repeat: the report shows them elsewhere, or the model begins the line.
-_SHOWN_ELSEWHERE: Final = frozenset({"model", "gpu", "memory", "alloc_conf", "release"})
+_SHOWN_ELSEWHERE: Final = frozenset({"model", "memory", "alloc_conf", "release"})
 
 
 def render_json(estimate: Estimate) -> dict[str, Any]:
-    """The document of `estimate --json`: the answer (the case, peaks, phases, the verdict) and that of `run --json`."""
+    """The document of `estimate --json`: the answer (the case, peaks, phases, the verdict) and that of `run --json`.
+
+    `case` of its metadata has every key with its value, also where that is the default.
+    """
+    from graph.case import Case
+
+    replayed = report.render_json(estimate.result)
+    whole = Case.of(estimate.case, any_strategy=True).whole()
     return {
         **estimate.document(),
         "assumptions": list(estimate.assumptions),
-        **report.render_json(estimate.result),
+        **replayed,
+        "metadata": {**replayed.get("metadata", {}), "case": whole},
     }
 
 
@@ -73,9 +81,12 @@ def _closed(estimate: Estimate) -> Table:
 
 
 def case_line(case: Mapping[str, Any]) -> str:
-    """A case on one line: the model, then every key that differs from its default."""
-    parts = [one_line(str(case.get("model", "")))]
-    parts += [f"{key} {one_line(_value(case[key]))}" for key in case if key not in _SHOWN_ELSEWHERE]
+    """A case on one line: the model, then what always matters, and every other key that is not the default."""
+    from graph.case import Case
+
+    shown = Case.of(case, any_strategy=True).headline()
+    parts = [one_line(str(shown["model"]))]
+    parts += [f"{key} {one_line(_value(value))}" for key, value in shown.items() if key not in _SHOWN_ELSEWHERE]
     return ", ".join(parts)
 
 

@@ -259,14 +259,23 @@ def _check(asked: Asked) -> None:
         raise ConfigError(f"a global batch of {asked.global_batch} is out of range: give 1 or more")
     for name in asked.gpus:
         device(name)
-    Case.of({**asked.keys, "gpu": asked.gpus[0]}, where="options")
+    Case.of({**asked.keys, "gpu": asked.gpus[0]}, where="options", any_strategy=True)
 
 
 # --- candidates ---------------------------------------------------------------------------------------------------
 
 
 def candidates(asked: Asked) -> tuple[Candidate, ...]:
-    """Every method and split of the GPUs, those that are dear to search first; those of LLMem for its policy."""
+    """Every method and split of the GPUs, those that are dear to search first; those of LLMem for its policy.
+
+    Keys of the case that mean nothing for a method are left out of its own.
+    """
+    from graph.case import meaningful
+
+    return tuple(replace(one, keys=meaningful(one.keys)) for one in _candidates(asked))
+
+
+def _candidates(asked: Asked) -> tuple[Candidate, ...]:
     world = asked.world
     keys = _shared_keys(asked)
     if asked.policy == "llmem":

@@ -19,7 +19,7 @@ pytest.importorskip("transformers")
 
 import torch
 
-from graph.case import Case
+from graph.case import KEYS, Case
 from graph.errors import CaptureError
 from graph.loop import losses
 from graph.loop.inputs import hosts
@@ -151,7 +151,8 @@ HEADS = [
 
 @pytest.mark.parametrize(("model", "head", "kind", "shapes"), HEADS)
 def test_head_and_inputs_follow_the_architecture(model: str, head: str, kind: str, shapes: dict[str, Any]) -> None:
-    built = made(model=model, head=head, batch=2, seq=8, dec_seq=5)
+    two = {"dec_seq": 5} if "decoder_input_ids" in shapes or kind.startswith(("T5", "Bart")) else {}
+    built = made(model=model, head=head, batch=2, seq=8, **two)
     assert type(built.module).__name__ == kind
     assert {name: tuple(tensor.shape) for name, tensor in built.host()} == shapes
 
@@ -206,6 +207,25 @@ def test_experts_are_split_as_stated(configured: Any) -> None:
     assert "shares 1, 1, 1, 5" in made(model=folder, seq=8, experts=[1, 1, 1, 5]).assumptions[0]
     with pytest.raises(ConfigError, match="2 shares for the 4 experts"):
         made(model=folder, seq=8, experts=[1, 2])
+    with pytest.raises(ConfigError, match="key 'experts': the model has no experts"):
+        made(model=configured(TINY), seq=8, experts=[1, 2])
+
+
+def test_adapters_of_experts_are_counted(configured: Any) -> None:
+    mixture = {**TINY, "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
+    built = made(model=configured(mixture), seq=8, lora=2, lora_targets="all-linear")
+    adapters = numbers(built.module)[1]
+    besides = 2 * 2 * (2 * (32 + 32) + 2 * (32 + 16) + (32 + 4))  # rank 2, two layers: q, o; k, v; the router
+    stated = f"lora: {adapters - besides:,} of the {adapters:,} trained parameters are adapters of experts"
+    assert [text.partition(";")[0] for text in built.assumptions[1:]] == [stated]
+    attention = made(model=configured(mixture), seq=8, lora=2, lora_targets=["q_proj"])
+    assert not [text for text in attention.assumptions if text.startswith("lora: ")]
+
+
+def test_a_quantization_of_the_configuration_is_said(configured: Any) -> None:
+    quantized = {**TINY, "quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": []}}
+    (stated,) = made(model=configured(quantized), seq=8).assumptions
+    assert stated.startswith("the quantization_config of the configuration (mxfp4) is not followed: weights are in ")
 
 
 # ----------------------------------------------------------------------------------------------------- losses
@@ -360,6 +380,14 @@ def test_own_function_gives_module_and_inputs() -> None:
 
 
 @pytest.mark.usefixtures("own")
+@pytest.mark.parametrize("key", ["batch", "seq"])
+def test_a_size_that_the_function_does_not_take_is_refused(key: str) -> None:
+    text = said(ConfigError, model="own_models:named", **{key: 8})
+    assert text.startswith(f"key '{key}': own_models:named has no parameter '{key}'")
+    made(model="own_models:named", **{key: KEYS[key].default})
+
+
+@pytest.mark.usefixtures("own")
 def test_own_function_that_is_wrong() -> None:
     assert "has no function 'mpl'; the nearest name is 'mlp'" in said(ConfigError, model="own_models:mpl")
     assert "no module 'own_absent'" in said(ConfigError, model="own_absent:mlp")
@@ -367,7 +395,7 @@ def test_own_function_that_is_wrong() -> None:
     assert "raised RuntimeError: no luck" in said(CaptureError, model="own_models:broken")
     assert "not int" in said(CaptureError, model="own_models:nothing")
     assert "absent_package_of_mine" in said(CaptureError, model="own_faulty:mlp")
-    assert "'lora'" in said(ConfigError, model="own_models:mlp", lora=8)
+    assert "key 'lora': only with a model that is a configuration" in said(ConfigError, model="own_models:mlp", lora=8)
     wide = made(model="own_models:wide")
     tensors = {name: host.to("meta") for name, host in wide.host()}
     with pytest.raises(CaptureError, match=r"gives \(2, 4\), not a scalar loss"):

@@ -22,7 +22,7 @@ from graph.model import StepGraph
 from graph.summary import summarize
 from simulator.cli import main
 from simulator.commands.capture_report import format_count, render_summary
-from simulator.commands.case_options import OPTION_KEYS, case_from, case_options
+from simulator.commands.case_options import OPTION_KEYS, CaseCommand, assumed, case_from, case_options
 from tests.places import ROOT
 from tests.support.made_graphs import Maker, assert_equal, example
 from traces.errors import ConfigError
@@ -41,7 +41,7 @@ def test_every_key_is_an_option() -> None:
     assert sorted(OPTION_KEYS) == sorted(set(KEYS) - {"model"})
 
 
-@click.command()
+@click.command(cls=CaseCommand)
 @case_options
 def probe(**options: Any) -> None:
     click.echo(json.dumps(case_from("gpt2", options).document()))
@@ -61,12 +61,15 @@ def test_nothing_given_is_all_defaults() -> None:
     assert given() == {}
 
 
+ZERO = ["--strategy", "deepspeed-1", "--world", "2"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "document"),
     [
         (["--dtype", "bf16"], {"dtype": "bf16"}),
         (["--batch", "4", "--dec-seq", "64"], {"batch": 4, "dec_seq": 64}),
-        (["--sgd-momentum", "0.9", "--clip", "1"], {"sgd_momentum": 0.9, "clip": 1.0}),
+        (["--optimizer", "sgd", "--sgd-momentum", "0.9", "--clip", "1"], {"sgd_momentum": 0.9, "clip": 1.0}),
         (["--autocast", "none", "--checkpointing", "none"], {}),
         (["--autocast", "fp16"], {"autocast": "fp16"}),
         (["--attention-mask", "true"], {"attention_mask": True}),
@@ -74,13 +77,17 @@ def test_nothing_given_is_all_defaults() -> None:
         (["--use-cache", "--no-sync"], {"use_cache": True, "sync": False}),
         (["--no-use-cache", "--sync"], {}),
         (["--memory", "16GiB"], {"memory": 16 << 30}),
-        (["--strategy", "ddp", "--world", "2", "--memory", "16GB,2000"], {"memory": [16 * 10**9, 2000]}),
+        (["--strategy", "ddp", "--world", "2", "--memory", "16GB,2000000"], {"memory": [16 * 10**9, 2000000]}),
         (["--strategy", "fsdp2-tp", "--world", "8", "--mesh", "fsdp2=4, tp=2"], {"mesh": {"fsdp2": 4, "tp": 2}}),
         (["--checkpointing", "selective", "--save", "attn,matmul"], {"save": ["matmul", "attn"]}),
         (["--experts", "1,2,0.5"], {"experts": [1.0, 2.0, 0.5]}),
-        (["--zero-extra", "a=1,b=true"], {"zero_extra": {"a": 1, "b": True}}),
-        (["--overlap-comm", "false"], {"overlap_comm": False}),
+        ([*ZERO, "--zero-extra", "a=1,b=true"], {"zero_extra": {"a": 1, "b": True}}),
+        ([*ZERO, "--overlap-comm", "false"], {"overlap_comm": False}),
         (["--gpu", "V100-16GB"], {"gpu": "V100-16GB"}),
+        (["--per-device-train-batch-size", "4", "--bf16"], {"batch": 4, "autocast": "bf16"}),
+        (["--per_device_train_batch_size", "4", "--gradient-checkpointing"], {"batch": 4}),
+        (["--optim", "adamw_torch_fused"], {"optimizer": "adamw-fused"}),
+        (["--strategy", "zero3", "--nproc-per-node", "2"], {"strategy": "deepspeed-3", "world": 2}),
         (["--release", "2.11"], {"release": "2.11"}),
     ],
     ids=" ".join,
@@ -89,18 +96,21 @@ def test_options_mean_values_of_a_case(arguments: list[str], document: dict[str,
     found = given(*arguments)
     assert {key: found.get(key) for key in document} == document
     assert Case.of({"model": "gpt2", **found}).document() == {"model": "gpt2", **found}
-    assert set(found) - set(document) <= {"strategy", "world", "checkpointing"}
+    assert set(found) - set(document) <= {"strategy", "world", "checkpointing", "optimizer"}
 
 
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        (["--dtype", "fp8"], "--dtype: 'fp8' should be one of 'fp32', 'bf16', 'fp16'"),
+        (["--dtype", "fp8"], "--dtype: 'fp8' should be one of 'auto', 'fp32', 'bf16', 'fp16'"),
         (["--batch", "many"], "--batch: 'many' should be a whole number"),
         (["--batch", "1.5"], "--batch: 1.5 should be a whole number"),
         (["--batch", "0"], "--batch: 0 should be a whole number of at least 1"),
         (["--clip", "nan"], "--clip: nan should be a number"),
         (["--memory", "16G"], "--memory: size '16G' is ambiguous"),
+        (["--memory", "24"], "--memory: size '24' has no unit: write 24GB or 24GiB"),
+        (["--memory", "24B"], "--memory: 24 should be bytes (at least 1 MiB)"),
+        (["--buckets", "5"], "--buckets: only with --strategy: 'deepspeed-1', 'deepspeed-2' or 'deepspeed-3'"),
         (["--mesh", "tp"], "mesh: 'tp' in 'tp' is not of the form axis=size, as in dp=2,tp=2"),
         (["--mesh", "dp=2,dp=4"], "mesh: 'dp=2,dp=4' names the axis dp twice"),
         (["--gpu", "V99"], "unknown GPU 'V99'"),
@@ -114,6 +124,39 @@ def test_wrong_values_name_their_option(arguments: list[str], reason: str) -> No
         given(*arguments)
     assert str(error.value).startswith(reason)
     assert "key '" not in str(error.value)
+
+
+def test_two_names_of_a_key_exclude_each_other() -> None:
+    with pytest.raises(click.UsageError, match="--alloc-conf and --allocator are the same: give one of them"):
+        case_from("gpt2", {"alloc_conf": "a:1", "allocator": "b:1"})
+
+
+def test_help_has_groups_with_every_option_and_its_default_once() -> None:
+    shown = CliRunner().invoke(main, ["estimate", "--help"], terminal_width=100).stdout
+    lines = shown.splitlines()
+    titles = [line.removesuffix(":") for line in lines if line[:1].isalpha() and line.endswith(":")]
+    assert titles[:3] == ["Common options", "Options of this command", "Precision and attention"]
+    assert "Pipeline (only with --strategy pp, or a --mesh with pp)" in titles
+    assert "Inference (only with --task inference)" in titles
+    for name in OPTION_KEYS:
+        option = "--" + name.replace("_", "-")
+        assert sum(line.startswith(f"  {option} ") for line in lines) == 1, option
+    words = " ".join(shown.split())
+    assert words.count("default: ") >= len(OPTION_KEYS)
+    for said in (
+        "[default: 512]",
+        "[default: A100-80GB]",
+        "only with --quant nf4; default: yes]",
+        "[also --optim; default: adamw]",
+    ):
+        assert said in words
+
+
+def test_a_memory_without_a_gpu_is_noted() -> None:
+    assert assumed({"memory": "24GB", "gpu": None}) == (
+        "--gpu is not given: an A100-80GB is assumed, with the memory that --memory says",
+    )
+    assert assumed({"memory": "24GB", "gpu": "A10"}) == assumed({"memory": None, "gpu": None}) == ()
 
 
 # The command, with a graph that is there already

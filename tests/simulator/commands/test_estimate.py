@@ -14,11 +14,12 @@ from click.testing import CliRunner
 from click.testing import Result as Outcome
 
 import traces
-from graph.case import Case
+from graph.case import KEYS, Case
 from graph.errors import CaptureError
 from graph.model import StepGraph
 from simulator.cli import COMMANDS, main
 from simulator.estimator.estimate import ANSWER_KEYS, forget_graphs
+from simulator.reports.estimate import case_line
 from tests.simulator.reports.test_report import SCHEMA
 from tests.support.step_graphs import stub
 
@@ -53,7 +54,7 @@ def test_the_report_names_case_peaks_and_terms() -> None:
     outcome = call("estimate", "m", "--batch", "2", "--gpu", "V100", "--min-memory")
     assert outcome.exit_code == 0
     shown = outcome.stdout
-    assert shown.startswith("m, batch 2\n")
+    assert shown.startswith("m, dtype fp32, batch 2, seq 512, optimizer adamw, gpu V100\n")
     for text in (
         "peak allocated        12.00 MiB   12,582,912 B  at event 13",
         "Outside the allocator\n",
@@ -85,8 +86,26 @@ def test_json_has_the_answer_and_the_replay() -> None:
     terms = document["ranks"][0]["outside"]
     assert [term["name"] for term in terms] == ["CUDA context", "loaded kernels", "2nd cuBLAS handle"]
     assert all(term["low"] < term["bytes"] <= term["high"] for term in terms)
+    case = document["metadata"]["case"]
+    assert list(case) == list(KEYS)  # also what nobody gave
+    assert (case["batch"], case["sync"], case["seq"], case["optimizer"], case["gpu"]) == (
+        *(2, False, 512, "adamw"),
+        KEYS["gpu"].default,
+    )
     added = {*ANSWER_KEYS, "model", "batch", "sync", "assumptions"} - {"verdict", "ranks"}
     jsonschema.validate({key: document[key] for key in document if key not in added}, SCHEMA)
+
+
+def test_the_headline_says_what_nobody_gave() -> None:
+    (line, *_) = call("estimate", "m", "--accum", "2").stdout.splitlines()
+    assert line.startswith("m, dtype ")
+    assert line.endswith(", batch 1, seq 512, optimizer adamw, accum 2, gpu A100-80GB")
+    own = case_line({"model": "mine:make", "task": "train"})  # its inputs have their own size
+    assert own.startswith("mine:make, dtype ")
+    assert own.endswith(", optimizer adamw, gpu A100-80GB")
+    assert "batch" not in own
+    inference = case_line({"model": "m", "task": "inference", "new": 8})
+    assert inference.endswith(", batch 1, prompt 512, new 8, gpu A100-80GB")
 
 
 def test_out_of_memory_exits_with_three() -> None:

@@ -88,7 +88,7 @@ def test_a_result_counts_what_it_reserves_and_the_context(tmp_path: Path) -> Non
         ('{"model": "m", "verdict": "fits", "peak_allocated": 1}', ["--budget", "1GiB"], "lacks something"),
         ('{"verdict": "fits", "peak_allocated": 1, "peak_reserved": null}', ["--budget", "1GiB"], "lacks something"),
         ('{"a": 1}', ["--budget", "1GiB"], "neither a trace"),
-        ("{}", ["--budget", "80"], "--budget '80': 80 bytes hold nothing"),
+        ("{}", ["--budget", "80"], "--budget: size '80' has no unit: write 80GB or 80GiB"),
         ("{}", ["--budget", "80g"], "--budget: size '80g' is ambiguous"),
         ("{}", ["--against", "nothere", "--fail-over", "5"], "--fail-over '5': write a share or a size"),
     ],

@@ -285,7 +285,7 @@ def test_files_of_cases(tmp_path: Path) -> None:
 
 
 def groups(*keys: str) -> list[Given]:
-    return [Given({"model": key, "memory": number + 1}) for number, key in enumerate(keys)]
+    return [Given({"model": key, "memory": (number + 1) << 20}) for number, key in enumerate(keys)]
 
 
 def models(found: list[list[Given]]) -> list[str]:

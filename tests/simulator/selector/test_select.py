@@ -341,11 +341,19 @@ def test_ctrl_c_while_workers_are_busy(small: str, tmp_path: Path) -> None:
     assert (document["winner"], sorted(document["unfinished"])) == ("ddp", ["fsdp2", "zero1"])
 
 
+def test_keys_of_a_method_are_left_out_of_the_others() -> None:
+    found = {one.name: one.keys for one in candidates(Asked({**KEYS, "schedule": "GPipe"}, ("A100-40GB",) * 4))}
+    assert {name for name, keys in found.items() if "schedule" in keys} == {name for name in found if "pp" in name}
+    assert all(keys["seq"] == KEYS["seq"] for keys in found.values())
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [
         (["--gpu", "T4,T4", "--gpus", "3"], "one for each GPU"),
         (["--strategy", "ddp"], "what select finds"),
+        (["--per-device-train-batch-size", "4"], "--per-device-train-batch-size is what select finds"),
+        (["--prompt", "4"], "--prompt: only with --task: 'inference'"),
         (["--gpu", "Z9"], "unknown GPU"),
         (["--margin", "1"], "margin of 1"),
         (["--dtype", "fp61"], "--dtype"),
