@@ -9,12 +9,13 @@ from typing import Any, Final, Literal
 import torch
 
 from graph.case import Case
+from graph.dtypes import NAMES
 from traces.errors import ConfigError
 
 Kind = Literal["ids", "mask", "padded", "labels", "values"]
 
 #: `Case.dtype`, `autocast` and the like as torch names them.
-DTYPES: Final[Mapping[str, torch.dtype]] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+DTYPES: Final[Mapping[str, torch.dtype]] = {key: getattr(torch, name) for key, name in NAMES.items()}
 
 
 @dataclass(frozen=True, slots=True)

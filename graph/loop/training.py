@@ -16,6 +16,7 @@ from graph.errors import CaptureError
 from graph.loop.inputs import DTYPES
 from graph.loop.method import Method
 from graph.model import Kind, Role
+from graph.optimizers import OPTIMIZERS
 from graph.recorder.attribution import Roles, note_states
 from graph.recorder.recorder import Recorder
 
@@ -166,23 +167,5 @@ def make_optimizer(case: Any, parameters: list[torch.nn.Parameter]) -> torch.opt
 
 def optimizer_class(case: Any) -> tuple[Any, dict[str, Any]]:
     """The class of a case's optimizer, and its arguments besides the parameters."""
-    name = case.optimizer
-    rate: dict[str, Any] = {"lr": 1e-5}
-    if name == "adamw-8bit":
-        import bitsandbytes
-
-        library: Any = bitsandbytes
-        return library.optim.AdamW8bit, rate
-    if name.startswith("adamw"):
-        options = {
-            "adamw": {},
-            "adamw-foreach": {"foreach": True},
-            "adamw-fused": {"fused": True},
-            "adamw-forloop": {"foreach": False},
-        }[name]
-        return torch.optim.AdamW, rate | options
-    if name == "sgd":
-        return torch.optim.SGD, rate | {"momentum": case.sgd_momentum}
-    if name == "adafactor":
-        return torch.optim.Adafactor, rate
-    raise CaptureError(f"optimizer: {name!r} is unknown")
+    found = OPTIMIZERS[case.optimizer]
+    return found.made(), {"lr": 1e-5, **found.arguments(case)}

@@ -10,7 +10,7 @@ import json
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -186,7 +186,7 @@ def estimate(
         case=asked.document(),
         result=found,
         trace=trace,
-        assumptions=tuple(trace.metadata.get("assumptions", ())),
+        assumptions=(*_about_gpu(asked), *trace.metadata.get("assumptions", ())),
         min_fit=smallest_memory(trace) + aside if min_memory else None,
         step=of_case(trace, asked, found) if time_steps else None,
         closed=closed_forms(asked, estimators, aside),
@@ -304,12 +304,22 @@ def capture_key(case: Case, method: Method | None = None) -> str:
 # --- settings -----------------------------------------------------------------------------------------------------
 
 
+def _about_gpu(case: Case) -> Iterator[str]:
+    """What to say of a case's GPU: which one is taken where the name leaves it open, and bf16 where it has none."""
+    from graph.hardware.gpus import assumed, gpu
+
+    card = gpu(case.gpu)
+    if (text := assumed(case.gpu)) is not None:
+        yield text
+    if "bf16" in (case.dtype, case.autocast, case.compute) and not card.has_bf16:
+        yield f"{card.name} has no tensor cores for bf16, which PyTorch emulates there, slowly; fp16 has them"
+
+
 def _clock(case: Case, interconnect: str) -> Clock:
     """The speeds of a case's GPU and of what joins it to others."""
-    from simulator.estimator.devices import device
     from strategies.timing.clock import Clock
 
-    return Clock.connected(device(case.gpu).name, interconnect)
+    return Clock.connected(case.gpu, interconnect)
 
 
 def _check(case: Case, context: Context) -> None:

@@ -7,10 +7,11 @@ context is small at first and grows by the kernels that run.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Final, Literal
 
+from graph.hardware.gpus import Gpu, Measured
 from simulator.engine.result import OutsideTerm
 from traces.errors import ConfigError
 from traces.model import Trace
@@ -25,31 +26,11 @@ _MIB: Final = 1 << 20
 
 #: Bytes of local memory that a context holds for every thread that a GPU can run at once (cudaLimitStackSize).
 STACK_BYTES: Final = 1024
-#: What a context holds beyond that, in MiB: likely, lowest, highest. The measured contexts of `CONTEXTS` less their
-#: stacks are 133 (RTX 3090), 256 (H200) and 270 (H100), and 213 on an RTX 6000 Ada.
+#: What a context holds beyond that, in MiB: likely, lowest, highest. The measured contexts of the table of GPUs less
+#: their stacks are 133 (RTX 3090), 256 (H200) and 270 (H100), and 213 on an RTX 6000 Ada.
 REST_MIB: Final = (200, 60, 280)
 
 
-@dataclass(frozen=True, slots=True)
-class Measured:
-    """A context's size as somebody measured it with PyTorch and lazy loading: MiB likely, lowest, highest; where."""
-
-    likely: int
-    low: int
-    high: int
-    source: str
-
-
-#: CUDA contexts by card, before any kernel of a model has run.
-CONTEXTS: Final[Mapping[str, Measured]] = {
-    "H100-80GB": Measured(534, 480, 560, "meta-pytorch/torchcomms#777: about 534 MiB for each primary context on H100"),
-    "H200-141GB": Measured(520, 480, 560, "clemsgrs/slide2vec#326: about 520 MiB on H200, torch 2.7.1+cu128"),
-    "RTX3090-24GB": Measured(256, 240, 320, "invoke-ai/InvokeAI#9413: 256 MiB on RTX 3090, torch 2.7.1+cu128"),
-}
-#: Where neither the card nor its size is known.
-UNKNOWN: Final = Measured(
-    450, 250, 600, "contexts of 256 to 534 MiB are reported for PyTorch with lazy loading (pytorch/pytorch#109888: 400)"
-)
 #: Kernels of PyTorch, cuBLAS and the attention libraries that a model's first iteration loads.
 KERNELS: Final = Measured(
     130,
@@ -107,14 +88,13 @@ def least_of(terms: Iterable[OutsideTerm]) -> tuple[OutsideTerm, ...]:
 
 def _of_card(case: Case) -> tuple[OutsideTerm, ...]:
     """The table's terms for a process of a case on its card."""
+    from graph.hardware.gpus import gpu
     from graph.hardware.profile import profile
     from graph.workspaces.gemm import workspace_bytes
-    from simulator.estimator.devices import device
 
     card = profile(case.gpu, case.release, case.cudnn_sdp)
     trains = case.task == "train" and card.release < (2, 15)  # from then on workspaces do not stay
-    workspace = workspace_bytes(card) if trains else 0
-    return outside_terms(device(case.gpu).name, card.sm_count * card.max_threads_per_sm, second_workspace=workspace)
+    return outside_terms(gpu(case.gpu), second_workspace=workspace_bytes(card) if trains else 0)
 
 
 def communicators(trace: Trace) -> int:
@@ -136,17 +116,13 @@ def _meets(rank: int, parts: Iterable[tuple[int, ...]]) -> bool:
     return any(rank in part and len(part) > 1 for part in parts)
 
 
-def outside_terms(card: str, threads: int | None = None, *, second_workspace: int = 0) -> tuple[OutsideTerm, ...]:
-    """The terms outside the allocator for one process on a card (a name of `simulator.estimator.devices.CARDS`).
+def outside_terms(card: Gpu, *, second_workspace: int = 0) -> tuple[OutsideTerm, ...]:
+    """The terms outside the allocator for one process on a card.
 
-    `threads` is how many threads the card can run at once (multiprocessors times threads of each); it serves cards of
-    which no context was measured. `second_workspace` is the size of a cuBLAS workspace where there may be one more
-    than the allocator's figures have. What several GPUs add is in `communicator_terms`.
+    `second_workspace` is the size of a cuBLAS workspace where there may be one more than the allocator's figures have.
+    What several GPUs add is in `communicator_terms`.
     """
-    context = CONTEXTS.get(card)
-    if context is None:
-        context = UNKNOWN if threads is None else _by_rule(threads)
-    terms = (_term("CUDA context", context), _term("loaded kernels", KERNELS))
+    terms = (_term("CUDA context", card.context or _by_rule(card.threads)), _term("loaded kernels", KERNELS))
     if not second_workspace:
         return terms
     return (*terms, OutsideTerm("2nd cuBLAS handle", second_workspace, WORKSPACE, 0, second_workspace))

@@ -12,6 +12,8 @@ import shlex
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
+from graph.dtypes import NAMES
+from graph.optimizers import OPTIMIZERS
 from simulator.launch.training_script import axes_of, script, why_not
 from strategies import registry
 from strategies.parallel.fsdp import Flattened, Sharded
@@ -23,16 +25,6 @@ if TYPE_CHECKING:
 FILES: Final = ("launch.sh", "train.py", "accelerate.yaml", "deepspeed.json", "training_args.json", "sft_args.json")
 #: The most GPUs of one machine.
 MACHINE: Final = 8
-#: Optimizers by their names in transformers' `OptimizerNames`.
-OPTIMIZERS: Final[Mapping[str, str]] = {
-    "adamw": "adamw_torch",
-    "adamw-foreach": "adamw_torch",
-    "adamw-forloop": "adamw_torch",
-    "adamw-fused": "adamw_torch_fused",
-    "adamw-8bit": "adamw_8bit",
-    "adafactor": "adafactor",
-    "sgd": "sgd",
-}
 
 
 def files(case: Mapping[str, Any] | Case) -> dict[str, str]:
@@ -300,7 +292,7 @@ def training_arguments(case: Case) -> dict[str, Any]:
         "output_dir": "out",
         "per_device_train_batch_size": case.batch,
         "gradient_accumulation_steps": case.accum,
-        "optim": OPTIMIZERS[case.optimizer],
+        "optim": OPTIMIZERS[case.optimizer].hugging_face,
         "max_grad_norm": case.clip,
         "gradient_checkpointing": case.checkpointing in ("nonreentrant", "reentrant"),
         "bf16": case.autocast == "bf16",
@@ -319,7 +311,7 @@ def training_arguments(case: Case) -> dict[str, Any]:
 
 def sft_arguments(case: Case) -> dict[str, Any]:
     """Arguments of TRL's SFTTrainer (`SFTConfig`): packed sequences, and how the model is loaded."""
-    model: dict[str, Any] = {"dtype": {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}[case.dtype]}
+    model: dict[str, Any] = {"dtype": NAMES[case.dtype]}
     if case.attn != "default":
         model["attn_implementation"] = case.attn
     if "tp" in axes_of(case):

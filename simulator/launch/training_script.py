@@ -6,11 +6,13 @@ line why a case has none. Only what the case asks for is in the text: the user p
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from graph.dtypes import NAMES
+from graph.optimizers import OPTIMIZERS
 from strategies import registry
 from traces.errors import ConfigError
 
@@ -18,15 +20,11 @@ if TYPE_CHECKING:
     from graph.case import Case
 
 _STANDARD: Final = frozenset({"contextlib", "functools", "os"})
-_DTYPES: Final = {"fp32": "torch.float32", "bf16": "torch.bfloat16", "fp16": "torch.float16"}
-_OPTIMIZERS: Final[Mapping[str, str]] = {
-    "adamw": "torch.optim.AdamW({}, lr=LEARNING_RATE)",
-    "adamw-foreach": "torch.optim.AdamW({}, lr=LEARNING_RATE, foreach=True)",
-    "adamw-forloop": "torch.optim.AdamW({}, lr=LEARNING_RATE, foreach=False)",
-    "adamw-fused": "torch.optim.AdamW({}, lr=LEARNING_RATE, fused=True)",
-    "adamw-8bit": "bitsandbytes.optim.AdamW8bit({}, lr=LEARNING_RATE)",
-    "adafactor": "torch.optim.Adafactor({}, lr=LEARNING_RATE)",
-}
+
+
+def _dtype(word: str) -> str:
+    """A case's word for a dtype as the script has it."""
+    return f"torch.{NAMES[word]}"
 
 
 def axes_of(case: Case) -> dict[str, int]:
@@ -181,7 +179,7 @@ def _indented(lines: list[str], by: int = 4) -> list[str]:
 
 def _model(text: _Text) -> list[str]:
     case = text.case
-    options = [f'"dtype": {_DTYPES[case.dtype]}']
+    options = [f'"dtype": {_dtype(case.dtype)}']
     if case.attn != "default":
         options.append(f'"attn_implementation": "{case.attn}"')
     if case.quant:
@@ -207,7 +205,7 @@ def _quantization(text: _Text) -> str:
     case = text.case
     if case.quant == "int8":
         return "BitsAndBytesConfig(load_in_8bit=True)"
-    compute = _DTYPES[case.compute or "bf16"]
+    compute = _dtype(case.compute or "bf16")
     return (
         'BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", '
         f"bnb_4bit_compute_dtype={compute}, bnb_4bit_use_double_quant={case.double_quant})"
@@ -340,7 +338,7 @@ def _fsdp1(text: _Text) -> list[str]:
     mixed = []
     if case.autocast:
         text.needs("torch.distributed.fsdp", "MixedPrecision")
-        mixed.append(f"    mixed_precision=MixedPrecision({_DTYPES[case.autocast]}, torch.float32),")
+        mixed.append(f"    mixed_precision=MixedPrecision({_dtype(case.autocast)}, torch.float32),")
     return [
         "kinds = {type(layer) for layer in layers}",
         "policy = functools.partial(transformer_auto_wrap_policy, transformer_layer_cls=kinds)",
@@ -381,7 +379,7 @@ def _sharded(text: _Text, spread: Sequence[str]) -> list[str]:
     options = [f'"mesh": {over}', f'"reshard_after_forward": {case.strategy != "fsdp2-nr"}']
     if case.autocast:
         names.add("MixedPrecisionPolicy")
-        dtype = _DTYPES[case.autocast]
+        dtype = _dtype(case.autocast)
         options.append(f'"mp_policy": MixedPrecisionPolicy(param_dtype={dtype}, reduce_dtype=torch.float32)')
     if case.strategy == "fsdp2-offload":
         names.add("CPUOffloadPolicy")
@@ -492,20 +490,26 @@ def _top_plan(case: Case, module: Any, sequence: bool) -> dict[str, str]:
 # -------------------------------------------------------------------------------------------------- the loop
 
 
+def _class_and_arguments(text: _Text) -> tuple[str, str]:
+    """The case's optimizer: its class, and its arguments after the parameters."""
+    found = OPTIMIZERS[text.case.optimizer]
+    if (library := found.path.partition(".")[0]) != "torch":
+        text.needs(library)
+    options = {"lr": "LEARNING_RATE", **found.arguments(text.case)}
+    return found.path, ", ".join(f"{name}={value}" for name, value in options.items())
+
+
 def _made(text: _Text, parameters: str) -> str:
-    case = text.case
-    if case.optimizer == "adamw-8bit":
-        text.needs("bitsandbytes")
-    if case.optimizer == "sgd":
-        return f"torch.optim.SGD({parameters}, lr=LEARNING_RATE, momentum={case.sgd_momentum})"
-    return _OPTIMIZERS[case.optimizer].format(parameters)
+    kind, arguments = _class_and_arguments(text)
+    return f"{kind}({parameters}, {arguments})"
 
 
 def _optimizer(text: _Text) -> list[str]:
     case = text.case
     if case.strategy == "zero1":
         text.needs("torch.distributed.optim", "ZeroRedundancyOptimizer")
-        made = "ZeroRedundancyOptimizer(trained, optimizer_class=torch.optim.AdamW, lr=LEARNING_RATE)"
+        kind, arguments = _class_and_arguments(text)
+        made = f"ZeroRedundancyOptimizer(trained, optimizer_class={kind}, {arguments})"
     elif "tp" in text.axes:
         made = _made(text, '[{"params": group} for group in groups.values()]')
     else:
@@ -572,7 +576,7 @@ def _forward(text: _Text, deepspeed: bool) -> list[str]:
         loss = [f"with torch.autograd.graph.save_on_cpu(pin_memory={pinned}):", *_indented(loss)]
     casts = case.autocast and not deepspeed and case.strategy != "fsdp1" and "fsdp2" not in text.axes
     if casts:
-        loss = [f"with torch.autocast(DEVICE, dtype={_DTYPES[case.autocast]}):", *_indented(loss)]
+        loss = [f"with torch.autocast(DEVICE, dtype={_dtype(case.autocast)}):", *_indented(loss)]
     if deepspeed:
         return [*loss, "engine.backward(loss)", "engine.step()"]
     part = "loss / ACCUMULATION" if case.accum > 1 else "loss"

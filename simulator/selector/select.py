@@ -560,10 +560,9 @@ def _measured(
 
 def _clock(asked: Asked) -> Clock:
     """The speeds of the slowest card: it decides."""
-    from simulator.estimator.devices import device
     from strategies.timing.clock import Clock
 
-    clocks = [Clock.of(device(name).name) for name in asked.gpus]
+    clocks = [Clock.of(name) for name in asked.gpus]
     return min(clocks, key=lambda clock: (clock.card.half, clock.card.memory))
 
 

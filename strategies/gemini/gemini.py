@@ -16,6 +16,7 @@ import numpy as np
 
 from graph.case import Case
 from graph.model import Int64Array, StepGraph
+from graph.optimizers import ADAMW, OPTIMIZERS
 from strategies.gemini.chunk_layout import ChunkConfig, ChunkLayout, layout, local_parameters, pack, search
 from strategies.gemini.chunk_moves import GROUP, WORLD, Gemini, Options
 from strategies.gemini.event_builder import EventBuilder
@@ -37,7 +38,7 @@ POSSIBLE: Final[Mapping[str, tuple[tuple[object, ...], str]]] = {
     "quant": (("",), "its chunks hold no quantized weights"),
     "lora": ((0,), "its chunks hold trainable parameters only"),
     "accum": ((1,), "gradients overwrite the parameters in its chunks"),
-    "optimizer": (("adamw", "adamw-fused", "adamw-forloop"), "it has HybridAdam"),
+    "optimizer": (tuple(key for key, one in OPTIMIZERS.items() if one.path == ADAMW), "it has HybridAdam"),
     "offload": (("",), "LLMem keeps its chunks on the GPU"),
     "clip": ((0.0,), "LLMem does not clip"),
 }

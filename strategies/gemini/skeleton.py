@@ -16,24 +16,10 @@ from typing import Final
 
 import numpy as np
 
+from graph.dtypes import SIZES
 from graph.model import Int32Array, Int64Array, Kind, Role, StepGraph, UInt8Array
 from strategies.gemini.event_builder import EventBuilder
 
-#: Bytes an element, by the name of the dtype as torch prints it.
-SIZES: Final[Mapping[str, int]] = {
-    "float64": 8,
-    "float32": 4,
-    "bfloat16": 2,
-    "float16": 2,
-    "float8_e4m3fn": 1,
-    "float8_e5m2": 1,
-    "int64": 8,
-    "int32": 4,
-    "int16": 2,
-    "int8": 1,
-    "uint8": 1,
-    "bool": 1,
-}
 #: Phases of a captured run.
 OPTIMIZER: Final = "optimizer"
 LOAD: Final = "load"

@@ -66,6 +66,8 @@ class FullyShard(Native):
         import torch
         from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
+        from graph.loop.inputs import DTYPES
+
         options: dict[str, Any] = {
             "mesh": self.mesh(module),
             "reshard_after_forward": self.variant.reshard_after_forward,
@@ -73,7 +75,7 @@ class FullyShard(Native):
         if self.on_host:
             options["offload_policy"] = CPUOffloadPolicy()
         if self.case.autocast:
-            dtype = torch.bfloat16 if self.case.autocast == "bf16" else torch.float16
+            dtype = DTYPES[self.case.autocast]
             options["mp_policy"] = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
         return options
 
@@ -116,11 +118,13 @@ class FullyShardedDataParallel(Native):
         from torch.distributed.fsdp import MixedPrecision
         from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 
+        from graph.loop.inputs import DTYPES
+
         module: torch.nn.Module = built.module
         kinds = {type(layer) for layer in layers(module)}
         options: dict[str, Any] = {}
         if self.case.autocast:
-            dtype = torch.bfloat16 if self.case.autocast == "bf16" else torch.float16
+            dtype = DTYPES[self.case.autocast]
             options["mixed_precision"] = MixedPrecision(param_dtype=dtype, reduce_dtype=torch.float32)
         return Flat(
             module,

@@ -135,6 +135,8 @@ class MeshRank(Pipeline):
         import torch
         from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
+        from graph.loop.inputs import DTYPES
+
         names = set(self.mesh.mesh_dim_names)
         if "replicate" in names:
             over = self.mesh["replicate", "shard"]
@@ -146,7 +148,7 @@ class MeshRank(Pipeline):
         if self.case.offload == "parameters":
             options["offload_policy"] = CPUOffloadPolicy()
         if self.case.autocast:
-            dtype = torch.bfloat16 if self.case.autocast == "bf16" else torch.float16
+            dtype = DTYPES[self.case.autocast]
             options["mp_policy"] = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
         for block in blocks:
             fully_shard(block, **options)

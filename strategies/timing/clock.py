@@ -1,8 +1,7 @@
 """How long kernels and collectives take: the `duration_ns` of a trace's events.
 
-Kernels follow a roofline: the longer of arithmetic and memory traffic at the share of the peak that is usually reached,
-and a fixed time to start and drain the GPU, which is what makes small kernels slow. Collectives follow the alpha-beta
-model of a ring or a double binary tree, whichever is faster, as NCCL chooses.
+Kernels follow a roofline (`strategies.timing.roofline`). Collectives follow the alpha-beta model of a ring or a double
+binary tree, whichever is faster, as NCCL chooses.
 """
 
 from __future__ import annotations
@@ -13,7 +12,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from strategies.timing.hardware import LINKS, Gpu, Link, gpu, link, ways
+from graph.hardware.gpus import Gpu, gpu
+from strategies.timing.links import LINKS, Link, link, ways
+from strategies.timing.roofline import Speed
 from traces.errors import ConfigError
 from traces.model import Column, Events, Op, RankEvents, Strings, Trace
 
@@ -22,13 +23,6 @@ if TYPE_CHECKING:
     from traces.model import Int64Array
 
 NANO: Final = 1e9
-#: The shares of the peak that large kernels reach: cuBLAS without tensor cores, and streaming through memory (with
-#: them: `Gpu.reached`).
-PLAIN_SHARE: Final = 0.90
-MEMORY_SHARE: Final = 0.85
-#: Seconds that a kernel takes beside its work. With it a matrix product reaches half of its share where the work lasts
-#: as long: efficiency(work) = share * work / (work + START * peak * share), the usual curve of cuBLAS over size.
-START: Final = 3e-6
 #: What NCCL takes to start a ring or a tree (baseLat of src/graph/tuning.cc, Simple protocol).
 RING_START: Final = 8.4e-6
 TREE_START: Final = 14.0e-6
@@ -57,20 +51,6 @@ class Topology:
     def crossing(self, ranks: tuple[int, ...]) -> bool:
         """Whether a group of ranks spans machines (ranks fill machines in order)."""
         return len({rank // self.machine for rank in ranks}) > 1
-
-
-def reached(card: Gpu, dtype: str) -> float:
-    """FLOP/s that large matrix products of `dtype` reach."""
-    peak = card.flops(dtype)
-    return peak * (card.reached if peak > card.single else PLAIN_SHARE)
-
-
-def kernel_ns(card: Gpu, flops: int, moved: int, dtype: str = "float32") -> int:
-    """Nanoseconds of a kernel with `flops` operations on `dtype` that moves `moved` bytes; 0 for no work at all."""
-    if flops <= 0 and moved <= 0:
-        return 0
-    work = max(flops / reached(card, dtype), moved / (card.memory * MEMORY_SHARE))
-    return round((work + START) * NANO)
 
 
 def collective_ns(kind: str, size: int, ranks: int, way: Link) -> int:
@@ -129,20 +109,7 @@ class Clock:
 
     def speed(self) -> Speed:
         """The kernels' speed, by type of number."""
-        from strategies.timing.roofline import Speed
-
-        names = ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int8", "float64")
-        return Speed(
-            reached(self.card, "float32"),
-            self.card.memory * MEMORY_SHARE,
-            round(START * NANO),
-            {name: reached(self.card, name) for name in names},
-            1 / self.host.beta,
-        )
-
-    def kernel(self, flops: int, moved: int, dtype: str = "float32") -> int:
-        """Nanoseconds of a kernel."""
-        return kernel_ns(self.card, flops, moved, dtype)
+        return Speed.of(self.card, 1 / self.host.beta)
 
     def collective(self, kind: str, size: int, ranks: tuple[int, ...]) -> int:
         """Nanoseconds of a collective among these ranks: over the slowest way that its ring takes."""

@@ -1,14 +1,28 @@
-"""How long kernels take: the longer of computing and of moving bytes (a roofline), plus a fixed part."""
+"""How long kernels take, by a roofline: the longer of arithmetic and memory traffic, and a fixed time for each.
+
+Both are taken at the share of the peak that is usually reached; the fixed time, to start and drain the GPU, is what
+makes small kernels slow.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Final, Self
 
 import numpy as np
 
+from graph.hardware.gpus import Gpu
 from graph.model import Int64Array, StepGraph
 from strategies.timing.host import copies, one_way
+
+#: The shares of the peak that large kernels reach: cuBLAS without tensor cores, and streaming through memory (with
+#: them: `Gpu.reached`).
+PLAIN_SHARE: Final = 0.90
+MEMORY_SHARE: Final = 0.85
+#: Seconds that a kernel takes beside its work. With it a matrix product reaches half of its share where the work lasts
+#: as long: efficiency(work) = share * work / (work + START * peak * share), the usual curve of cuBLAS over size.
+START: Final = 3e-6
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +38,18 @@ class Speed:
     fixed_ns: int = 2_000
     by_dtype: Mapping[str, float] = field(default_factory=dict)
     host_bytes_per_second: float = 0.0
+
+    @classmethod
+    def of(cls, card: Gpu, host_bytes_per_second: float) -> Self:
+        """The speeds that kernels reach on a GPU."""
+        names = ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int8", "float64")
+        return cls(
+            reached(card, "float32"),
+            card.memory * MEMORY_SHARE,
+            round(START * 1e9),
+            {name: reached(card, name) for name in names},
+            host_bytes_per_second,
+        )
 
     def duration_ns(self, flops: Int64Array, moved: Int64Array) -> Int64Array:
         """Nanoseconds of kernels that do `flops` and move `moved` bytes (arrays of equal length)."""
@@ -45,6 +71,12 @@ class Speed:
             over = copies(graph)
             busy[over] = one_way(graph, over) / self.host_bytes_per_second
         return np.where((flops > 0) | (moved > 0), np.rint(busy * 1e9).astype(np.int64) + self.fixed_ns, 0)
+
+
+def reached(card: Gpu, dtype: str) -> float:
+    """FLOP/s that large matrix products of `dtype` reach."""
+    peak = card.flops(dtype)
+    return peak * (card.reached if peak > card.single else PLAIN_SHARE)
 
 
 def _dtypes(graph: StepGraph) -> Int64Array:

@@ -316,14 +316,16 @@ _STAND_INS: Final = {
 
 
 def _gpu(reading: Reading) -> None:
-    from simulator.estimator.devices import CARDS
+    from graph.hardware.gpus import GPUS
 
     text = _plain(reading.row["gpu"])
     for word, (card, gib) in _STAND_INS.items():
         if word in text:
             reading.assume(f"{reading.row['gpu']} by a {card}'s kernels", gpu=card, memory=gib << 30)
             return
-    names = {_plain(alias): name for name, card in CARDS.items() for alias in (name, *card.aliases)}
+    names = {
+        _plain(alias): name for name, card in GPUS.items() for alias in (name, name.rpartition("-")[0], *card.aliases)
+    }
     size = re.search(r"(\d+) ?GB", reading.row["gpu"])
     found = [one for one in names if one in text]
     if not found:
@@ -331,7 +333,7 @@ def _gpu(reading: Reading) -> None:
         return
     name = names[max(found, key=len)]
     sized = f"{name.split('-')[0]}-{size[1]}GB" if size else name
-    reading.case["gpu"] = sized if sized in CARDS else name
+    reading.case["gpu"] = sized if sized in GPUS else name
 
 
 def _spread(reading: Reading) -> None:

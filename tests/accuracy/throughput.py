@@ -3,7 +3,7 @@
     python -m tests.accuracy.throughput [WORD]...
 
 (rows whose name has a WORD; all by default). Training without torch.compile. `time_steps` is a model, not fitted to
-these rows: its speeds are data sheets and the shares of them that large kernels reach (`strategies.timing.hardware`).
+these rows: its speeds are data sheets and the shares of them that large kernels reach (`graph.hardware.gpus`).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Row:
     published: float
     case: Mapping[str, Any]
     source: str
-    card: Mapping[str, float] = field(default_factory=dict)  # what is other than in `strategies.timing.hardware`
+    card: Mapping[str, float] = field(default_factory=dict)  # what is other than in `graph.hardware.gpus`
 
 
 ROWS: Final = (
@@ -100,9 +100,9 @@ ROWS: Final = (
 
 def predicted(row: Row) -> float:
     """Tokens per second of one GPU, as `estimate --time` says."""
+    from graph.hardware.gpus import GPUS
     from simulator.estimator.estimate import estimate, forget_graphs
     from simulator.estimator.step_time import StepTime
-    from strategies.timing.hardware import GPUS
 
     name = row.case["gpu"]
     changes: Any = row.card

@@ -7,8 +7,9 @@ from math import prod
 
 import numpy as np
 
+from graph.dtypes import SIZES
 from graph.model import Accesses, Kind, Operators, Role, StepGraph, Storages
-from strategies.gemini.skeleton import LOAD, SIZES, Parameter, Skeleton
+from strategies.gemini.skeleton import LOAD, Parameter, Skeleton
 
 
 class Sketch:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from graph.hardware.gpus import GPUS
 from graph.hardware.profile import profile
-from simulator.estimator.devices import CARDS
 from traces.errors import ConfigError
 
 
@@ -33,8 +33,8 @@ def test_attributes(
     assert card.shared_memory_per_sm >= card.shared_memory_per_block
 
 
-def test_every_card_of_the_simulator_is_here_and_the_same() -> None:
-    for name, card in CARDS.items():
+def test_every_card_of_the_table_has_a_profile() -> None:
+    for name, card in GPUS.items():
         for spelling in (name, card.product, *card.aliases):
             found = profile(spelling, "2.13")
             assert (found.name, found.product, found.total_bytes) == (name, card.product, card.total_bytes)

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from simulator.estimator.devices import CARDS, device
+from graph.hardware.gpus import GPUS
+from simulator.estimator.devices import device
 from traces.errors import ConfigError
 from traces.model import DEFAULT_DEVICE
 
@@ -33,22 +34,23 @@ def test_names(name: str, known: str, total: int) -> None:
 
 
 def test_the_default_device_is_in_the_table() -> None:
-    assert CARDS[DEFAULT_DEVICE.name].total_bytes == DEFAULT_DEVICE.total_bytes
+    assert GPUS[DEFAULT_DEVICE.name].total_bytes == DEFAULT_DEVICE.total_bytes
     assert device(DEFAULT_DEVICE.name) is DEFAULT_DEVICE
 
 
 def test_totals_fit_the_labels() -> None:
-    for name, card in CARDS.items():
+    for name, card in GPUS.items():
         label = int(name.rpartition("-")[2].removesuffix("GB"))
         assert 0.9 * label * 2**30 < card.total_bytes < label * 2**30, name
-        assert card.source
+        assert card.total_source
+        assert card.speed_source
         for spelling in (name, card.product, *card.aliases):
             assert device(spelling).name == name
 
 
 def test_unknown_name() -> None:
     with pytest.raises(ConfigError, match="nearest is 'A100-80GB'") as caught:
-        device("A100-80")
+        device("A100-81")
     assert "--memory" in str(caught.value)
 
 
@@ -59,6 +61,6 @@ def check_line(text: str) -> None:
 @given(st.text(max_size=200))
 def test_any_text_is_a_device_or_one_clear_line(text: str) -> None:
     try:
-        assert device(text).name in CARDS
+        assert device(text).name in GPUS
     except ConfigError as error:
         check_line(str(error))

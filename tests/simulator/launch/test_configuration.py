@@ -6,13 +6,15 @@ import json
 import shlex
 import subprocess
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
+from graph.case import Case
+from graph.optimizers import OPTIMIZERS, Optimizer
 from simulator.allocator.settings import parse_conf, parse_release
 from simulator.launch.configuration import FILES, absent, files, launch
 from simulator.launch.training_script import axes_of
@@ -164,6 +166,36 @@ def test_arguments_follow_the_case() -> None:
     }
     last = json.loads(files({**BASE, "strategy": "ddp", "grad_sync": "last"})["training_args.json"])
     assert "accelerator_config" not in last
+
+
+@pytest.mark.parametrize(
+    ("keys", "made"),
+    [
+        ({"optimizer": "sgd", "sgd_momentum": 0.9}, "torch.optim.SGD, lr=LEARNING_RATE, momentum=0.9)"),
+        ({"optimizer": "adamw-fused"}, "torch.optim.AdamW, lr=LEARNING_RATE, fused=True)"),
+        ({}, "torch.optim.AdamW, lr=LEARNING_RATE)"),
+    ],
+)
+def test_zero1_shards_the_optimizer_of_the_case(keys: dict[str, Any], made: str) -> None:
+    text = files({**BASE, "strategy": "zero1", **keys})["train.py"]
+    assert f"ZeroRedundancyOptimizer(trained, optimizer_class={made}" in text
+
+
+def test_an_optimizer_is_one_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row of the table is enough for capturing it, for the script and for the Trainer."""
+    import torch
+
+    from graph.loop.training import make_optimizer
+
+    row = Optimizer("torch.optim.NAdam", "nadam", {"foreach": False}, {"momentum_decay": "sgd_momentum"})
+    monkeypatch.setitem(cast("dict[str, Optimizer]", OPTIMIZERS), "adamw", row)
+    keys = {**BASE, "strategy": "ddp", "sgd_momentum": 0.5}
+    made = make_optimizer(Case.of(keys), [torch.nn.Parameter(torch.zeros(2))])
+    assert isinstance(made, torch.optim.NAdam)
+    assert (made.defaults["foreach"], made.defaults["momentum_decay"]) == (False, 0.5)
+    found = files(keys)
+    assert "torch.optim.NAdam(trained, lr=LEARNING_RATE, foreach=False, momentum_decay=0.5)" in found["train.py"]
+    assert json.loads(found["training_args.json"])["optim"] == "nadam"
 
 
 def test_adapters_are_named_for_trl() -> None:

@@ -18,6 +18,7 @@ from tests.places import ROOT
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
+from graph.optimizers import OPTIMIZERS
 from simulator.launch.training_script import axes_of
 from tests.support.launched import METHODS, methods, model, written
 
@@ -174,7 +175,7 @@ def test_trainer_and_trl_read_their_arguments(
             assert ("tp_plan" in read.model_init_kwargs) is ("tp" in method.split(",")[-1])
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "adamw-fused", "adamw-8bit", "adafactor", "sgd"])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_trainer_knows_every_optimizer(optimizer: str, tmp_path: Path) -> None:
     from transformers import TrainingArguments
 

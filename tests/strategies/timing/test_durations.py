@@ -13,7 +13,7 @@ from simulator.estimator.step_time import StepTime, step_time
 from strategies.gemini.event_builder import EventBuilder
 from strategies.rank_events import events_of
 from strategies.timing.clock import LAUNCH_NS, Clock, timed
-from strategies.timing.hardware import ways
+from strategies.timing.links import ways
 from strategies.timing.roofline import Speed
 from tests.support.step_graphs import Writer
 from traces.errors import ConfigError
