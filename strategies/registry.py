@@ -18,7 +18,7 @@ _MODULES: Final = (
     "strategies.parallel.tp",
     "strategies.parallel.pp",
     "strategies.megatron.megatron",
-    "strategies.deepspeed",
+    "strategies.parallel.deepspeed",
     "strategies.gemini.gemini",
 )
 #: The module of the method that a case's `mesh` describes.

@@ -257,33 +257,10 @@ def _split(case: Case) -> dict[str, int]:
 
 
 def deepspeed(case: Case) -> dict[str, Any]:
-    """The DeepSpeed configuration (deepspeed/runtime/config.py)."""
-    stage = int(case.strategy.rpartition("-")[2])
-    zero: dict[str, Any] = {"stage": stage, **dict(case.zero_extra)}
-    if case.buckets is not None:
-        zero |= {"reduce_bucket_size": case.buckets, "allgather_bucket_size": case.buckets}
-    if case.overlap_comm != "default":
-        zero["overlap_comm"] = case.overlap_comm
-    if case.offload == "optimizer":
-        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
-    if case.offload == "parameters":
-        zero["offload_param"] = {"device": "cpu", "pin_memory": True}
-    found: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": case.batch,
-        "gradient_accumulation_steps": case.accum,
-        "gradient_clipping": case.clip,  # always: DeepSpeed clips to 1.0 where it is not told
-        "zero_optimization": zero,
-    }
-    if not case.optimizer.startswith("adamw"):
-        found["zero_allow_untested_optimizer"] = True
-    if "offload_optimizer" in zero:
-        found["zero_force_ds_cpu_optimizer"] = False  # PyTorch's optimizer steps on the host
-    short = case.autocast or (case.dtype if case.dtype != "fp32" else "")
-    if short:
-        found[short] = {"enabled": True}
-    if case.grad_accum_dtype:
-        found["data_types"] = {"grad_accum_dtype": case.grad_accum_dtype}
-    return found
+    """The DeepSpeed configuration: the one that was simulated."""
+    from strategies.parallel.deepspeed import configuration
+
+    return configuration(case)
 
 
 def training_arguments(case: Case) -> dict[str, Any]:

@@ -110,7 +110,7 @@ def test_memory_of_other_streams_comes_back_between_the_bounds(config: str, stra
     assert isinstance(timed.step, StepTime)
     assert timed.step.tokens == 4 * 2 * 512
     events = timed.trace.ranks[0].events
-    collectives = events.op == Op.COLLECTIVE
+    collectives = (events.op == Op.COLLECTIVE) & (events.ints("bytes") > 0)  # DeepSpeed broadcasts an empty list, once
     assert (events.ints("duration_ns")[collectives] > 8_400).all()  # a ring's start, and its bytes
     assert timed.worst.peak_allocated == prompt.worst.peak_allocated
     assert prompt.worst.peak_reserved <= timed.worst.peak_reserved <= late.worst.peak_reserved

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
+import subprocess
+import sys
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,18 +15,21 @@ pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from graph.case import Case
+from graph.errors import CaptureError
 from graph.recorder.capture import capture
 from simulator.engine.replay import replay
 from simulator.engine.result import RankResult
-from strategies.deepspeed import Zero, distinct, method
-from strategies.lowering import Lowered, finish
+from strategies import lower, registry
+from strategies.lowering import finish
+from strategies.parallel.deepspeed import Zero, configuration
 from strategies.rank_events import events_of
-from strategies.zero_flat import Piece, pieces
-from strategies.zero_settings import settings
+from strategies.strategy import Lowered
 from tests.accuracy.recordings import Recording, recordings
 from tests.support.worked_examples import Line, Told, examples, told
 from traces.errors import ConfigError
 from traces.model import RankEvents
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs the extra deepspeed")
 
 OPT = {"model": "opt-125m", "world": "4", "dtype": "bf16", "batch": "2", "ckpt": ""}
 PLAIN = {
@@ -50,7 +57,7 @@ def recorded(wanted: Mapping[str, str]) -> Recording:
 
 def run_of_rank(case: Case, rank: int) -> RankResult:
     """A rank of a job, captured and replayed."""
-    run = method(case, rank)
+    run = registry.find(case).method(case, rank)
     graph = capture(run.captured_case(), method=run)
     everyone = tuple(range(case.world))
     entry = RankEvents(everyone, events_of(graph, late=case.deferred == "late"))
@@ -89,6 +96,7 @@ MLP = {
     "optimizer": "adamw-fused",
     "release": "2.11",
 }
+ELEMENTS = 256 * 512 + 512 + 512 * 255 + 255
 STAGE_3 = {"stage3_param_persistence_threshold": 300, "stage3_prefetch_bucket_size": 0}
 
 
@@ -154,43 +162,107 @@ def test_streams_of_stage_3() -> None:
 # Ranks and settings --------------------------------------------------------------------------------------------------
 
 
-def test_pieces_of_a_parameter_lie_in_the_shares_it_touches() -> None:
-    assert pieces([5, 3, 4], 4) == [
-        [Piece(0, 0, 4, 0), Piece(1, 4, 1, 0)],
-        [Piece(1, 0, 3, 1)],
-        [Piece(2, 0, 4, 0)],
-    ]
-
-
 def test_ranks_of_stage_3_are_equal() -> None:
     case = Case.of({**MLP, "strategy": "deepspeed-3", "world": 64})
-    assert distinct(case) == (tuple(range(64)),)
+    assert registry.find(case).distinct(case) == (tuple(range(64)),)
 
 
 def test_one_rank_stands_for_those_that_hold_no_more() -> None:
     # Shares of 65,600 elements: rank 1 has parts of fc1.weight (131,072) and its bias (512), rank 2 of that bias and of
     # fc2.weight (130,560).
     case = Case.of({**MLP, "strategy": "deepspeed-2", "world": 4})
-    assert distinct(case) == ((0,), (1, 2), (3,))
-    assert method(case, 2).rank == 1
-    assert method(case, 3).rank == 3
+    assert registry.find(case).distinct(case) == ((0,), (1, 2), (3,))
+    assert registry.find(case).method(case, 2).rank == 1
+    assert registry.find(case).method(case, 3).rank == 3
 
 
 @pytest.mark.parametrize(
     ("extra", "message"),
     [
         ({"strategy": "deepspeed-2", "init": "zero.Init"}, "key 'init'"),
-        ({"strategy": "deepspeed-2", "zero_extra": {"stage3_prefetch": 1}}, "'stage3_prefetch' is not modelled"),
+        ({"strategy": "deepspeed-2", "zero_extra": {"stage3_prefetch": 1}}, "'zero_extra': stage3_prefetch: "),
+        ({"strategy": "deepspeed-2", "zero_extra": {"reduce_bucket_size": -1}}, "'zero_extra': reduce_bucket_size: "),
         ({"strategy": "deepspeed-1", "autocast": "bf16", "dtype": "fp32"}, "key 'autocast'"),
     ],
 )
 def test_what_is_refused(extra: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        settings(Case.of({**MLP, **extra}), 0)
+        lower(Case.of({**MLP, **extra}))
 
 
-def test_defaults_and_their_overrides() -> None:
+def test_what_would_be_compiled_is_refused() -> None:
+    case = Case.of({**MLP, "strategy": "deepspeed-3", "zero_extra": {"zero_quantized_weights": True}})
+    with pytest.raises(CaptureError, match="would compile its operator 'quantizer'"):
+        capture(case, method=Zero(case, 0))
+
+
+def test_further_keys_stand_above_the_buckets() -> None:
     case = Case.of({**MLP, "strategy": "deepspeed-3", "zero_extra": {"reduce_bucket_size": 7}})
-    found = settings(case, 1)
-    assert (found.overlap, found.reduce_bucket, found.prefetch, found.rank) == (True, 7, 50_000_000, 1)
-    assert not settings(Case.of({**MLP, "strategy": "deepspeed-1"}), 0).overlap
+    zero = configuration(case)["zero_optimization"]
+    assert zero == {"stage": 3, "reduce_bucket_size": 7, "allgather_bucket_size": 150_000}
+
+
+@pytest.mark.parametrize(
+    ("stage", "more"),
+    [(1, -2 * 256 * 512), (2, -2 * 256 * 512), (3, 2 * (ELEMENTS // 2))],
+    ids=[
+        "1, with room for the largest gradient",
+        "2, with room for the largest gradient",
+        "3, with no sums of gradients",
+    ],
+)
+def test_what_an_optimizer_on_the_host_leaves_free(stage: int, more: int) -> None:
+    # Copies in fp32 and two states of each of this rank's elements are 12 bytes.
+    case = Case.of({**MLP, "strategy": f"deepspeed-{stage}"})
+    here, there = (run_of_rank(replace(case, offload=where), 0).phases[-1].left for where in ("", "optimizer"))
+    assert here - there == pytest.approx(12 * (ELEMENTS // 2) + more, abs=4096)
+
+
+# DeepSpeed itself ----------------------------------------------------------------------------------------------------
+
+ALONE = """
+import logging, os, sys
+import torch
+import graph.fake_cuda.device
+from graph.case import Case
+from graph.errors import CaptureError
+from graph.recorder.capture import capture
+from strategies.parallel.deepspeed import method
+
+functions, environment, hook = dict(vars(torch.nn.functional)), dict(os.environ), sys.excepthook
+assert "deepspeed" not in sys.modules
+for stage in (1, 3):
+    case = Case.of({case!r} | {{"strategy": f"deepspeed-{{stage}}"}})
+    one = registry.find(case).method(case, 0)
+    first = capture(one.captured_case(), method=one)
+    again = capture(one.captured_case(), method=one)
+    assert first.storages.bytes.tolist() == again.storages.bytes.tolist()
+assert dict(vars(torch.nn.functional)) == functions
+assert dict(os.environ) == environment
+assert sys.excepthook is hook
+assert not torch.distributed.is_initialized()
+assert not any(name.startswith("torch._inductor.compile_fx") for name in sys.modules)
+from deepspeed.runtime.zero import Init
+assert Init.param_id == 0
+assert not logging.getLogger("DeepSpeed").disabled
+"""
+
+
+def test_nothing_is_left_behind_and_nothing_is_said() -> None:
+    source = ALONE.format(case=MLP)
+    done = subprocess.run([sys.executable, "-W", "error", "-c", source], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "deepspeed", None)
+    with pytest.raises(ConfigError, match=r"deepspeed is not installed.*pip install 'llmem\[deepspeed\]'"):
+        lower(Case.of({**MLP, "strategy": "deepspeed-1"}))
+
+
+def test_another_deepspeed_is_an_error_that_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case.of({**MLP, "strategy": "deepspeed-1"})
+    one = registry.find(case).method(case, 0)
+    monkeypatch.delattr("deepspeed.runtime.zero.utils.get_lst_from_rank0")
+    with pytest.raises(CaptureError, match=r"DeepSpeed 0.* is not laid out as expected: .*get_lst_from_rank0"):
+        capture(case, method=one)
