@@ -186,7 +186,7 @@ def test_conventional_data_parallelism_keeps_everything_whole() -> None:
     ],
 )
 def test_mistakes_are_one_line(keys: dict[str, Any], mesh: dict[str, int] | None, message: str) -> None:
-    more = {} if mesh is None else {"mesh": mesh}
+    more: dict[str, Any] = {} if mesh is None else {"mesh": mesh}
     with pytest.raises(ConfigError) as caught:
         lower(case("opt-2l", **keys, **more), capture=lambda one, way: skeleton("opt-2l", 1).graph)
     assert message in str(caught.value)
