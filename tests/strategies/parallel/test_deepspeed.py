@@ -227,7 +227,7 @@ import graph.fake_cuda.device
 from graph.case import Case
 from graph.errors import CaptureError
 from graph.recorder.capture import capture
-from strategies.parallel.deepspeed import method
+from strategies import registry
 
 functions, environment, hook = dict(vars(torch.nn.functional)), dict(os.environ), sys.excepthook
 assert "deepspeed" not in sys.modules
