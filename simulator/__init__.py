@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 from traces.lazy import lazy
 
 if TYPE_CHECKING:
-    from simulator.allocator.settings import AllocatorSettings as AllocatorSettings
-    from simulator.allocator.settings import Release as Release
-    from simulator.allocator.settings import parse_conf as parse_conf
-    from simulator.allocator.settings import parse_release as parse_release
+    from simulator.allocator.conf import AllocatorSettings as AllocatorSettings
+    from simulator.allocator.conf import parse_conf as parse_conf
+    from simulator.allocator.releases import Release as Release
+    from simulator.allocator.releases import parse_release as parse_release
     from simulator.comparison.check import check as check
     from simulator.comparison.compare import compare as compare
     from simulator.comparison.compare import load as load
@@ -31,15 +31,16 @@ if TYPE_CHECKING:
     from simulator.reports.html.page import write_html as write_html
     from simulator.reports.terminal import render_json as render_json
     from simulator.reports.terminal import render_table as render_table
+    from simulator.snapshots.reader import read as read
     from simulator.snapshots.verify import verify as verify
     from simulator.what_if.stress import stress as stress
 
 __all__ = lazy(
     __name__,
     {
-        "AllocatorSettings": "allocator.settings",
+        "AllocatorSettings": "allocator.conf",
         "Estimate": "estimator.estimate",
-        "Release": "allocator.settings",
+        "Release": "allocator.releases",
         "Result": "engine.result",
         "answer": "estimator.estimate",
         "check": "comparison.check",
@@ -47,8 +48,9 @@ __all__ = lazy(
         "device": "estimator.devices",
         "estimate": "estimator.estimate",
         "load": "comparison.compare",
-        "parse_conf": "allocator.settings",
-        "parse_release": "allocator.settings",
+        "parse_conf": "allocator.conf",
+        "parse_release": "allocator.releases",
+        "read": "snapshots.reader",
         "render_json": "reports.terminal",
         "render_table": "reports.terminal",
         "replay": "engine.replay",

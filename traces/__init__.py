@@ -1,6 +1,6 @@
 """The language of the project: memory traces, their file forms, readers and writers.
 
-`read` takes any input that the project knows, by its content; `write` writes the native forms. The trace in memory
+`read` takes a trace in any form, by its content; `write` writes the native forms. The trace in memory
 is `traces.model.Trace`; the format is described in `schema.json` and shown in `samples/`. Nothing heavy is loaded
 before it is needed.
 """
@@ -38,11 +38,11 @@ def __getattr__(name: str) -> Any:
 
 
 def read(path: str | os.PathLike[str], *, release: str | None = None) -> Trace:
-    """Read and check a trace: native JSON (rows or columns), `.npz`, or a snapshot pickle of torch; gzipped or not.
+    """Read and check a trace: native JSON (rows or columns) or `.npz`; gzipped or not.
 
-    What a file holds is told by its content, never by its name. `release` ("2.11") overrides what the file says, or
-    what its fields let one guess. Raises TraceError, with the file's name, where it cannot be used; EventError, which
-    names rank, event index and field, where one event is wrong.
+    What a file holds is told by its content, never by its name. `release` ("2.11") overrides what the file says.
+    Memory snapshots of torch are read by `simulator.read`. Raises TraceError, with the file's name, where it cannot be
+    used; EventError, which names rank, event index and field, where one event is wrong.
     """
     from traces.reading import read_trace
 

@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import functools
 import itertools
-import re
 from collections.abc import Iterator, Mapping
 from typing import Any, Final, NamedTuple
 
 import numpy as np
 
 from traces import _lifecycle
-from traces.errors import EventError, TraceError
+from traces.errors import ConfigError, EventError, TraceError
 from traces.model import (
     BOOL_FIELDS,
     CATEGORIES,
+    DEFAULT_RELEASE,
     FIELDS,
     FLOAT_FIELDS,
     INT_FIELDS,
@@ -34,6 +34,7 @@ from traces.model import (
     Strings,
     Trace,
 )
+from traces.release import version_of
 from traces.text import quoted
 
 #: Fields that an op cannot do without; every other field has a default.
@@ -65,7 +66,6 @@ MIN_BLOCK: Final = 512  #: every address is a multiple of this (kMinBlockSize)
 #: Traces with at most so many events have the lives of their ids checked without numba.
 SMALL: Final = 200_000
 
-_RELEASE: Final = re.compile(r"\d{1,3}\.\d{1,3}(\.\d{1,3})?([-.+]?[A-Za-z0-9][A-Za-z0-9._+-]{0,60})?")
 _POOL_OPS: Final = (Op.POOL_CREATE, Op.POOL_BEGIN, Op.POOL_END, Op.POOL_RELEASE)
 
 
@@ -116,8 +116,11 @@ def missing(op: int, field: str) -> str:
 
 
 def _check_head(trace: Trace) -> None:
-    if trace.release is not None and not _RELEASE.fullmatch(trace.release):
-        raise TraceError(f"allocator: field 'release': write a release such as '2.13', not {quoted(trace.release)}")
+    try:
+        version_of(DEFAULT_RELEASE if trace.release is None else trace.release)
+    except ConfigError:
+        place = "allocator: field 'release'"
+        raise TraceError(f"{place}: write a release such as '2.13', not {quoted(trace.release)}") from None
     for i, device in enumerate(trace.devices):
         _check_device(device, f"device {i}")
     for name, parts in trace.groups.items():
@@ -363,7 +366,7 @@ def _addresses(events: Events, release: str | None) -> Iterator[Finding]:
     address = events.ints("address")
     bad = (address != -1) & ((address <= 0) | (address >= MAX_ADDRESS))
     bad &= ~((address == 0) & (events.ints("bytes") == 0))  # 0 bytes are at address 0
-    if release is None or not re.match(r"2\.[0-3](\D|$)", release):
+    if version_of(release or DEFAULT_RELEASE) >= (2, 4):
         # Up to 2.3 `roundup_power2_divisions:1` left sizes as they were, and so the addresses after them.
         bad |= (address & (MIN_BLOCK - 1) != 0) & (address > 0)
     index = _first(bad)

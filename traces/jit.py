@@ -1,18 +1,20 @@
 """Compiling kernels with numba: one decorator, and a cache that works where the package itself is read-only.
 
 Machine code is kept under `$NUMBA_CACHE_DIR` where that is set, else under the user's cache directory, in a folder
-named after a digest of all kernel sources: numba notices a change of the file a kernel stands in, but not of the
-files it calls into.
+named after a digest of all that a module's kernels are made of: numba notices a change of the file a kernel stands in,
+but not of the files it calls into.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Final, TypeVar
 
 import numba
@@ -25,26 +27,33 @@ config: Any = _config  # its options are set at run time
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 _ROOT: Final = Path(__file__).resolve().parent.parent
-#: Every module that holds kernels; the cache is keyed by their contents.
-KERNEL_SOURCES: Final = (
-    "traces/_lifecycle.py",
-    "simulator/allocator/layout.py",
-    "simulator/allocator/freelist.py",
-    "simulator/allocator/driver.py",
-    "simulator/allocator/allocator.py",
-    "simulator/engine/streams.py",
-    "simulator/engine/kernels.py",
-)
 
 
-def _digest() -> str:
-    """A short digest of all kernel sources and of numba's version."""
-    digest = hashlib.sha256(numba.__version__.encode())
-    for name in KERNEL_SOURCES:
-        path = _ROOT / name
-        if path.exists():
-            digest.update(path.read_bytes())
-    return digest.hexdigest()[:16]
+def sources(scope: Mapping[str, Any]) -> dict[str, Path]:
+    """The modules of this project that the machine code of a module's kernels is made of, by name.
+
+    They are the module itself (`scope` is its namespace) and those that its names refer to, each in turn: kernel
+    modules take constants of other modules through the module, never by name.
+    """
+    found: dict[str, Path] = {}
+    waiting = [scope]
+    while waiting:
+        scope = waiting.pop()
+        path = Path(scope.get("__file__") or "/").resolve()
+        if scope["__name__"] not in found and _ROOT in path.parents:
+            found[scope["__name__"]] = path
+            waiting += [vars(value) for value in scope.values() if isinstance(value, ModuleType)]
+            waiting += [value.py_func.__globals__ for value in scope.values() if hasattr(value, "py_func")]
+    return found
+
+
+@functools.cache
+def digest(module: str) -> str:
+    """A short digest of numba's version and all sources of an imported module's kernels."""
+    content = hashlib.sha256(numba.__version__.encode())
+    for _, path in sorted(sources(vars(sys.modules[module])).items()):
+        content.update(path.read_bytes())
+    return content.hexdigest()[:16]
 
 
 def _writable(folder: Path) -> bool:
@@ -68,22 +77,25 @@ def _user_cache() -> Path:
     return Path.home() / ".cache"
 
 
-def _cache_dir() -> str:
-    """Where compiled kernels are kept."""
-    if os.environ.get("NUMBA_CACHE_DIR"):
-        return os.environ["NUMBA_CACHE_DIR"]
+def _cache_root() -> str:
+    """Where compiled kernels are kept; empty where no folder can be written."""
     try:
-        folder = _user_cache() / "llmem" / f"kernels-{_digest()}"
+        folder = _user_cache() / "llmem"
         if _writable(folder):
             return str(folder)
     except RuntimeError:  # no home directory
         pass
     user = os.getuid() if hasattr(os, "getuid") else "user"
-    folder = Path(tempfile.gettempdir()) / f"llmem-{user}" / f"kernels-{_digest()}"
+    folder = Path(tempfile.gettempdir()) / f"llmem-{user}"
     return str(folder) if _writable(folder) else ""
 
 
-CACHE_DIR: Final = _cache_dir()
+CACHE_ROOT: Final = os.environ.get("NUMBA_CACHE_DIR") or _cache_root()
+
+
+def _cache_dir(module: str) -> str:
+    """The folder for the kernels of a module."""
+    return CACHE_ROOT if os.environ.get("NUMBA_CACHE_DIR") else f"{CACHE_ROOT}/kernels-{digest(module)}"
 
 
 @intrinsic
@@ -123,9 +135,9 @@ def kernel(function: Function | None = None, *, inline: bool = False) -> Any:
 
     def decorate(plain: Function) -> Function:
         before = config.CACHE_DIR
-        config.CACHE_DIR = CACHE_DIR
+        config.CACHE_DIR = _cache_dir(plain.__module__)
         try:
-            compiled: Any = numba.njit(cache=bool(CACHE_DIR), nogil=True, forceinline=inline)(plain)
+            compiled: Any = numba.njit(cache=bool(CACHE_ROOT), nogil=True, forceinline=inline)(plain)
             return compiled
         finally:
             config.CACHE_DIR = before

@@ -5,11 +5,11 @@ from __future__ import annotations
 import io
 import os
 import stat
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
-from traces.check import check
 from traces.errors import TraceError
 from traces.files import MAX_BYTES, Content, open_maybe_gzip, read_stream, sniff
 from traces.forms.columnar import read_npz
@@ -17,34 +17,28 @@ from traces.forms.json_events import read_json
 from traces.model import Trace
 from traces.text import path_text
 
-_HEAD: Final = 64
+HEAD: Final = 64
 
 
 def content(path: str | os.PathLike[str]) -> Content:
     """What a file holds ("json", "npz", "pickle", "empty" or "unknown"), inside its gzip layer if it has one."""
     with open_maybe_gzip(path) as stream:
-        return sniff(stream.peek(_HEAD)[:_HEAD])
+        return sniff(stream.peek(HEAD)[:HEAD])
 
 
-def read_trace(path: Path, *, release: str | None = None) -> Trace:
-    """As `traces.read`."""
+def read_trace(path: Path, *, release: str | None = None, snapshot: Callable[[bytes], Trace] | None = None) -> Trace:
+    """As `traces.read`; `snapshot` makes a trace of the bytes of a torch memory snapshot."""
     with open_maybe_gzip(path) as stream:
-        kind = sniff(stream.peek(_HEAD)[:_HEAD])
+        kind = sniff(stream.peek(HEAD)[:HEAD])
         try:
             if kind == "pickle":
-                return _read_pickle(path, release)
+                if snapshot is None:
+                    raise TraceError("a torch memory snapshot, not a trace: simulator.read takes it")
+                return snapshot(read_stream(stream, path))
             trace = _read_native(stream, path, kind)
         except TraceError as error:
             raise in_file(error, path) from None
     return trace if release is None else replace(trace, release=release)
-
-
-def _read_pickle(path: Path, release: str | None) -> Trace:
-    from traces.snapshot.reader import read_snapshot
-
-    trace = read_snapshot(path, release=release)
-    check(trace)
-    return trace
 
 
 def in_file(error: TraceError, path: str | os.PathLike[str]) -> TraceError:

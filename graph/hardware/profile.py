@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 
 from graph.hardware.gpus import gpu as gpu_of
-from traces.errors import ConfigError
+from traces.release import Version, version_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +27,7 @@ class Profile:
     shared_memory_per_sm: int
     l2_bytes: int
     total_bytes: int
-    release: tuple[int, int]
+    release: Version
     cudnn_sdp: bool = False
     warp_size: int = 32
     max_threads_per_block: int = 1024
@@ -52,14 +51,6 @@ def profile(gpu: str, release: str, cudnn_sdp: bool = False) -> Profile:
         shared_memory_per_sm=shared.shared_memory_per_sm,
         l2_bytes=card.l2_bytes,
         total_bytes=card.total_bytes,
-        release=_release(release),
+        release=version_of(release),
         cudnn_sdp=cudnn_sdp,
     )
-
-
-def _release(text: str) -> tuple[int, int]:
-    """(major, minor) of a PyTorch version."""
-    found = re.fullmatch(r"v?(\d{1,3})\.(\d{1,3})(?:[.+a-z-].*)?", text.strip())
-    if found is None:
-        raise ConfigError(f"release {text[:40]!r} is no version of PyTorch; write it like 2.13")
-    return int(found[1]), int(found[2])

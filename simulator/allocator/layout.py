@@ -22,7 +22,7 @@ PREV: Final = 3  # address neighbours inside the same segment
 NEXT: Final = 4
 FLAGS: Final = 5
 SET: Final = 6  # the free set it belongs to: pool, small or large, stream
-TIE: Final = 7  # part of the order among free blocks of equal size: see freelist.tie
+TIE: Final = 7  # part of the order among free blocks of equal size: see free_lists.tie
 BASE: Final = 8  # lowest address of its segment (order of 2.13 and later)
 GC_BASE: Final = 9  # pool clock at its last insertion into a free set
 EXPANDABLE: Final = 10  # its ExpandableSegment, or 0
@@ -40,7 +40,7 @@ PENDING: Final = 16  # freed, waits for events (or for the end of a capture)
 HAS_USES: Final = 32
 BUSY: Final = ALLOCATED | PENDING | HAS_USES  # cannot be merged
 
-# --- leaves of the ordered sets (freelist.py) -----------------------------------------------------------------------
+# --- leaves of the ordered sets (free_lists.py) -----------------------------------------------------------------------
 LEAF: Final = 32  # entries a leaf
 LEAF_KEYS: Final = 0
 LEAF_BLOCKS: Final = LEAF
@@ -253,6 +253,7 @@ PLACE_BUMP: Final = 1
 PLACE_RECORDED: Final = 2
 
 UNLIMITED: Final = (1 << 63) - 1  # max_split_size where it is not set
+NEXT_POWER: Final = 1 << 55  # so many divisions make no division: rounded to the next power of two
 NEVER: Final = 1 << 62  # a time that no clock reaches
 UNKNOWN: Final = NEVER - 1  # ... because a collective's start is not known yet
 
@@ -287,6 +288,10 @@ OUT_OF_MEMORY: Final = 3  # the event's allocation failed (reported after the ev
 WAIT: Final = 4  # the event needs the start of a collective that is not known yet
 FAILED: Final = 5  # undefined in PyTorch: see STOPPED
 PAUSED: Final = 6  # reached the index asked for
+
+# what a malloc gives in the place of a block
+OUT: Final = -1  # no memory
+REJECTED: Final = -2  # throw_on_cudamalloc_oom refused
 
 # reasons in STOPPED
 STOP_SPLIT_RELEASED: Final = 1  # max_split_size was lowered at run time: a split block would be released

@@ -201,7 +201,7 @@ def _value(key: Key, given: object) -> Any:
 
 
 def _memory(text: str) -> int | list[int]:
-    from simulator.allocator.settings import parse_size
+    from traces.units import parse_size
 
     try:
         sizes = [parse_size(part) for part in text.split(",")]

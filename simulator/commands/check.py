@@ -127,13 +127,13 @@ def _answered(side: Side, context: str | None) -> Side:
 
 
 def _replayed(run: str, name: str, context: str | None) -> Side:
-    import traces
     from simulator.commands.common import sizes
     from simulator.comparison.compare import side_of_replay
     from simulator.engine.replay import replay
+    from simulator.snapshots.reader import read
 
     _, outside = sizes(None, context)
-    trace = traces.read(run)
+    trace = read(run)
     return side_of_replay(replay(trace, context=outside, events=True, analyse=False), trace, name)
 
 

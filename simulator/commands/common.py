@@ -10,9 +10,9 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Final
 
-from simulator.allocator.settings import parse_size
 from traces.errors import ConfigError, LLMemError
 from traces.text import one_line
+from traces.units import parse_size
 
 if TYPE_CHECKING:
     from simulator.estimator.outside import Context

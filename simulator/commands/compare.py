@@ -32,7 +32,7 @@ def command(
     quiet: bool,
 ) -> int:
     """Compare A with B: figures, phases, and which categories, modules and tensors grew."""
-    from simulator.allocator.settings import parse_release
+    from simulator.allocator.releases import parse_release
     from simulator.commands.common import announce, print_json, working
     from simulator.comparison.compare import Limit, compare, load
     from simulator.reports.compare import render_json, render_markdown, render_table

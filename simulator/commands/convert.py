@@ -55,7 +55,7 @@ def command(source: str, target: str, to: str | None, release: str | None, force
 
     A snapshot, chrome or timeline file holds what the allocator did, so IN is replayed for it.
     """
-    from simulator.allocator.settings import parse_release
+    from simulator.allocator.releases import parse_release
     from simulator.commands.common import announce, working
 
     form = to or format_of(target)
@@ -67,9 +67,10 @@ def command(source: str, target: str, to: str | None, release: str | None, force
     _check_distinct(source, target)
 
     import traces
+    from simulator.snapshots.reader import read
 
     with working(f"reading {path_text(os.path.basename(source))}", quiet):
-        trace = traces.read(source, release=release)
+        trace = read(source, release=release)
     notes = trace.notes
     if form in ("json", "json-rows", "json-columns", "npz"):
         with working("writing", quiet):

@@ -37,7 +37,8 @@ def command(
     quiet: bool,
 ) -> int:
     """Replay TRACE (a trace, or a torch memory snapshot) and report the memory of every rank."""
-    from simulator.allocator.settings import conf_from_environment, parse_conf, parse_release
+    from simulator.allocator.conf import conf_from_environment, parse_conf
+    from simulator.allocator.releases import parse_release
     from simulator.commands.common import announce, print_json, sizes, working
     from traces.model import DEFAULT_RELEASE
     from traces.text import path_text
@@ -45,15 +46,12 @@ def command(
     if allocator is not None and allocator_from_env:
         raise click.UsageError("--allocator and --allocator-from-env exclude each other")
     total, outside = sizes(memory, context)
-    if release is not None:
-        parse_release(release)
     written.check(trace)
-
-    import traces
+    from simulator.snapshots.reader import read
 
     with working(f"reading {path_text(os.path.basename(trace))}", quiet):
-        source = traces.read(trace, release=release)
-    behaviour = parse_release(release or source.release or DEFAULT_RELEASE)
+        source = read(trace, release=release, conf="" if allocator_from_env else allocator)
+    behaviour = parse_release(source.release or DEFAULT_RELEASE)
     if allocator_from_env:
         allocator = conf_from_environment(os.environ, behaviour)
     parse_conf(source.conf if allocator is None else allocator, behaviour)

@@ -88,10 +88,10 @@ def command(
 
     import os
 
-    import traces
+    from simulator.snapshots.reader import read
 
     with working(f"reading {path_text(os.path.basename(trace))}", quiet):
-        source = traces.read(trace)
+        source = read(trace)
     interrupted = False
     with contextlib.ExitStack() as stack:
         jobs, chosen = stack.enter_context(workers(jobs, executor, dask))
@@ -166,7 +166,7 @@ def _varied(given: Sequence[str]) -> dict[str, list[str]]:
 
 
 def _releases(text: str | None) -> list[str]:
-    from simulator.allocator.settings import parse_release
+    from simulator.allocator.releases import parse_release
 
     return [parse_release(part).text for part in _parts(text)]
 

@@ -17,7 +17,7 @@ def command(snapshot: str, release: str | None, as_json: bool, quiet: bool) -> i
 
     Exit code 1 if the replay differs anywhere.
     """
-    from simulator.allocator.settings import parse_release
+    from simulator.allocator.releases import parse_release
     from simulator.commands.common import announce, print_json, working
     from traces.text import path_text
 

@@ -124,7 +124,7 @@ class Limit:
     @classmethod
     def parse(cls, text: str) -> Limit:
         """`2%` or a size such as `100MiB`; ConfigError for anything else."""
-        from simulator.allocator.settings import parse_size
+        from traces.units import parse_size
 
         found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*%\s*", text)
         if found:
@@ -137,7 +137,7 @@ class Limit:
         raise ConfigError(f"--fail-over {quoted(text)}: write a share or a size, such as 2% or 100MiB")
 
     def __str__(self) -> str:
-        from simulator.allocator.settings import format_bytes
+        from traces.units import format_bytes
 
         return format_bytes(self.bytes) if self.share is None else f"{100 * self.share:g}%"
 
@@ -197,8 +197,8 @@ class Comparison:
         """What grew more than allowed, one sentence each, the largest growth first."""
         if self.limit is None:
             return []
-        from simulator.allocator.settings import format_bytes
         from simulator.engine.ranks import format_ranks
+        from traces.units import format_bytes
 
         found = []
         for pair in self.pairs:
@@ -246,14 +246,14 @@ def load(path: str | os.PathLike[str], *, release: str | None = None, picture: b
 
     Raises TraceError where the file is none of these, and what `simulator.replay` raises.
     """
-    import traces
     from simulator.engine.replay import replay
+    from simulator.snapshots.reader import read
 
     name = path_text(os.path.basename(os.fspath(path)))
     document = read_document(path)
     if document is not None:
         return side_of_document(document, name)
-    trace = traces.read(path, release=release)
+    trace = read(path, release=release)
     return side_of_replay(replay(trace, release=release, events=True, picture=picture, analyse=False), trace, name)
 
 

@@ -12,7 +12,6 @@ import numpy as np
 import numpy.typing as npt
 
 from simulator.allocator import layout as at
-from simulator.allocator.settings import NEXT_POWER, AllocatorSettings, Release
 from simulator.engine import kernels as engine
 from simulator.engine.machine import Machine
 from simulator.engine.result import Fragmentation, FreePiece, LiveTensor, OutOfMemory, Peak, PhasePeak
@@ -175,23 +174,6 @@ def peak_of(machine: Machine, spans: tuple[PhaseSpan, ...]) -> Peak:
 # --- fragmentation ----------------------------------------------------------------------------------------------------
 
 
-def round_sizes(sizes: Int64Array, settings: AllocatorSettings, release: Release) -> Int64Array:
-    """round_size of many requests at once (the rule of `allocator.round_size`)."""
-    plain = np.maximum((sizes + 511) // 512 * 512, 512)
-    divisions = np.asarray(settings.bounded_divisions, dtype=np.int64)
-    if not divisions.any():
-        return np.asarray(plain)
-    exponents = np.frexp(np.maximum(sizes, 1).astype(np.float64))[1].astype(np.int64) - 1
-    exponents -= (np.int64(1) << exponents) > sizes  # frexp of a rounded-up double
-    chosen = divisions[np.clip(exponents - 20, 0, 15)]
-    step = (np.int64(1) << exponents) // np.where(chosen < NEXT_POWER, np.maximum(chosen, 1), 1)
-    divided = (sizes + step - 1) // np.maximum(step, 1) * np.maximum(step, 1)
-    rounded = np.where((chosen > 1) & (sizes > 512 * chosen), divided, plain)
-    if release.divisions_one_unrounded:
-        rounded = np.where((chosen == 1) & (sizes > 512), sizes, rounded)
-    return np.asarray(rounded)
-
-
 def fragmentation_of(machine: Machine) -> Fragmentation:
     """Where reserved bytes were when they first reached their peak."""
     memory = machine.memory
@@ -202,7 +184,7 @@ def fragmentation_of(machine: Machine) -> Fragmentation:
         allocated, active = (int(value) for value in machine.out[index, : engine.OUT_RESERVED])
     alive = alive_after(machine, index)
     requested = int(alive.requested.sum())
-    rounded = int(round_sizes(alive.requested, machine.settings, machine.release).sum()) if len(alive.ids) else 0
+    rounded = int(engine.round_sizes(machine.memory, alive.requested).sum()) if len(alive.ids) else 0
     rounded = min(rounded, allocated)
     return Fragmentation(
         event=index,

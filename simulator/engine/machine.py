@@ -14,8 +14,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from simulator.allocator import driver, sizes
 from simulator.allocator import layout as at
-from simulator.allocator.settings import UNLIMITED, AllocatorSettings, Release, parse_conf
+from simulator.allocator.conf import AllocatorSettings, parse_conf
+from simulator.allocator.releases import Release
 from simulator.engine import kernels as engine
 from traces.check import MAX_DEVICE_BYTES
 from traces.errors import EventError, ReplayError, TraceError
@@ -23,7 +25,6 @@ from traces.model import Device, Events, Initial, InitialSegment, Int64Array, Op
 
 POOL_OPS = (Op.POOL_CREATE, Op.POOL_BEGIN, Op.POOL_END, Op.POOL_RELEASE)
 STREAM_OPS = (Op.ALLOC, Op.RECORD_STREAM, Op.COMPLETE_EVENTS, Op.SYNCHRONIZE, Op.KERNEL, Op.COLLECTIVE, Op.WAIT_STREAM)
-GRANULE = 2 << 20
 LOG_ENTRIES = 4096  # room of the log at first
 FIRST_WORDS = 1 << 16  # room for records at first
 MAX_SETS = 1 << 16  # streams x pools
@@ -274,7 +275,7 @@ class Machine:
             top = int(addresses.max()) + device.total_bytes + device.total_bytes // 8 + (1 << 30)
         for segment in self.program.initial.segments:
             top = max(top, segment.address + segment.bytes, (segment.va_address or 0) + (segment.va_bytes or 0))
-        self.memory[at.VA_TOP] = round_up(top, GRANULE)
+        self.memory[at.VA_TOP] = round_up(top, driver.GRANULE)
 
     def _apply_release(self) -> None:
         release = self.release
@@ -282,7 +283,6 @@ class Machine:
             at.TIE_BREAK: {"address": at.TIE_ADDRESS, "birth": at.TIE_BIRTH, "segment": at.TIE_SEGMENT}[
                 {"A": "address", "B": "birth", "C": "segment"}[release.profile]
             ],
-            at.ONE_UNROUNDED: release.divisions_one_unrounded,
             at.EXPANDABLE_IN_POOLS: release.expandable_in_private_pools,
             at.EXPANDABLE_ASSERTS: not release.gc_skips_expandable,
             at.ON_OOM_EARLY: release.use_on_oom == "before_release",
@@ -292,7 +292,7 @@ class Machine:
             at.EMPTY_IN_CAPTURE: release.empty_cache_in_capture,
             at.NO_SPLIT_POOLS: release.no_split_pools,
             at.VA_CHECKED: release.fresh_va_checked,
-            at.ODD_PAGE_ERROR: release.minor >= 15,
+            at.ODD_PAGE_ERROR: release.odd_page_error,
             at.SEARCH_AGAIN: release.searches_again_after_retry,
             at.EXEMPT: release.expandable_exempt_from_max_split,
         }
@@ -303,12 +303,11 @@ class Machine:
         """Put allocator settings into force, as `_set_allocator_settings` while running does."""
         self.settings = settings
         scalars = self.memory
-        scalars[at.MAX_SPLIT] = min(settings.max_split_size, UNLIMITED)
+        scalars[at.MAX_SPLIT] = min(settings.max_split_size, at.UNLIMITED)
         scalars[at.NON_SPLIT_ROUNDING] = settings.max_non_split_rounding_size
-        scalars[at.LARGE_SEGMENT] = settings.large_segment_size
         scalars[at.EXPANDABLE_ON] = settings.expandable_segments
-        scalars[at.DIVISIONS_ON] = any(settings.roundup_power2_divisions)
-        scalars[at.DIVISIONS : at.DIVISIONS + 16] = settings.bounded_divisions
+        for cell, value in sizes.words(settings, self.release).items():
+            scalars[cell] = value
         scalars[at.REJECT_CAP] = -1
         if settings.throw_on_cudamalloc_oom:
             scalars[at.REJECT_CAP] = int(settings.per_process_memory_fraction * self.device.total_bytes)
@@ -346,7 +345,7 @@ class Machine:
             self._reserve(len(rows))
             engine.load_segment(self.memory, self.ids.reshape(-1), rows, which, segment)
             used = sum(part.bytes for part in members)
-            self.memory[at.DEVICE_USED] += round_up(used, GRANULE)
+            self.memory[at.DEVICE_USED] += round_up(used, driver.GRANULE)
         self.memory[at.EVENT] = -1
         engine.finish_event(self.memory, np.zeros(engine.OUT_FULL, dtype=np.int64), engine.OUT_FULL, 0)
 
@@ -374,12 +373,12 @@ class Machine:
     def _initial_expandable(self, members: list[InitialSegment], which: int) -> tuple[int, int, int]:
         """Base, end and record of the ExpandableSegment around mapped ranges; unknown bounds begin at the lowest."""
         first, last = members[0], members[-1]
-        page = GRANULE if first.pool == "small" else self.settings.large_segment_size
+        page = sizes.SMALL_BUFFER if first.pool == "small" else self.settings.large_segment_size
         total = self.device.total_bytes
         base = first.va_address if first.va_address is not None else first.address
         size = first.va_bytes if first.va_bytes is not None else round_up(total + total // 8, page)
         size = max(size, round_up(last.address + last.bytes - base, page))
-        self.memory[at.VA_TOP] = max(int(self.memory[at.VA_TOP]), round_up(base + size, GRANULE))
+        self.memory[at.VA_TOP] = max(int(self.memory[at.VA_TOP]), round_up(base + size, driver.GRANULE))
         return base, base + size, int(engine.load_expandable(self.memory, base, size, page, which))
 
     def _pool_index(self, number: int) -> int:
@@ -541,7 +540,7 @@ class Machine:
         report["num_device_alloc"] = int(scalars[at.DEVICE_ALLOCS])
         report["num_device_free"] = int(scalars[at.DEVICE_FREES])
         split = self.first_settings.max_split_size
-        report["max_split_size"] = -1 if split >= UNLIMITED else split
+        report["max_split_size"] = -1 if split >= at.UNLIMITED else split
         return report
 
     def memory_stats(self) -> dict[str, int]:
@@ -646,7 +645,7 @@ class Machine:
     def snapshot_report(self) -> dict[str, Any]:
         """What a `snapshot` event reports: settings in force, and the segments."""
         settings = self.settings
-        unlimited = settings.max_split_size >= UNLIMITED
+        unlimited = settings.max_split_size >= at.UNLIMITED
         return {
             "settings": {
                 "conf": settings.conf,

@@ -12,7 +12,8 @@ from typing import Final
 import numpy as np
 
 from simulator.allocator import layout as at
-from simulator.allocator.settings import AllocatorSettings, Release, parse_conf, parse_release
+from simulator.allocator.conf import AllocatorSettings, settings_of
+from simulator.allocator.releases import Release, parse_release
 from simulator.engine import analysis
 from simulator.engine import kernels as engine
 from simulator.engine.machine import Machine, Program, compile_rank
@@ -29,7 +30,7 @@ from simulator.engine.schedule import RankClass, Schedule, classify, solo_collec
 from simulator.engine.torch_snapshot import torch_snapshot
 from simulator.reports.picture import picture_of
 from traces.check import check
-from traces.errors import ConfigError, EventError, LLMemError
+from traces.errors import ConfigError, LLMemError
 from traces.model import DEFAULT_DEVICE, DEFAULT_RELEASE, Device, Op, Trace
 from traces.timelines.timeline import Timeline
 
@@ -171,7 +172,6 @@ def _served(
     if given is trace:
         check(given)  # again, if it was read from a file: what the kernels are given must be sound
     setup = _set_up(given, conf, release, memory, context)
-    _check_settings(given, setup)
     made = trace if isinstance(trace, Prepared) else _prepare(trace)
     machines = _build(made, setup, full=full, log=log)
     watch = Watch([[] for _ in machines], [[] for _ in machines], [None for _ in machines])
@@ -200,8 +200,8 @@ def _set_up(trace: Trace, conf: str | None, release: str | None, memory: int | N
     devices = tuple(_override(device, memory, context) for device in (trace.devices or (DEFAULT_DEVICE,)))
     same = conf in (None, trace.conf) and memory is None and context is None
     if trace.release is not None and release is not None:
-        same = same and parse_release(release).minor == parse_release(trace.release).minor
-    return Setup(string, chosen, parse_conf(string, chosen), devices, same, tuple(notes))
+        same = same and parse_release(release) == parse_release(trace.release)
+    return Setup(string, chosen, settings_of(trace, string, chosen), devices, same, tuple(notes))
 
 
 def _override(device: Device, memory: int | None, context: int | None) -> Device:
@@ -220,17 +220,6 @@ def _override(device: Device, memory: int | None, context: int | None) -> Device
             f"a context of {device.context_bytes} bytes does not fit a device of {device.total_bytes}: give less"
         )
     return device
-
-
-def _check_settings(trace: Trace, setup: Setup) -> None:
-    """Refuse illegal `set_allocator` events before the long work begins."""
-    for rank in trace.ranks:
-        settings = setup.settings
-        for index in np.flatnonzero(rank.events.op == Op.SET_ALLOCATOR):
-            try:
-                settings = parse_conf(rank.events.strings("conf").get(int(index)) or "", setup.release, settings)
-            except ConfigError as error:
-                raise EventError(str(error), rank=rank.ranks[0], index=int(index), field="conf") from None
 
 
 # --- running ------------------------------------------------------------------------------------------------------

@@ -160,6 +160,17 @@ LOG_KINDS: Final[tuple[str, ...]] = (
     "free_completed",
     "oom",
 )
+#: Log kinds that are entries of a torch memory trace, and their names there.
+RECORDED: Final[Mapping[str, str]] = {
+    "A": "segment_alloc",
+    "F": "segment_free",
+    "M": "segment_map",
+    "U": "segment_unmap",
+    "alloc": "alloc",
+    "free_requested": "free_requested",
+    "free_completed": "free_completed",
+    "oom": "oom",
+}
 
 
 @dataclass(frozen=True)

@@ -8,22 +8,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
-from simulator.allocator.settings import UNLIMITED, AllocatorSettings
+from simulator.allocator import layout as at
+from simulator.allocator.conf import AllocatorSettings
 from simulator.engine.machine import Machine
-from simulator.engine.result import LOG_KINDS, EventLog
+from simulator.engine.result import LOG_KINDS, RECORDED, EventLog
 from traces.model import Strings
 
-#: Log kinds that are entries of a torch memory trace, and their names there.
-ACTIONS: Final[Mapping[str, str]] = {
-    "A": "segment_alloc",
-    "F": "segment_free",
-    "M": "segment_map",
-    "U": "segment_unmap",
-    "alloc": "alloc",
-    "free_requested": "free_requested",
-    "free_completed": "free_completed",
-    "oom": "oom",
-}
 _STATES: Final = {"allocated": "active_allocated", "pending_free": "active_pending_free", "inactive": "inactive"}
 
 
@@ -69,7 +59,7 @@ def _entries(machine: Machine, log: EventLog) -> list[dict[str, Any]]:
     entries: list[dict[str, Any]] = []
     columns = (log.kind.tolist(), log.event.tolist(), log.address.tolist(), log.bytes.tolist(), log.stream.tolist())
     for kind, event, address, size, stream in zip(*columns, strict=True):
-        action = ACTIONS.get(LOG_KINDS[kind])
+        action = RECORDED.get(LOG_KINDS[kind])
         if action is None:
             continue
         place = "device_free" if action == "oom" else "addr"
@@ -100,7 +90,7 @@ def _label(entry: dict[str, Any], names: Strings, categories: Strings, event: in
 
 def _settings(settings: AllocatorSettings) -> dict[str, Any]:
     """`allocator_settings` of a snapshot."""
-    unlimited = settings.max_split_size >= UNLIMITED
+    unlimited = settings.max_split_size >= at.UNLIMITED
     return {
         "PYTORCH_CUDA_ALLOC_CONF": settings.conf,
         "max_split_size": -1 if unlimited else settings.max_split_size,

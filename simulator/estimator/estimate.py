@@ -289,7 +289,7 @@ def capture_key(case: Case, method: Method | None = None) -> str:
 
     Raises ConfigError for a GPU or release that does not exist.
     """
-    from simulator.allocator.settings import parse_release
+    from simulator.allocator.releases import parse_release
     from simulator.estimator.devices import device
 
     replayed = REPLAY_KEYS if method is None else REPLAY_KEYS - {"deferred"}  # works of collectives hold their tensors
@@ -324,7 +324,8 @@ def _clock(case: Case, interconnect: str) -> Clock:
 
 def _check(case: Case, context: Context) -> None:
     """Refuse illegal allocator settings and sizes before the long work begins."""
-    from simulator.allocator.settings import parse_conf, parse_release
+    from simulator.allocator.conf import parse_conf
+    from simulator.allocator.releases import parse_release
     from simulator.estimator.outside import outside_of
 
     parse_conf(case.alloc_conf, parse_release(case.release))

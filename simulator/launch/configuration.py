@@ -17,6 +17,7 @@ from graph.optimizers import OPTIMIZERS
 from simulator.launch.training_script import axes_of, script, why_not
 from strategies import registry
 from strategies.parallel.fsdp import Flattened, Sharded
+from traces.release import version_of
 
 if TYPE_CHECKING:
     from graph.case import Case
@@ -119,7 +120,7 @@ def launch(case: Case) -> str:
         lines.append(f"# Starts the training script on {each} GPU{'s' if each > 1 else ''} of this machine.")
     lines += ["set -euo pipefail", 'cd "$(dirname "$0")"']
     if case.alloc_conf:
-        old = release_of(case) < (2, 9)  # the new name is known from 2.9 on
+        old = version_of(case.release) < (2, 9)  # the new name is known from 2.9 on
         name = "PYTORCH_CUDA_ALLOC_CONF" if old else "PYTORCH_ALLOC_CONF"
         lines.append(f"export {name}={shlex.quote(case.alloc_conf)}")
     lines += [f"# {line}" for line in _remarks(case)]
@@ -162,12 +163,6 @@ def machines(case: Case) -> tuple[int, int]:
     """How many machines there are, and GPUs on each: as many as divide the world, 8 at most."""
     each = max(count for count in range(1, MACHINE + 1) if case.world % count == 0)
     return case.world // each, each
-
-
-def release_of(case: Case) -> tuple[int, int]:
-    """The release of PyTorch as numbers."""
-    major, minor = case.release.split(".")[:2]
-    return int(major), int("".join(letter for letter in minor if letter.isdigit()) or 0)
 
 
 def precision(case: Case) -> str:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, Literal
 
-from simulator.allocator.settings import format_bytes
 from simulator.comparison.compare import COUNTS, Change, Comparison, Pair, growth
 from simulator.engine.ranks import format_ranks
 from simulator.reports.terminal import add_row, print_parts, table_of
 from simulator.reports.verdict import WORDS
 from traces.text import one_line
+from traces.units import format_bytes
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
-from simulator.allocator.settings import format_bytes
 from simulator.reports import terminal as report
 from simulator.reports.verdict import WORDS
 from traces.text import one_line
+from traces.units import format_bytes
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType

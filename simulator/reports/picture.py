@@ -11,10 +11,11 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
+from simulator.allocator import driver
 from simulator.allocator import layout as at
 from simulator.engine import kernels as engine
 from simulator.engine.analysis import phase_at
-from simulator.engine.machine import GRANULE, Machine
+from simulator.engine.machine import Machine
 from simulator.engine.result import LOG_KINDS, Blocks, EventLog, Moment, Picture, Segments
 from traces.model import BoolArray, Int64Array, Op, Strings
 from traces.timelines.timeline import PhaseSpan
@@ -216,11 +217,11 @@ def _pieces(
     entry = entry.astype(np.int64)
     if not paged:
         return address, size, stream, entry, np.zeros_like(address)
-    counts = -(-size // GRANULE)
-    place = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
+    counts = -(-size // driver.GRANULE)
+    place = driver.GRANULE * (np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts))
     first, whole = np.repeat(address, counts), np.repeat(size, counts)
-    sizes = np.minimum(GRANULE, whole - place * GRANULE)
-    return first + place * GRANULE, sizes, np.repeat(stream, counts), np.repeat(entry, counts), np.ones_like(first)
+    sizes = np.minimum(driver.GRANULE, whole - place)
+    return first + place, sizes, np.repeat(stream, counts), np.repeat(entry, counts), np.ones_like(first)
 
 
 # --- moments ----------------------------------------------------------------------------------------------------------

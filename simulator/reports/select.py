@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from simulator.allocator.settings import format_bytes
 from simulator.reports.verdict import WORDS
 from traces.text import one_line
+from traces.units import format_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
-from simulator.allocator.settings import format_bytes
 from simulator.reports.terminal import add_row, print_parts, table_of
 from traces.text import one_line
+from traces.units import format_bytes
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType

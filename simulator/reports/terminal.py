@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
-from simulator.allocator.settings import format_bytes
 from simulator.engine.ranks import format_ranks
 from simulator.reports.verdict import WORDS, summary
 from traces.text import one_line
+from traces.units import format_bytes
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
-from simulator.allocator.settings import format_bytes
 from simulator.engine.ranks import format_ranks
 from simulator.engine.result import RankResult, Result, Verdict
+from traces.units import format_bytes
 
 #: The verdicts as reports print them.
 WORDS: Final[Mapping[str, str]] = {"fits": "fits", "tight": "tight", "oom": "out of memory"}

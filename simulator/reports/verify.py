@@ -6,10 +6,10 @@ from collections.abc import Iterable
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from simulator.allocator.settings import format_bytes
 from simulator.reports.terminal import add_row, print_parts, table_of
-from simulator.snapshots.verify_report import SCHEMA_VERSION, VerifyReport
+from simulator.snapshots.verify import SCHEMA_VERSION, VerifyReport
 from traces.text import one_line
+from traces.units import format_bytes
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType

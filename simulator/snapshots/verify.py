@@ -8,24 +8,56 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Final
 
 import numpy as np
 
 from simulator.engine.replay import replay
-from simulator.engine.result import LOG_KINDS, EventLog, RankResult, Result
-from simulator.snapshots.verify_report import Divergence, VerifiedRank, VerifyReport
+from simulator.engine.result import LOG_KINDS, RECORDED, EventLog, RankResult, Result
+from simulator.snapshots.reader import RankRecording, Recording, read_recording
 from traces.model import Int64Array
-from traces.snapshot.reader import RankRecording, Recording, read_recording
 
-COMPARED = ("A", "F", "M", "U", "alloc", "free_requested", "free_completed", "oom")
-_WORDS = {
-    "A": "segment_alloc",
-    "F": "segment_free",
-    "M": "segment_map",
-    "U": "segment_unmap",
-}
+SCHEMA_VERSION: Final = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Divergence:
+    """The first place at which the replay and the recording differ.
+
+    `entry` is the index of the recording's trace entry (its length: the difference is in the final segments);
+    `text` says in one line what was recorded and what the replay did.
+    """
+
+    entry: int
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class VerifiedRank:
+    """One device of the snapshot: trace entries it has, consequences compared, peaks of the replay in bytes."""
+
+    rank: int
+    entries: int
+    compared: int
+    peak_allocated: int
+    peak_reserved: int
+    divergence: Divergence | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyReport:
+    """The result of `verify`: one record a device, in order; `release` and `conf` are those replayed."""
+
+    ranks: tuple[VerifiedRank, ...]
+    release: str
+    conf: str
+    notes: tuple[str, ...] = ()
+
+    @property
+    def ok(self) -> bool:
+        """Whether no device differs."""
+        return not any(rank.divergence for rank in self.ranks)
 
 
 def verify(path: str | os.PathLike[str], *, release: str | None = None) -> VerifyReport:
@@ -83,7 +115,7 @@ def _verify_rank(expected: RankRecording, result: RankResult) -> VerifiedRank:
 
 def _table(log: EventLog) -> Int64Array:
     """Kind, address, bytes and stream of the log's entries that a torch trace has."""
-    chosen = np.isin(log.kind, [LOG_KINDS.index(kind) for kind in COMPARED])
+    chosen = np.isin(log.kind, [LOG_KINDS.index(kind) for kind in RECORDED])
     columns = (log.kind.astype(np.int64), log.address, log.bytes, log.stream)
     table = np.stack([column[chosen] for column in columns], axis=1)
     table[table[:, 0] == LOG_KINDS.index("oom"), 1] = 0  # what the driver had left, not a place
@@ -106,7 +138,7 @@ def _first_difference(expected: RankRecording, wanted: Int64Array, actual: Int64
 def _describe(row: Int64Array) -> str:
     kind = LOG_KINDS[int(row[0])]
     place = "" if kind == "oom" else f" at {hex(int(row[1]))}"
-    return f"{_WORDS.get(kind, kind)}{place} of {int(row[2])} bytes on stream {int(row[3])}"
+    return f"{RECORDED[kind]}{place} of {int(row[2])} bytes on stream {int(row[3])}"
 
 
 def _segment_difference(expected: RankRecording, snapshot: Mapping[str, Any]) -> Divergence | None:

@@ -21,7 +21,8 @@ from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Final, Literal
 
-from simulator.allocator.settings import Release, parse_conf, parse_release
+from simulator.allocator.conf import parse_conf
+from simulator.allocator.releases import Release, parse_release
 from simulator.estimator.jobs import Dispatch, MakeExecutor, local_pool
 from simulator.what_if.variants import LEAST, Deferred, Variant, has_deferred_frees, movable_steps, vary
 from traces.errors import ConfigError, LLMemError, ReplayError

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
-import traces
+from simulator.snapshots.reader import read
 from tests.accuracy.sequences import Difference, compare
 from tests.places import DATA
 
@@ -132,7 +132,7 @@ def difference(path: Path) -> Difference:
     predicted = estimate({**_PLAIN, **CASES[name]}, context=0, analyse=False).trace
     rank = RANKS.get(name, 0)
     place = next(i for i, entry in enumerate(predicted.ranks) if rank in entry.ranks)
-    return compare(traces.read(path), predicted, rank=place)
+    return compare(read(path), predicted, rank=place)
 
 
 def main() -> None:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-import traces
+from simulator.snapshots.reader import read
 from tests.accuracy.diffing import Edit, edits
 from traces.model import Op, Trace
 
@@ -97,7 +97,7 @@ def main() -> None:
     parser.add_argument("predicted")
     parser.add_argument("--show", type=int, default=40)
     options = parser.parse_args()
-    found = compare(traces.read(options.recorded), traces.read(options.predicted))
+    found = compare(read(options.recorded), read(options.predicted))
     one, two = found.recorded, found.predicted
     print(f"{len(one.tokens)} recorded, {len(two.tokens)} predicted, {found.count} differ ({found.share:.2%})")
     kinds = Counter((one.tokens[e.a : e.b], two.tokens[e.c : e.d]) for e in found.edits)

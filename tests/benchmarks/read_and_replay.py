@@ -11,9 +11,8 @@ import sys
 import time
 from pathlib import Path
 
-import traces
-import traces.reading
 from simulator.engine.replay import replay
+from simulator.snapshots.reader import read
 
 
 def peak_bytes() -> int:
@@ -26,7 +25,7 @@ def main(path: Path) -> None:
     """Read, replay, print."""
     before = peak_bytes()
     start = time.perf_counter()
-    trace = traces.read(path)
+    trace = read(path)
     middle = time.perf_counter()
     after_reading = peak_bytes()
     result = replay(trace)

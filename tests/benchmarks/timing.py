@@ -11,7 +11,8 @@ import numba
 import numpy as np
 
 from simulator.allocator import layout as at
-from simulator.allocator.settings import parse_conf, parse_release
+from simulator.allocator.conf import parse_conf
+from simulator.allocator.releases import parse_release
 from simulator.engine.machine import Machine, Program, compile_rank
 from simulator.engine.replay import replay
 from tests.benchmarks.workloads import Workload

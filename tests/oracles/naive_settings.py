@@ -1,6 +1,6 @@
 """Allocator settings of the naive model: a small second reading of `PYTORCH_CUDA_ALLOC_CONF`.
 
-Only legal strings are given to it, so it checks nothing but the names; `simulator.allocator.settings` is the real
+Only legal strings are given to it, so it checks nothing but the names; `simulator.allocator.conf` is the real
 parser.
 """
 

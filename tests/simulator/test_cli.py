@@ -324,7 +324,7 @@ def reading_fails(monkeypatch: pytest.MonkeyPatch) -> Callable[[BaseException], 
         def read(*args: Any, **options: Any) -> None:
             raise error
 
-        monkeypatch.setattr(traces, "read", read)
+        monkeypatch.setattr("simulator.snapshots.reader.read", read)
 
     return install
 

@@ -10,10 +10,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+from simulator.engine.result import LOG_KINDS
+from simulator.snapshots.reader import RankRecording, Recording
 from tests.oracles.naive_allocator import Block, NaiveAllocator, OutOfMemoryError, Segment
 from tests.oracles.naive_device import NaiveDevice
 from traces.model import Events, InitialSegment, Op, RankEvents, Strings, Trace
-from traces.snapshot.reader import LOG_KINDS, RankRecording, Recording
 
 Entry = tuple[str, int, int]
 SHOWN = frozenset(LOG_KINDS) - frozenset("XRVY")  # what a snapshot's trace shows of the device's calls

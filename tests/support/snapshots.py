@@ -8,7 +8,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+from simulator.snapshots.reader import read_recording, snapshot_to_recording
 from tests.places import DATA
+from traces.model import Trace
 from traces.snapshot.unpickle import load_builtins
 
 FOLDER = DATA / "snapshots"
@@ -70,3 +72,13 @@ def tiny(**changes: Any) -> dict[str, Any]:
         "blocks": blocks,
     }
     return {"segments": [segment], "device_traces": [entries], **changes}
+
+
+def read_snapshot(path: Path, *, release: str | None = None) -> Trace:
+    """The trace of a snapshot file."""
+    return read_recording(path, release=release).trace
+
+
+def snapshot_to_trace(snapshot: Any, *, where: str, release: str | None = None) -> Trace:
+    """The trace of an unpickled snapshot."""
+    return snapshot_to_recording(snapshot, where=where, release=release).trace

@@ -1,1 +1,4 @@
-"""Torch memory snapshots: their pickles read without running code, and written."""
+"""Torch memory snapshots as files: `unpickle` and `layout` read one as checked columns, `writer` writes one.
+
+What the columns mean is the matter of `simulator.snapshots`.
+"""

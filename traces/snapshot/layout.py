@@ -2,12 +2,13 @@
 
 Serves the snapshots of torch 2.0 (blocks with `history`) to 2.15, and the bare list of segments that
 `torch.cuda.memory_snapshot()` returns. Nothing is interpreted here beyond names, types and ranges; what the entries
-mean is the matter of `traces.snapshot.rewind` and `traces.snapshot.causes`. Layout: `torch/cuda/memory.py`,
+mean is the matter of `simulator.snapshots`. Layout: `torch/cuda/memory.py`,
 `_snapshot`.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -17,7 +18,6 @@ from typing import Any, Final
 from traces.errors import TraceError
 from traces.model import BlockState
 from traces.snapshot.names import Namer
-from traces.snapshot.settings import Settings, read_settings
 from traces.text import quoted
 
 PoolId = tuple[int, int]
@@ -25,6 +25,7 @@ DEFAULT_POOL: Final[PoolId] = (0, 0)
 
 #: Addresses end below this, and so do sums of sizes (check.py allows no more).
 LIMIT: Final = 1 << 62
+_INTERVALS: Final = 16  # of the divisions table, for 1 MiB, 2 MiB, ... 32 GiB
 
 # kinds of trace entries
 ALLOC: Final = 0
@@ -129,15 +130,27 @@ class Annotation:
     time_us: int
 
 
+@dataclass(frozen=True, slots=True)
+class RecordedSettings:
+    """`allocator_settings`: the string that the allocator parsed last, and values in force (None: not in the file)."""
+
+    conf: str
+    max_split_size: int | None  # bytes; 0: without limit
+    garbage_collection_threshold: float | None
+    expandable_segments: bool | None
+    divisions: tuple[int, ...] | None
+
+
 @dataclass(frozen=True)
 class Layout:
     """A checked snapshot: its devices that hold anything, and the settings when it was taken.
 
-    `since` is the oldest minor release of torch 2 that writes its fields, `until` the newest.
+    `settings` is None where the file has none (torch up to 2.2, or a bare list of segments). `since`
+    is the oldest minor release of torch 2 that writes its fields, `until` the newest.
     """
 
     devices: tuple[DeviceRecord, ...]
-    settings: Settings
+    settings: RecordedSettings | None
     annotations: tuple[Annotation, ...]
     since: int
     until: int
@@ -157,9 +170,7 @@ def read_layout(snapshot: Any, where: str, *, fill: bool = True) -> Layout:
     traces = _list(snapshot, "device_traces", where) if "device_traces" in snapshot else []
     _refuse_shared(traces, f"{where}: key 'device_traces'")
     by_device = _segments(segments, where)
-    settings = read_settings(snapshot.get("allocator_settings"), where)
-    if not settings.known and any(segment.expandable for found in by_device.values() for segment in found):
-        settings = Settings(conf="expandable_segments:True", expandable_segments=True)
+    settings = _settings(snapshot.get("allocator_settings"), f"{where}: allocator_settings")
     namer = Namer()
     devices = []
     for device in range(max(len(traces), 1 + max(by_device, default=-1))):
@@ -209,6 +220,48 @@ def _pool(item: dict[str, Any], key: str, place: str) -> PoolId | None:
         if type(first) is int and type(second) is int and 0 <= first < LIMIT and 0 <= second < LIMIT:
             return first, second
     raise TraceError(f"{place}: key '{key}': must be two integers, is {quoted(value)}")
+
+
+# Settings
+
+
+def _settings(settings: Any, place: str) -> RecordedSettings | None:
+    if settings is None:
+        return None
+    if not isinstance(settings, dict):
+        raise TraceError(f"{place}: must be a dict, is {quoted(settings)}")
+    conf = settings.get("PYTORCH_CUDA_ALLOC_CONF", settings.get("PYTORCH_ALLOC_CONF", ""))
+    if not isinstance(conf, str) or len(conf) > 10_000 or not conf.isprintable():
+        raise TraceError(f"{place}: key 'PYTORCH_CUDA_ALLOC_CONF': must be one line of text, is {quoted(conf)}")
+    max_split = settings.get("max_split_size")
+    if max_split is not None and type(max_split) is not int:
+        raise TraceError(f"{place}: key 'max_split_size': must be an integer, is {quoted(max_split)}")
+    threshold = settings.get("garbage_collection_threshold")
+    if threshold is not None and not (
+        isinstance(threshold, (int, float)) and math.isfinite(threshold) and 0 <= threshold < 1
+    ):
+        raise TraceError(f"{place}: key 'garbage_collection_threshold': must be from 0 to 1, is {quoted(threshold)}")
+    expandable = settings.get("expandable_segments")
+    return RecordedSettings(
+        conf=conf,
+        max_split_size=max_split if max_split is None or 0 < max_split < LIMIT else 0,
+        garbage_collection_threshold=None if threshold is None else float(threshold),
+        expandable_segments=None if expandable is None else expandable is True,
+        divisions=_divisions(settings.get("roundup_power2_divisions"), place),
+    )
+
+
+def _divisions(table: Any, place: str) -> tuple[int, ...] | None:
+    """The 16 values of `roundup_power2_divisions`, keyed "1", "2", "4" ... "32768" (MiB)."""
+    if table is None:
+        return None
+    if not isinstance(table, dict):
+        raise TraceError(f"{place}: key 'roundup_power2_divisions': must be a dict, is {quoted(table)}")
+    values = tuple(table.get(str(1 << i), 0) for i in range(_INTERVALS))
+    for value in values:
+        if type(value) is not int or not 0 <= value < (1 << 31) or value & (value - 1):
+            raise TraceError(f"{place}: key 'roundup_power2_divisions': must hold powers of two, not {quoted(value)}")
+    return values
 
 
 # Segments

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
 
-from simulator.allocator.settings import format_bytes
 from simulator.reports.html.pieces import card, colour, key, size, stacked, table, text
+from traces.units import format_bytes
 
 #: Rows that a chart or a table shows; the rest is counted.
 MAX_ROWS: Final = 400

@@ -11,11 +11,11 @@ from typing import Final
 
 import numpy as np
 
-from simulator.allocator.settings import format_bytes
 from simulator.engine.result import RankResult
 from simulator.reports.html.pieces import card, text
 from traces.model import Int64Array
 from traces.timelines.timeline import Timeline
+from traces.units import format_bytes
 
 #: Columns and lines of the drawing; every column keeps its lows and highs.
 COLUMNS: Final = 800

@@ -10,7 +10,6 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from simulator.allocator.settings import format_bytes
 from simulator.engine.result import OutOfMemory, PhasePeak, RankResult, Result
 from simulator.reports.html.charts import Bar, Chart, chart
 from simulator.reports.html.document import assemble, write_page
@@ -19,6 +18,7 @@ from simulator.reports.html.pieces import badge, capital, card, shares, size, ta
 from simulator.reports.html.series import Series, series, shorten
 from simulator.reports.terminal import CAUSES, distinct_phases, format_time, no_remedy, range_and_source
 from simulator.reports.verdict import WORDS, label_of, summary
+from traces.units import format_bytes
 
 #: Events drawn for one rank and in a whole page (at about 8 characters each, 20 with categories).
 POINTS_PER_RANK: Final = 50_000

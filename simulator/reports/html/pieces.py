@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from html import escape
 
-from simulator.allocator.settings import format_bytes
 from simulator.reports.html.series import shorten
 from traces.model import CATEGORIES
+from traces.units import format_bytes
 
 
 def text(value: str, length: int = 160) -> str:

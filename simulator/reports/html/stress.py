@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-from simulator.allocator.settings import format_bytes
 from simulator.engine.result import Result
 from simulator.reports.html.sheet import Bar, Chart, Dots, Grid, Part, Sheet, Size, render_sheet
 from simulator.reports.stress import by_kind, name_of, ordered, verdict
 from simulator.what_if.stress import Row, Stress
 from traces.model import Trace
+from traces.units import format_bytes
 
 #: Rows drawn at most; the best ones.
 MOST_ROWS: Final = 200

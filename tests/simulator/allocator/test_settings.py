@@ -4,32 +4,32 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from simulator.allocator.settings import (
+from simulator.allocator import layout as at
+from simulator.allocator import releases
+from simulator.allocator.conf import (
     DEFAULT_LARGE_SEGMENT,
-    DEFAULT_RELEASE,
     LARGEST_OPTION,
     OPTIONS,
-    UNLIMITED,
     AllocatorSettings,
-    MiB,
     ReserveSpec,
     conf_from_environment,
-    format_bytes,
     parse_conf,
-    parse_release,
-    parse_size,
+    with_option,
 )
+from simulator.allocator.releases import parse_release
 from tests.oracles.naive_settings import NaiveSettings, release_number
 from tests.places import DATA
-from traces import model
 from traces.errors import ConfigError
+from traces.model import DEFAULT_RELEASE
+from traces.release import Version
+from traces.units import MiB, format_bytes, parse_size
 
 RECORDED = DATA / "alloc_conf" / "torch-2.13.0.jsonl"
 RELEASES = tuple(f"2.{minor}" for minor in range(16))
@@ -70,51 +70,12 @@ def test_unknown_release(text: str) -> None:
     assert "from 2.0 to 2.15" in refusal(lambda: parse_release(text))
 
 
-def test_default_release_is_the_traces_default() -> None:
-    assert parse_release(model.DEFAULT_RELEASE) == DEFAULT_RELEASE
-
-
-#: Each switch, with its first value, and the releases at which it changes (section 8 of the specification).
-SWITCHES: dict[str, tuple[object, dict[int, object]]] = {
-    "profile": ("A", {12: "B", 13: "C"}),
-    "tie_break": ("address", {12: "block_birth", 13: "segment_then_address"}),
-    "limit_even_at_one": (True, {10: False}),
-    "limit_total_from_mem_get_info": (True, {10: False}),
-    "limit_rounded": (False, {13: True}),
-    "fraction_applied_at_construction": (False, {10: True}),
-    "divisions_one_unrounded": (True, {4: False}),
-    "gt_overwrites_last": (True, {10: False}),
-    "max_non_split_rounding_fixed": (True, {6: False}),
-    "large_segment_size_option": (False, {11: True}),
-    "split_minimum_exclusive": (True, {10: False}),
-    "expandable_available": (False, {1: True}),
-    "expandable_in_private_pools": (False, {5: True}),
-    "expandable_custom_pool_falls_back": (False, {10: True}),
-    "gc_skips_expandable": (False, {5: True}),
-    "fresh_va_checked": (False, {15: True}),
-    "expandable_reserve_option": (False, {15: True}),
-    "use_on_oom": ("absent", {8: "last", 11: "before_release"}),
-    "no_split_pools": (False, {10: True}),
-    "newest_scope_first": (False, {11: True}),
-    "scope_means_capturing": (True, {13: False}),
-    "empty_cache_in_capture": (False, {8: True}),
-    "throw_on_cudamalloc_oom_option": (False, {12: True}),
-    "capture_reuse_option": (False, {9: True}),
-    "has_device_counters": (False, {2: True}),
-    "has_private_pool_stats": (False, {13: True}),
-    "strict_separators": (True, {10: False}),
-    "reads_alloc_conf": (False, {10: True}),
-    "searches_again_after_retry": (False, {}),
-    "expandable_exempt_from_max_split": (False, {}),
-}
-
-
-def test_every_switch_changes_where_it_should() -> None:
-    assert set(SWITCHES) | {"text", "minor"} == {field.name for field in fields(DEFAULT_RELEASE)}
-    for name, (value, changes) in SWITCHES.items():
-        for minor in range(16):
-            value = changes.get(minor, value)
-            assert getattr(parse_release(f"2.{minor}"), name) == value, (name, minor)
+def test_a_release_is_added_from_one_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    newest = replace(releases.RELEASES[Version(2, 15)], version=Version(2, 16), newest_scope_first=False)
+    monkeypatch.setitem(releases.RELEASES, newest.version, newest)
+    assert parse_release("2.16.0+cu140") == newest
+    assert parse("expandable_segments_reserve:0.5", "2.16") == parse("expandable_segments_reserve:0.5", "2.15")
+    assert "from 2.0 to 2.16" in refusal(lambda: parse_release("2.17"))
 
 
 # ------------------------------------------------------------------------------------------------- option strings
@@ -122,6 +83,19 @@ def test_every_switch_changes_where_it_should() -> None:
 
 def recorded() -> list[Any]:
     return [json.loads(line) for line in RECORDED.read_text().splitlines()]
+
+
+@pytest.mark.parametrize(
+    ("conf", "value", "changed"),
+    [
+        ("", "True", "expandable_segments:True"),
+        ("max_split_size_mb:64", "True", "max_split_size_mb:64,expandable_segments:True"),
+        ("expandable_segments:True", "False", "expandable_segments:False"),
+        ("expandable_segments : True, max_split_size_mb:64", "False", "expandable_segments:False,max_split_size_mb:64"),
+    ],
+)
+def test_an_option_takes_the_place_of_the_one_before(conf: str, value: str, changed: str) -> None:
+    assert with_option(conf, "expandable_segments", value, parse_release("2.11")) == changed
 
 
 def test_strings_are_read_as_torch_2_13_reads_them() -> None:
@@ -139,7 +113,7 @@ def test_strings_are_read_as_torch_2_13_reads_them() -> None:
         split, rounding, threshold, expandable, segment, divisions = answer
         assert ours == replace(
             AllocatorSettings(conf=conf),
-            max_split_size=min(split, UNLIMITED),
+            max_split_size=min(split, at.UNLIMITED),
             max_non_split_rounding_size=min(rounding, LARGEST_OPTION),
             large_segment_size=min(segment, LARGEST_OPTION),
             garbage_collection_threshold=threshold,
@@ -245,7 +219,7 @@ def test_what_a_second_string_resets_and_what_it_keeps(release: str) -> None:
         release,
     )
     second = parse("", release, first)
-    assert second.max_split_size == UNLIMITED
+    assert second.max_split_size == at.UNLIMITED
     assert second.garbage_collection_threshold == 0
     assert second.roundup_power2_divisions == (0,) * 16
     assert second.expandable_segments
@@ -345,7 +319,7 @@ def test_blanks() -> None:
 
 def test_numbers_are_read_as_laxly_as_in_cpp() -> None:
     assert parse("max_split_size_mb:128MB", "2.9").max_split_size == 128 * MiB
-    assert parse("max_split_size_mb:-1", "2.9").max_split_size == UNLIMITED
+    assert parse("max_split_size_mb:-1", "2.9").max_split_size == at.UNLIMITED
     assert parse("garbage_collection_threshold:0x1p-1", "2.9").garbage_collection_threshold == 0.5
     refusal(lambda: parse("max_split_size_mb:2147483648", "2.9"))  # std::stoi
     assert parse("max_split_size_mb:2147483648", "2.10").max_split_size == 2**51  # std::stoull
@@ -373,7 +347,7 @@ def test_any_text_gives_settings_or_one_clear_line(conf: str, release: str) -> N
         check_line(error)
         return
     assert settings.conf == conf
-    assert 0 < settings.max_split_size <= UNLIMITED
+    assert 0 < settings.max_split_size <= at.UNLIMITED
     assert 10 * MiB < settings.large_segment_size <= LARGEST_OPTION
     assert 0 <= settings.garbage_collection_threshold < 1
     assert len(settings.roundup_power2_divisions) == 16
@@ -438,7 +412,7 @@ def test_legal_strings_against_a_second_reading(options: dict[str, Any], release
         plain.parse(text)
         ours = parse(text, release, ours)
     assert ours is not None
-    assert ours.max_split_size == min(plain.max_split_size, UNLIMITED)
+    assert ours.max_split_size == min(plain.max_split_size, at.UNLIMITED)
     assert ours.max_non_split_rounding_size == plain.max_non_split_rounding
     assert list(ours.roundup_power2_divisions) == plain.roundup_power2_divisions
     for name in (
@@ -461,7 +435,12 @@ def test_environment() -> None:
     assert conf_from_environment(everything, parse_release("2.10")) == "b"
     del everything["PYTORCH_HIP_ALLOC_CONF"]
     assert conf_from_environment(everything, parse_release("2.10")) == "a"
-    assert conf_from_environment({"PYTORCH_CUDA_ALLOC_CONF": "", "PYTORCH_ALLOC_CONF": "a"}, DEFAULT_RELEASE) == ""
+    assert (
+        conf_from_environment(
+            {"PYTORCH_CUDA_ALLOC_CONF": "", "PYTORCH_ALLOC_CONF": "a"}, parse_release(DEFAULT_RELEASE)
+        )
+        == ""
+    )
 
 
 # ----------------------------------------------------------------------------------------------------------- sizes

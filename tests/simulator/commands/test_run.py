@@ -120,6 +120,31 @@ def test_out_of_memory(tmp_path: Path) -> None:
     assert call("run", source, "--memory", "200MiB", "--context", "90MiB").exit_code == 3
 
 
+def test_an_allocator_that_a_trace_cannot_have_is_an_error_that_names_the_file(tmp_path: Path) -> None:
+    set_later = [alloc(1, 512), {"op": "set_allocator", "conf": "max_split_size_mb:1"}]
+    for rows, conf, release, says in (
+        (SIMPLE, "max_split_size_mb:1", "2.11", ": allocator: allocator option 'max_split_size_mb' cannot be '1'"),
+        (SIMPLE, "", "2.99", ": allocator: release '2.99' is not known"),
+        (set_later, "", "2.11", ": rank 0, event 1, field 'conf': allocator option 'max_split_size_mb'"),
+    ):
+        source = trace(tmp_path, rows, conf=conf, release=release)
+        for arguments in (("run", source), ("convert", source, str(tmp_path / "o.csv"))):
+            outcome = call(*arguments)
+            assert outcome.exit_code == 1
+            assert outcome.stderr.startswith(f"error: {source}{says}")
+    source = trace(tmp_path, SIMPLE, conf="max_split_size_mb:1", release="2.99")
+    assert call("run", source, "--allocator", "", "--release", "2.11").exit_code == 0
+    assert call("run", source, "--allocator", "").exit_code == 1
+    assert call("run", source, "--allocator", "frob:1", "--release", "2.11").stderr.startswith("error: unknown")
+
+
+def test_verify_of_a_trace_says_that_run_takes_it(tmp_path: Path) -> None:
+    source = trace(tmp_path, SIMPLE)
+    outcome = call("verify", source)
+    assert outcome.exit_code == 1
+    assert outcome.stderr == f"error: {source}: a trace, not a torch memory snapshot: `run` takes it\n"
+
+
 def test_settings_and_release_of_the_command_line_win(tmp_path: Path) -> None:
     source = trace(tmp_path, [alloc(1, 1200)], conf="roundup_power2_divisions:1", release="2.11")
     new = document(call("run", source, "--json"))

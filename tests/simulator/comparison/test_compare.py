@@ -16,6 +16,7 @@ from simulator.engine.replay import replay
 from simulator.reports.compare import render_json, render_markdown, verdict
 from simulator.reports.html.compare import sheet_of
 from simulator.reports.terminal import render_json as result_json
+from simulator.snapshots.reader import read
 from tests.places import ROOT
 from tests.simulator.what_if.test_stress import training
 from traces.errors import ConfigError, TraceError
@@ -75,7 +76,7 @@ def test_what_grew_by_hand(pair: tuple[str, str]) -> None:
 
 def test_figures_are_those_of_the_replay(tmp_path: Path) -> None:
     side = load(SNAPSHOT)
-    (rank,) = replay(traces.read(SNAPSHOT)).ranks
+    (rank,) = replay(read(SNAPSHOT)).ranks
     (figures,) = side.ranks
     assert figures.values["peak_reserved"] == rank.peak_reserved == 1_702_887_424
     assert figures.values["peak_requested"] == rank.memory_stats["requested_bytes.all.peak"]

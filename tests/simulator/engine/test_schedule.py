@@ -12,7 +12,8 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from simulator.allocator import layout as at
-from simulator.allocator.settings import parse_conf, parse_release
+from simulator.allocator.conf import parse_conf
+from simulator.allocator.releases import parse_release
 from simulator.engine.machine import Machine, compile_rank
 from simulator.engine.replay import replay
 from simulator.engine.schedule import RANK_PRIORITY, START_PRIORITY, RankClass, Schedule, classify, solo_collectives

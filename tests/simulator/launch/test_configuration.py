@@ -15,7 +15,8 @@ pytest.importorskip("transformers")
 
 from graph.case import Case
 from graph.optimizers import OPTIMIZERS, Optimizer
-from simulator.allocator.settings import parse_conf, parse_release
+from simulator.allocator.conf import parse_conf
+from simulator.allocator.releases import parse_release
 from simulator.launch.configuration import FILES, absent, files, launch
 from simulator.launch.training_script import axes_of
 from tests.support.launched import METHODS, methods, written

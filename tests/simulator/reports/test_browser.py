@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from simulator.allocator.settings import format_bytes
 from simulator.engine.replay import replay
 from simulator.engine.result import Result
 from simulator.reports.html.page import MAX_PAGE, write_html
@@ -19,6 +18,7 @@ from simulator.reports.html.series import shorten
 from simulator.reports.html.sheet import Bar, Chart, Grid, Sheet, write_sheet
 from tests.support.browser import Browser, find_chromium
 from tests.support.handmade import GIB, busy_trace, out_of_memory, rank_result, result, timeline
+from traces.units import format_bytes
 
 pytestmark = pytest.mark.xdist_group("browser")
 

@@ -16,7 +16,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from simulator.allocator.settings import format_bytes
 from simulator.comparison.compare import compare, side_of_replay
 from simulator.engine.replay import replay
 from simulator.estimator import estimate as estimation
@@ -35,6 +34,7 @@ from tests.support.step_graphs import stub
 from traces.errors import OutputError
 from traces.model import Int64Array
 from traces.timelines.timeline import Timeline
+from traces.units import format_bytes
 
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)>\"'&\u2028\u202e\x00"
 

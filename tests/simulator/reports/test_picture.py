@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-import traces
 from simulator.engine.replay import replay
 from simulator.engine.result import Moment, RankResult
+from simulator.snapshots.reader import read
 from tests.places import DATA as _DATA
 from tests.support.handmade import busy_trace
 
@@ -17,7 +17,7 @@ NEWER = SNAPSHOTS[:-1]  # the last one is of 2.0, which has no expandable segmen
 
 
 def pictured(name: str, conf: str | None = None) -> list[RankResult]:
-    found = replay(traces.read(DATA / f"{name}.pickle.gz"), conf=conf, picture=True, snapshot=True, analyse=False)
+    found = replay(read(DATA / f"{name}.pickle.gz"), conf=conf, picture=True, snapshot=True, analyse=False)
     return list(found.ranks)
 
 

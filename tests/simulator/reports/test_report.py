@@ -19,7 +19,7 @@ from simulator.engine.result import OutOfMemory, RankResult, Report, Result
 from simulator.reports.terminal import CAUSES, MOST_RANKS, render_json, render_table
 from simulator.reports.verify import render_json as verify_json
 from simulator.reports.verify import render_table as verify_table
-from simulator.snapshots.verify_report import Divergence, VerifiedRank, VerifyReport
+from simulator.snapshots.verify import Divergence, VerifiedRank, VerifyReport
 from tests.places import DATA
 from tests.support.handmade import GIB, MIB, out_of_memory, rank_result, result, timeline
 from traces.errors import ConfigError

@@ -13,10 +13,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from simulator.snapshots.reader import read_recording, snapshot_to_recording
 from tests.support.snapshots import data_of, snapshot_of, tiny
 from traces.check import check
 from traces.errors import LLMemError, TraceError
-from traces.snapshot.reader import read_recording, snapshot_to_recording
 from traces.snapshot.unpickle import load_builtins
 
 SMALL = ("2.11-lag", "2.1-lag", "2.13-late", "2.11-ring-expandable", "2.11-stacks")

@@ -11,12 +11,24 @@ from typing import Any
 import numpy as np
 import pytest
 
+import simulator
 import traces
-from tests.support.snapshots import FOLDER, NAMES, RELEASES, memory_stats, path_of, snapshot_of, tiny
+from simulator.engine.result import LOG_KINDS
+from simulator.snapshots.reader import read_recording, snapshot_to_recording
+from tests.support.snapshots import (
+    FOLDER,
+    NAMES,
+    RELEASES,
+    memory_stats,
+    path_of,
+    read_snapshot,
+    snapshot_of,
+    snapshot_to_trace,
+    tiny,
+)
 from traces.check import check
 from traces.errors import TraceError
 from traces.model import DEFAULT_DEVICE, Op
-from traces.snapshot.reader import LOG_KINDS, read_recording, read_snapshot, snapshot_to_recording, snapshot_to_trace
 
 #: What the fields of a recording of each release let one know (the newest of those that write the same fields).
 GUESSES = {
@@ -108,7 +120,23 @@ def test_a_native_copy_is_the_same_trace(tmp_path: Path, name: str, ending: str)
 def test_content_decides_not_the_name(tmp_path: Path) -> None:
     for name, data in (("a.json", pickle.dumps(tiny())), ("b", gzip.compress(pickle.dumps(tiny())))):
         (tmp_path / name).write_bytes(data)
-        assert len(traces.read(tmp_path / name).ranks[0].events) == 3
+        assert len(simulator.read(tmp_path / name).ranks[0].events) == 3
+        with pytest.raises(TraceError, match=rf"{name}: a torch memory snapshot.* simulator\.read takes it"):
+            traces.read(tmp_path / name)
+    traces.write(simulator.read(tmp_path / "b"), tmp_path / "c.json")
+    assert len(simulator.read(tmp_path / "c.json").ranks[0].events) == 3
+    with pytest.raises(TraceError, match=r"c\.json: a trace, not a torch memory snapshot: `run` takes it"):
+        read_recording(tmp_path / "c.json")
+
+
+def test_a_release_that_cannot_read_the_recorded_string_did_not_write_it() -> None:
+    settings = {"PYTORCH_CUDA_ALLOC_CONF": "max_non_split_rounding_mb:32"}
+    snapshot = tiny(allocator_settings=settings, external_annotations=[], device_traces=[])  # as 2.5 to 2.8 write it
+    recording = snapshot_to_recording(snapshot, where="f")
+    assert recording.releases == ("2.6", "2.7", "2.8")
+    assert recording.trace.release == "2.6"
+    with pytest.raises(TraceError, match=r"f: allocator_settings: allocator option .* came with PyTorch 2\.6"):
+        snapshot_to_recording(snapshot, where="f", release="2.5")
 
 
 def test_several_devices_are_several_ranks() -> None:

@@ -8,10 +8,10 @@ import random
 import numpy as np
 import pytest
 
+from simulator.snapshots.reader import Recording, read_recording, snapshot_to_recording
 from tests.support.snapshot_replay import Replay, first_divergence
 from tests.support.snapshots import NAMES, cut, memory_stats, path_of, snapshot_of
 from traces.model import Op
-from traces.snapshot.reader import Recording, read_recording, snapshot_to_recording
 
 #: Recordings whose behaviour depends on what a cut recording does not show: ages of blocks in the garbage collector.
 AGES = ("2.9-gc", "2.11-gc-split")

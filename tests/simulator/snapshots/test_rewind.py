@@ -10,27 +10,28 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.support.snapshots import NAMES, cut, snapshot_of
+from simulator.allocator.conf import AllocatorSettings
+from simulator.allocator.releases import parse_release
+from simulator.snapshots.reader import snapshot_to_recording
+from simulator.snapshots.rules import Rules
+from tests.support.snapshots import NAMES, cut, snapshot_of, snapshot_to_trace
 from traces.model import Initial
-from traces.snapshot.reader import snapshot_to_recording, snapshot_to_trace
-from traces.snapshot.rewind import SizeRules
-from traces.snapshot.settings import Settings
 
 MIB = 1 << 20
 BASE = 0x7F0000000000
 
 
-def divisions(value: int) -> Settings:
-    return Settings(divisions=(value,) * 16)
+def divisions(value: int) -> AllocatorSettings:
+    return AllocatorSettings(roundup_power2_divisions=(value,) * 16)
 
 
 @pytest.mark.parametrize(
     ("settings", "minor", "n", "size"),
     [
-        (Settings(), 11, 1, 512),
-        (Settings(), 11, 512, 512),
-        (Settings(), 11, 513, 1024),
-        (Settings(), 11, MIB + 1, MIB + 512),
+        (AllocatorSettings(), 11, 1, 512),
+        (AllocatorSettings(), 11, 512, 512),
+        (AllocatorSettings(), 11, 513, 1024),
+        (AllocatorSettings(), 11, MIB + 1, MIB + 512),
         (divisions(4), 11, 1200, 1536),
         (divisions(4), 11, 2049, 2560),
         (divisions(4), 11, 3000, 3072),
@@ -43,13 +44,13 @@ def divisions(value: int) -> Settings:
         (divisions(1), 3, 400, 512),
     ],
 )
-def test_sizes_are_rounded_as_the_allocator_does(settings: Settings, minor: int, n: int, size: int) -> None:
-    assert SizeRules(settings, minor).round_size(n) == size
+def test_sizes_are_rounded_as_the_allocator_does(settings: AllocatorSettings, minor: int, n: int, size: int) -> None:
+    assert Rules(settings, parse_release(f"2.{minor}")).round_size(n) == size
 
 
 @given(st.integers(1, 1 << 40), st.sampled_from([0, 1, 2, 4, 8, 16, 32, 64]))
 def test_rounding_never_loses_and_repeats(n: int, value: int) -> None:
-    rules = SizeRules(divisions(value), 11)
+    rules = Rules(divisions(value), parse_release("2.11"))
     size = rules.round_size(n)
     assert n <= size <= max(512, n + max(511, n // max(value, 1)))
     assert rules.round_size(size) == size

@@ -19,13 +19,15 @@ import pytest
 from click.testing import CliRunner
 
 import traces
-from simulator.allocator.settings import parse_conf, parse_release
+from simulator.allocator.conf import parse_conf
+from simulator.allocator.releases import parse_release
 from simulator.cli import main
 from simulator.engine.machine import limit_of
 from simulator.engine.min_memory import smallest_memory
 from simulator.engine.replay import REMEDIES, prepare, replay
 from simulator.reports.html.stress import drawn, render_html
 from simulator.reports.stress import render_json, short
+from simulator.snapshots.reader import read
 from simulator.what_if.stress import Axes, Interrupted, Scenario, Stress, grid, settings_for, stress
 from simulator.what_if.variants import Variant, movable_steps, vary
 from tests.places import ROOT
@@ -97,7 +99,7 @@ TRAINED = {
 
 def test_a_recorded_training_run_says_which_setting_helps() -> None:
     snapshot = ROOT / "tests/data/training/snapshots/opt-125m_fp32_sdpa_b2_s512_adamw_A100.pickle.gz"
-    found = stress(traces.read(snapshot), Axes(settings=list(TRAINED)))
+    found = stress(read(snapshot), Axes(settings=list(TRAINED)))
     assert {row.conf: row.most("peak_reserved") for row in found.rows()} == TRAINED
     best = found.best()
     assert best is not None
@@ -348,7 +350,6 @@ def test_an_interruption_keeps_what_was_finished() -> None:
 
 
 def test_ctrl_c_prints_what_was_finished(tmp_path: Path) -> None:
-    import traces
     from tests.benchmarks.workloads import transformer
 
     traces.write(transformer(30_000).trace("", "2.13"), tmp_path / "t.npz")
@@ -392,7 +393,6 @@ def invoke(*words: str) -> tuple[int, str]:
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    import traces
 
     traces.write(training(device=128 * MIB), tmp_path / "t.json")
     return tmp_path / "t.json"

@@ -13,10 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from simulator.snapshots.reader import read_recording
 from tests.support.snapshots import NAMES, cut, path_of, snapshot_of, tiny
+from tests.support.viewer import check_viewer
 from traces.errors import OutputError
-from traces.snapshot.reader import read_recording
-from traces.snapshot.writer import check_viewer, plain, write_snapshot
+from traces.snapshot.writer import plain, write_snapshot
 
 
 @pytest.mark.parametrize("name", NAMES)

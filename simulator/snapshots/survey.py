@@ -2,7 +2,7 @@
 
 The walk goes forwards from the rewound state and keeps the books (what is reserved, what is in use), so that each
 malloc is known with the memory that it met. Which of a malloc's consequences were forced by a lack of memory is then
-the matter of `traces.snapshot.limits`, the events that cause the steps that of `traces.snapshot.causes`.
+the matter of `simulator.snapshots.limits`, the events that cause the steps that of `simulator.snapshots.causes`.
 Entry pattern of a malloc (`DeviceCachingAllocator::malloc`): completions seen by polling; segments released by
 garbage collection; then nothing, or a segment obtained, or, after a refusal: partial maps, cached segments released,
 completions waited for, every cached segment released, and a segment obtained or an `oom`.
@@ -16,9 +16,12 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Final
 
+from simulator.allocator import sizes as allocator
+from simulator.snapshots.address_map import AddressMap, MapError, Range
+from simulator.snapshots.guesses import Ages, Sizes
+from simulator.snapshots.rewind import Start
+from simulator.snapshots.rules import Rules
 from traces.errors import TraceError
-from traces.snapshot.address_map import AddressMap, MapError, Range
-from traces.snapshot.guesses import Ages, Sizes
 from traces.snapshot.layout import (
     ALLOC,
     DEFAULT_POOL,
@@ -33,7 +36,6 @@ from traces.snapshot.layout import (
     Entries,
     PoolId,
 )
-from traces.snapshot.rewind import SMALL_BUFFER, SMALL_SIZE, SizeRules, Start
 
 _TAKES: Final = frozenset({SEGMENT_ALLOC, SEGMENT_MAP})
 _RELEASES: Final = frozenset({SEGMENT_FREE, SEGMENT_UNMAP})
@@ -128,7 +130,7 @@ class Survey:
     top: int  # an address above all seen
 
 
-def survey(record: DeviceRecord, start: Start, rules: SizeRules, where: str) -> Survey:
+def survey(record: DeviceRecord, start: Start, rules: Rules, where: str) -> Survey:
     """Group a device's entries into steps. Raises TraceError where an entry contradicts the state before it."""
     walk = _Survey(record, start, rules)
     for i in range(len(record.entries)):
@@ -143,12 +145,12 @@ def survey(record: DeviceRecord, start: Start, rules: SizeRules, where: str) -> 
 class _Survey:
     """The books while the entries are read."""
 
-    def __init__(self, record: DeviceRecord, start: Start, rules: SizeRules) -> None:
+    def __init__(self, record: DeviceRecord, start: Start, rules: Rules) -> None:
         self.entries, self.rules, self.start = record.entries, rules, start
         self.map = AddressMap()
         self.sizes = dict(start.sizes)
         self.guesses = Sizes(replace(start, sizes=self.sizes), rules)
-        self.ages = Ages(start.ranges if rules.minor >= 13 else ())
+        self.ages = Ages(start.ranges if rules.release.profile == "C" else ())
         self.idle: dict[int, bool] = {}  # cached whole segments by address: whether large
         self.spaces: dict[tuple[int, bool, PoolId], list[AddressSpace]] = {}
         self.modes = _modes_of_takes(record.entries, start.pools)
@@ -275,13 +277,15 @@ class _Survey:
             if k == last_release:
                 step.fits_still = any(self._fits(step, self.entries.address[m]) for m in step.early)
                 step.spared = bool(self.idle) or bool(self.pending)  # empty_cache waits for all of these
-        self.ages.end_call(backwards_too=self.rules.settings.max_split_size is not None)
+        self.ages.end_call(backwards_too=self.rules.limits_split)
         step.after = self.map.reserved
         step.in_passes = _in_passes(
             [
                 (e.stream[j], e.size[j])
                 for j in step.releases
-                if e.kind[j] == SEGMENT_FREE and e.size[j] != SMALL_BUFFER and self.released_pools[j] == DEFAULT_POOL
+                if e.kind[j] == SEGMENT_FREE
+                and e.size[j] != allocator.SMALL_BUFFER
+                and self.released_pools[j] == DEFAULT_POOL
             ]
         )
         if oom:
@@ -303,7 +307,7 @@ class _Survey:
         size = e.size[i] if oom else self.rules.round_size(e.size[i])  # an `oom` has the rounded size
         step = Step(Kind.MALLOC, i, before=self.map.reserved, peak=self.map.reserved, oom=oom, stream=e.stream[i])
         step.device_free = e.address[i] if oom else 0
-        step.large = size > SMALL_SIZE
+        step.large = size > allocator.SMALL_SIZE
         step.needed = self.rules.segment_size(size)
         step.idle_large = bool(self.rules.settings.garbage_collection_threshold) and True in self.idle.values()
         step.pool = e.pool[i] or DEFAULT_POOL  # `_use` knows better
@@ -346,9 +350,8 @@ class _Survey:
         """The size of the block cut from a free range (`should_split`)."""
         if found.expandable or not found.large or expandable_on:
             return min(size, free)
-        max_split = self.rules.settings.max_split_size
-        whole = max_split is not None and size >= max_split
-        return free if whole or free - size <= SMALL_SIZE else size
+        whole = size >= self.rules.settings.max_split_size
+        return free if whole or free - size <= allocator.SMALL_SIZE else size
 
     def _expandable_on(self, i: int) -> bool:
         """Whether expandable segments seem to be on: as in the memory obtained last before entry `i`."""
@@ -402,7 +405,7 @@ class _Survey:
         start, size = e.address[i], e.size[i]
         self.top = max(self.top, start + size)
         expandable = e.kind[i] == SEGMENT_MAP
-        return Range(start, start + size, e.stream[i], expandable, size != SMALL_BUFFER, self.start.pools[i])
+        return Range(start, start + size, e.stream[i], expandable, size != allocator.SMALL_BUFFER, self.start.pools[i])
 
     def _obtain(self, i: int) -> None:
         new = self._range(i)

@@ -1,46 +1,38 @@
 """Torch memory snapshots as traces: the reader of `_dump_snapshot` pickles of torch 2.0 to 2.15.
 
-    bytes --unpickle--> dicts --snapshot_layout--> columns --rewind--> state at the start
-          --survey--> steps --limits--> device and limit --causes--> events and expected consequences
+    bytes --traces.snapshot.unpickle--> dicts --traces.snapshot.layout--> columns --rules--> settings, release
+          --rewind--> state at the start --survey--> steps --limits--> device and limit
+          --causes--> events and expected consequences
 
-`read_snapshot` gives the trace that `run` replays; `read_recording` gives with it what `verify` compares: every entry
-of the recording as a consequence of an event, and the final segments. Several devices become several ranks.
+`read` takes any file, a trace or a snapshot. `read_recording` gives with a snapshot's trace what `verify` compares:
+every entry of the recording as a consequence of an event, and the final segments. Several devices become several ranks.
 """
 
 from __future__ import annotations
 
 import os
-import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
+from simulator.allocator.conf import settings_of
+from simulator.allocator.releases import parse_release
+from simulator.snapshots.causes import Causes, ExpectedLog, find_causes
+from simulator.snapshots.limits import find_limits
+from simulator.snapshots.rewind import rewind
+from simulator.snapshots.rules import Rules, possible_rules
+from simulator.snapshots.survey import Kind, Step, survey
 from traces.check import check
 from traces.collecting import uncollected
-from traces.errors import TraceError
-from traces.files import read_bytes
-from traces.model import RankEvents, Trace
-from traces.snapshot.causes import LOG_KINDS, Causes, ExpectedLog, find_causes
+from traces.errors import ConfigError, TraceError
+from traces.files import read_bytes, sniff
+from traces.model import DEFAULT_RELEASE, RankEvents, Trace
+from traces.reading import HEAD, in_file, read_trace
 from traces.snapshot.layout import DEFAULT_POOL, DeviceRecord, Entries, Layout, PoolId, Segment, read_layout
-from traces.snapshot.limits import find_limits
-from traces.snapshot.rewind import SizeRules, rewind
-from traces.snapshot.survey import Kind, Step, survey
 from traces.snapshot.unpickle import load_builtins
 from traces.text import path_text
-
-__all__ = [
-    "LOG_KINDS",
-    "ExpectedLog",
-    "RankRecording",
-    "Recording",
-    "read_recording",
-    "read_snapshot",
-    "snapshot_to_recording",
-    "snapshot_to_trace",
-]
-
-_MINOR = re.compile(r"2\.(\d{1,3})(\D|$)")
 
 
 @dataclass(frozen=True)
@@ -66,7 +58,7 @@ class RankRecording:
 class Recording:
     """A snapshot as a trace of its causes, with what the replay has to show.
 
-    `releases` are the releases that write a snapshot with these fields, oldest first.
+    `releases` are the releases that write a snapshot with these fields and read its settings, oldest first.
     """
 
     trace: Trace
@@ -74,39 +66,59 @@ class Recording:
     releases: tuple[str, ...]
 
 
-def read_snapshot(path: str | os.PathLike[str], *, release: str | None = None) -> Trace:
-    """Read a torch memory snapshot (`.pickle`, `.pkl`, gzipped or not) as a trace.
+def read(path: str | os.PathLike[str], *, release: str | None = None, conf: str | None = None) -> Trace:
+    """Read a trace (as `traces.read`) or a torch memory snapshot (as `read_recording`); its content says which.
 
-    `release` ("2.11") is the release that recorded it; without it, the oldest that writes the fields seen is assumed,
-    and the trace's notes say so. Raises TraceError, one line, where the file is not a snapshot, asks for anything but
-    plain data, or contradicts itself.
+    `release` overrides what the file says, and `conf` stands for its allocator string, which is then not looked at.
+    Raises TraceError, with the file's name, where it cannot be used; ConfigError where `release` is not known.
     """
-    return read_recording(path, release=release).trace
+    if release is not None:
+        parse_release(release)
+
+    def snapshot(data: bytes) -> Trace:
+        return _recording_of(data, path_text(path), release).trace
+
+    trace = read_trace(Path(path), release=release, snapshot=snapshot)
+    try:
+        chosen = parse_release(trace.release or DEFAULT_RELEASE)
+        if conf is None:
+            settings_of(trace, trace.conf, chosen)
+    except ConfigError as error:
+        raise in_file(TraceError(f"allocator: {error}"), path) from None
+    except TraceError as error:
+        raise in_file(error, path) from None
+    return trace
 
 
 def read_recording(path: str | os.PathLike[str], *, release: str | None = None) -> Recording:
-    """As `read_snapshot`, with the recorded consequences and final segments beside the trace."""
-    where = path_text(path)
-    with uncollected():
-        return snapshot_to_recording(load_builtins(read_bytes(path), where), where=where, release=release)
+    """Read a torch memory snapshot (`.pickle`, `.pkl`, gzipped or not), with what its replay has to show.
 
-
-def snapshot_to_trace(snapshot: Any, *, where: str, release: str | None = None) -> Trace:
-    """A trace of an unpickled snapshot (`torch.cuda.memory._snapshot()`, or its list of segments alone).
-
-    `where` stands for the file's name in errors. Raises TraceError as `read_snapshot` does.
+    `release` ("2.11") is the release that recorded it; without it, the oldest that writes the fields seen and reads the
+    allocator string is assumed, and the trace's notes say so. Raises TraceError, one line, where the file is not a
+    snapshot, asks for anything but plain data, or contradicts itself.
     """
-    return snapshot_to_recording(snapshot, where=where, release=release).trace
+    data = read_bytes(path)
+    if sniff(data[:HEAD]) in ("json", "npz"):
+        raise TraceError(f"{path_text(path)}: a trace, not a torch memory snapshot: `run` takes it")
+    return _recording_of(data, path_text(path), release)
+
+
+def _recording_of(data: bytes, where: str, release: str | None) -> Recording:
+    with uncollected():
+        return snapshot_to_recording(load_builtins(data, where), where=where, release=release)
 
 
 def snapshot_to_recording(snapshot: Any, *, where: str, release: str | None = None) -> Recording:
-    """As `snapshot_to_trace`, with the recorded consequences and final segments beside the trace."""
+    """As `read_recording`, of an unpickled snapshot (`torch.cuda.memory._snapshot()`, or its list of segments alone).
+
+    `where` stands for the file's name in errors.
+    """
     layout = read_layout(snapshot, where)
-    minor = layout.since if release is None else _minor(release)
-    rules = SizeRules(layout.settings, minor)
+    possible = possible_rules(layout, release, where)
+    rules = possible[0]
     records = layout.devices or (DeviceRecord(0, (), Entries(), {}),)
     read = [_read_device(record, rules, layout, where) for record in records]
-    trace = _trace([(record, causes) for record, causes, _ in read], layout, release)
+    trace = _trace([(record, causes) for record, causes, _ in read], layout, rules, release)
     try:
         check(trace)
     except TraceError as error:
@@ -114,19 +126,11 @@ def snapshot_to_recording(snapshot: Any, *, where: str, release: str | None = No
     return Recording(
         trace=trace,
         ranks=tuple(_rank(record, causes, ambiguous) for record, causes, ambiguous in read),
-        releases=tuple(f"2.{minor}" for minor in range(layout.since, layout.until + 1)),
+        releases=tuple(rules.release.text for rules in possible),
     )
 
 
-def _minor(release: str) -> int:
-    """The minor release of "2.11", "2.11.0", "2.11.0+cu130"; the newest for what is not understood here."""
-    found = _MINOR.match(release)
-    return int(found[1]) if found else 99
-
-
-def _read_device(
-    record: DeviceRecord, rules: SizeRules, layout: Layout, where: str
-) -> tuple[DeviceRecord, Causes, int]:
+def _read_device(record: DeviceRecord, rules: Rules, layout: Layout, where: str) -> tuple[DeviceRecord, Causes, int]:
     """Rewind, survey and explain one device's recording."""
     start = rewind(record, rules, where)
     steps = survey(record, start, rules, where)
@@ -150,12 +154,12 @@ def _is_rest(step: Step) -> bool:
     return step.kind is Kind.MALLOC and bool(step.releases or step.late or step.mapped_before_release)
 
 
-def _trace(read: list[tuple[DeviceRecord, Causes]], layout: Layout, release: str | None) -> Trace:
-    settings = layout.settings
+def _trace(read: list[tuple[DeviceRecord, Causes]], layout: Layout, rules: Rules, release: str | None) -> Trace:
+    settings = rules.settings
     start = {causes.expandable_at_start for _, causes in read}
     conf = settings.conf
     if start == {not settings.expandable_segments}:
-        conf = settings.with_expandable(not settings.expandable_segments)
+        conf = rules.with_expandable(not settings.expandable_segments)
     return Trace(
         ranks=tuple(
             RankEvents((record.device,), causes.events, device=i, initial=causes.initial)
@@ -163,23 +167,25 @@ def _trace(read: list[tuple[DeviceRecord, Causes]], layout: Layout, release: str
         ),
         metadata={"producer": "torch.cuda.memory._snapshot"},
         conf=conf,
-        release=release or f"2.{layout.since}",
+        release=release or rules.release.text,
         devices=tuple(causes.device for _, causes in read),
-        notes=tuple(_notes(read, layout, release)),
+        notes=tuple(_notes(read, layout, rules, release)),
     )
 
 
-def _notes(read: list[tuple[DeviceRecord, Causes]], layout: Layout, release: str | None) -> list[str]:
+def _notes(read: list[tuple[DeviceRecord, Causes]], layout: Layout, rules: Rules, release: str | None) -> list[str]:
     """What was assumed or skipped, for the user."""
     notes = []
     if release is None:
         span = f"2.{layout.since}" if layout.since == layout.until else f"2.{layout.since} to 2.{layout.until}"
-        notes.append(f"the snapshot has the fields of torch {span}; 2.{layout.since} is assumed (--release overrides)")
-    if not layout.settings.known:
+        notes.append(
+            f"the snapshot has the fields of torch {span}; {rules.release.text} is assumed (--release overrides)"
+        )
+    if layout.settings is None:
         notes.append(
             "the snapshot does not hold the allocator's settings (torch 2.3 and later do): defaults are assumed"
         )
-    if _minor(release or f"2.{layout.since}") == 12 and any(causes.initial for _, causes in read):
+    if rules.release.profile == "B" and any(causes.initial for _, causes in read):
         notes.append("torch 2.12 decides ties by the age of blocks, which a cut recording does not show")
     skipped = Counter[str]()
     for record, _ in read:

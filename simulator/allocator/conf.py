@@ -1,9 +1,8 @@
-"""What decides the allocator's behaviour: the PyTorch release and its `PYTORCH_ALLOC_CONF` string.
+"""The allocator's option string, `PYTORCH_ALLOC_CONF`, and the settings that it gives.
 
-`Release` holds one field for every switch in which the releases 2.0 to 2.15 differ; `AllocatorSettings` the values
-that an option string gives. Strings are read as that release reads them, its laxness included: up to 2.9 the parser of
+Strings are read as the release reads them, its laxness included: up to 2.9 the parser of
 `c10/cuda/CUDAAllocatorConfig.cpp` (2.0 and 2.1: of `CUDACachingAllocator.cpp`), from 2.10 the two passes of
-`c10/core/AllocatorConfig.cpp` and of `CUDAAllocatorConfig.cpp`. Sizes in texts (`80GB`, `80GiB`) are read here too.
+`c10/core/AllocatorConfig.cpp` and of `CUDAAllocatorConfig.cpp`.
 """
 
 from __future__ import annotations
@@ -13,186 +12,23 @@ import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from fractions import Fraction
-from typing import Any, Final, Literal
+from typing import Any, Final
 
-from traces.errors import ConfigError
+import numpy as np
 
-KiB: Final = 1 << 10
-MiB: Final = 1 << 20
-GiB: Final = 1 << 30
+from simulator.allocator import layout as at
+from simulator.allocator.releases import Release
+from traces.errors import ConfigError, EventError
+from traces.model import Op, Trace
+from traces.text import quoted
+from traces.units import GiB, MiB
 
-#: Stands for "no limit" where PyTorch holds the largest size_t.
-UNLIMITED: Final = 2**63 - 1
 #: Sizes from the option string are cut here (4 EiB), so that sums of two still fit into 64 bits.
 LARGEST_OPTION: Final = 2**62
 #: Default of `large_segment_size_mb`: kLargeBuffer.
 DEFAULT_LARGE_SEGMENT: Final = 20 * MiB
 #: kRoundUpPowerOfTwoIntervals: 1 MiB, 2 MiB, ... 32 GiB.
 DIVISIONS: Final = 16
-
-#: The number of divisions from which on 512 times it is 0 in 64 bits.
-NEXT_POWER: Final = 2**55
-
-OLDEST_MINOR: Final = 0
-NEWEST_MINOR: Final = 15
-
-TieBreak = Literal["address", "block_birth", "segment_then_address"]
-UseOnOom = Literal["absent", "last", "before_release"]
-
-
-# ------------------------------------------------------------------------------------------------------- releases
-
-
-@dataclass(frozen=True, slots=True)
-class Release:
-    """The behaviour of one PyTorch release: a field for each switch in which releases differ."""
-
-    text: str
-    """`2.13`: major and minor; patch releases and builds behave alike."""
-    minor: int
-    profile: Literal["A", "B", "C"]
-    """Family of tie-breaks: A up to 2.11, B 2.12, C from 2.13."""
-    tie_break: TieBreak
-    """Order of free blocks of equal stream and size: lowest address; oldest Block object; oldest segment, then
-    lowest address."""
-
-    # the memory limit (set_per_process_memory_fraction)
-    limit_even_at_one: bool
-    """A fraction of 1.0 sets a limit as well (up to 2.9); later it removes the limit."""
-    limit_total_from_mem_get_info: bool
-    """The total is cudaMemGetInfo's (up to 2.9), not the device properties'."""
-    limit_rounded: bool
-    """fraction x total is rounded to nearest, half away from zero (from 2.13), not truncated."""
-    fraction_applied_at_construction: bool
-    """`per_process_memory_fraction` sets the limit when the allocator is constructed (from 2.10)."""
-
-    # sizes
-    divisions_one_unrounded: bool
-    """With one division, sizes above 512 bytes are not rounded at all (up to 2.3)."""
-    gt_overwrites_last: bool
-    """`>` in a divisions list starts at the last named interval (up to 2.9), not behind it."""
-    max_non_split_rounding_fixed: bool
-    """max_non_split_rounding is 20 MiB, without an option (up to 2.5)."""
-    large_segment_size_option: bool
-    """`large_segment_size_mb` exists (from 2.11)."""
-    split_minimum_exclusive: bool
-    """max_split_size_mb must be above 20 (up to 2.9), not just reach large_segment_size."""
-
-    # expandable segments
-    expandable_available: bool
-    """Expandable segments exist (from 2.1)."""
-    expandable_in_private_pools: bool
-    """Private pools use them too (from 2.5)."""
-    expandable_custom_pool_falls_back: bool
-    """A pool with a custom allocator falls back to plain allocation (from 2.10); before, it was an error."""
-    gc_skips_expandable: bool
-    """Garbage collection and the release for max_split pass over expandable blocks (from 2.5)."""
-    fresh_va_checked: bool
-    """A fresh address range that is too small is given back and the attempt fails (from 2.15)."""
-    expandable_reserve_option: bool
-    """`expandable_segments_reserve` exists (from 2.15)."""
-
-    # private pools
-    use_on_oom: UseOnOom
-    """When pools opted in with use_on_oom serve the default pool."""
-    no_split_pools: bool
-    """Pools may forbid splitting (from 2.10)."""
-    newest_scope_first: bool
-    """Of several open pool scopes the newest serves (from 2.11), else the oldest."""
-    scope_means_capturing: bool
-    """Any open pool scope counts as a capture (up to 2.12)."""
-    empty_cache_in_capture: bool
-    """empty_cache during a capture is allowed (from 2.8)."""
-
-    # options and statistics
-    throw_on_cudamalloc_oom_option: bool
-    """`throw_on_cudamalloc_oom` and the counter num_oom_rejections exist (from 2.12)."""
-    capture_reuse_option: bool
-    """`graph_capture_record_stream_reuse` exists (from 2.9)."""
-    has_device_counters: bool
-    """num_sync_all_streams, num_device_alloc and num_device_free exist (from 2.2)."""
-    has_private_pool_stats: bool
-    """reserved_bytes_by_private_pools exists (from 2.13)."""
-
-    # the option string
-    strict_separators: bool
-    """`:` and `,` are checked (up to 2.9); later any token stands for them."""
-    reads_alloc_conf: bool
-    """The environment variable PYTORCH_ALLOC_CONF is read too (from 2.10)."""
-
-    # open proposals, in no release so far
-    searches_again_after_retry: bool = False
-    """The pool is searched again after the retry flushed the cache (pytorch PR 191302, open)."""
-    expandable_exempt_from_max_split: bool = False
-    """Expandable blocks are exempt from max_split_size (pytorch PR 193400, open)."""
-
-
-def _release(minor: int) -> Release:
-    use_on_oom: UseOnOom = "absent" if minor < 8 else "last" if minor < 11 else "before_release"
-    profile, tie_break = _order(minor)
-    return Release(
-        text=f"2.{minor}",
-        minor=minor,
-        profile=profile,
-        tie_break=tie_break,
-        limit_even_at_one=minor <= 9,
-        limit_total_from_mem_get_info=minor <= 9,
-        limit_rounded=minor >= 13,
-        fraction_applied_at_construction=minor >= 10,
-        divisions_one_unrounded=minor <= 3,
-        gt_overwrites_last=minor <= 9,
-        max_non_split_rounding_fixed=minor <= 5,
-        large_segment_size_option=minor >= 11,
-        split_minimum_exclusive=minor <= 9,
-        expandable_available=minor >= 1,
-        expandable_in_private_pools=minor >= 5,
-        expandable_custom_pool_falls_back=minor >= 10,
-        gc_skips_expandable=minor >= 5,
-        fresh_va_checked=minor >= 15,
-        expandable_reserve_option=minor >= 15,
-        use_on_oom=use_on_oom,
-        no_split_pools=minor >= 10,
-        newest_scope_first=minor >= 11,
-        scope_means_capturing=minor <= 12,
-        empty_cache_in_capture=minor >= 8,
-        throw_on_cudamalloc_oom_option=minor >= 12,
-        capture_reuse_option=minor >= 9,
-        has_device_counters=minor >= 2,
-        has_private_pool_stats=minor >= 13,
-        strict_separators=minor <= 9,
-        reads_alloc_conf=minor >= 10,
-    )
-
-
-def _order(minor: int) -> tuple[Literal["A", "B", "C"], TieBreak]:
-    if minor <= 11:
-        return "A", "address"
-    if minor == 12:
-        return "B", "block_birth"
-    return "C", "segment_then_address"
-
-
-_RELEASE_TEXT: Final = re.compile(r"v?2\.([0-9]{1,3})(\.[0-9]+)?([a-z.+-][0-9a-z.+-]*)?", re.ASCII | re.IGNORECASE)
-
-
-def parse_release(text: str) -> Release:
-    """The release named by `text`: `2.11`, `2.11.0`, `2.11.0+cu130`. ConfigError outside 2.0 to 2.15."""
-    match = _RELEASE_TEXT.fullmatch(text.strip())
-    minor = int(match[1]) if match else -1
-    if not OLDEST_MINOR <= minor <= NEWEST_MINOR:
-        raise ConfigError(
-            f"release {_quote(text)} is not known: give a PyTorch release from 2.{OLDEST_MINOR} to 2.{NEWEST_MINOR}, "
-            "such as 2.13 or 2.11.0+cu130"
-        )
-    return _release(minor)
-
-
-#: The release that a trace without one is replayed as (`traces.model.DEFAULT_RELEASE`).
-DEFAULT_RELEASE: Final = _release(13)
-
-
-# ------------------------------------------------------------------------------------------------------- settings
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,7 +48,7 @@ class ReserveSpec:
 class AllocatorSettings:
     """What the allocator's options say. Sizes in bytes; defaults are PyTorch's."""
 
-    max_split_size: int = UNLIMITED
+    max_split_size: int = at.UNLIMITED
     max_non_split_rounding_size: int = DEFAULT_LARGE_SEGMENT
     large_segment_size: int = DEFAULT_LARGE_SEGMENT
     garbage_collection_threshold: float = 0.0
@@ -236,8 +72,10 @@ class AllocatorSettings:
         512 x 2^54 is above every size, so that plain rounding applies; from 512 x 2^55 on PyTorch's product of 64 bits
         is 0, and sizes are rounded to the next power of two (`NEXT_POWER`).
         """
-        least = NEXT_POWER // 4
-        return tuple(min(n, NEXT_POWER) if n >= NEXT_POWER else min(n, least) for n in self.roundup_power2_divisions)
+        least = at.NEXT_POWER // 4
+        return tuple(
+            min(n, at.NEXT_POWER) if n >= at.NEXT_POWER else min(n, least) for n in self.roundup_power2_divisions
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -296,6 +134,31 @@ def parse_conf(conf: str, release: Release, previous: AllocatorSettings | None =
     return AllocatorSettings(**parser.values)
 
 
+def settings_of(trace: Trace, conf: str, release: Release) -> AllocatorSettings:
+    """The settings that a trace begins with under the string `conf`.
+
+    Raises what `parse_conf` does; EventError where a string that the trace sets later on is refused.
+    """
+    first = parse_conf(conf, release)
+    for rank in trace.ranks:
+        settings = first
+        for index in np.flatnonzero(rank.events.op == Op.SET_ALLOCATOR).tolist():
+            try:
+                settings = parse_conf(rank.events.strings("conf").get(index) or "", release, settings)
+            except ConfigError as error:
+                raise EventError(str(error), rank=rank.ranks[0], index=index, field="conf") from None
+    return first
+
+
+def with_option(conf: str, name: str, value: str, release: Release) -> str:
+    """The string `conf` with a single value for an option: in the place of the one it gives, else at its end."""
+    tokens = _tokenize(conf, release)
+    if name in tokens[:-2]:
+        tokens[tokens.index(name) + 2] = value
+        return "".join(tokens)
+    return ",".join(part for part in (conf, f"{name}:{value}") if part)
+
+
 #: Environment variables in the order in which the first one present wins.
 _VARIABLES_OLD: Final = ("PYTORCH_CUDA_ALLOC_CONF",)
 _VARIABLES_NEW: Final = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
@@ -323,7 +186,7 @@ class _Parser:
         self.tokens = _tokenize(conf, release)
         self.values: dict[str, Any] = {name: getattr(previous, name) for name in AllocatorSettings.__slots__}
         self.values |= {
-            "max_split_size": UNLIMITED,
+            "max_split_size": at.UNLIMITED,
             "garbage_collection_threshold": 0.0,
             "roundup_power2_divisions": (0,) * DIVISIONS,
             "conf": conf,
@@ -339,7 +202,7 @@ class _Parser:
             "expandable_segments_reserve": self.reserve,
             "expandable_segments_reserve_by_class": self.reserve_by_class,
             "pinned_num_register_threads": self.threads,
-            "pinned_reserve_segment_size_mb": self.positive,
+            "pinned_reserve_segment_size_mb": self.size,
             "pinned_max_round_threshold_mb": self.size,
             "pinned_max_cached_size_mb": self.size,
         }
@@ -387,7 +250,7 @@ class _Parser:
             raise self.illegal(key, None)
         if self.release.strict_separators and self.tokens[i] != mark:
             raise ConfigError(
-                f"allocator option '{key}': expected '{mark}' before {_quote(self.tokens[i])}; "
+                f"allocator option '{key}': expected '{mark}' before {quoted(self.tokens[i])}; "
                 "the form is option:value,option:value"
             )
         return i
@@ -402,15 +265,12 @@ class _Parser:
         """What to raise for a missing (None) or illegal value of option `key`."""
         minimum = str(self.values["large_segment_size"] // MiB + self.release.split_minimum_exclusive)
         legal = OPTIONS[key].legal.format(minimum=minimum)
-        found = "has no value" if token is None else f"cannot be {_quote(token)}"
+        found = "has no value" if token is None else f"cannot be {quoted(token)}"
         return ConfigError(f"allocator option '{key}' {found}: legal is {legal} (PyTorch {self.release.text})")
 
-    def integer(self, key: str, token: str) -> int:
+    def number(self, token: str) -> int | None:
         """A size_t out of `token`, by std::stoi (up to 2.9) or std::stoull, both of which ignore what follows."""
-        number = _stoi(token) if self.release.strict_separators else _stoull(token)
-        if number is None:
-            raise self.illegal(key, token)
-        return number
+        return _stoi(token) if self.release.strict_separators else _stoull(token)
 
     # ---- one handler for each kind of value
 
@@ -435,66 +295,44 @@ class _Parser:
             self.values[name] = token == "True"
         return i
 
+    def one(self, key: str, i: int, read: Callable[[str], Any], legal: Callable[[Any], bool]) -> tuple[int, Any]:
+        """The position of a single value, and the value."""
+        i = self.separator(key, i + 1, ":") + 1
+        token = self.value(key, i)
+        number = read(token)
+        if number is None or not legal(number):
+            raise self.illegal(key, token)
+        return i, number
+
     def size(self, key: str, i: int) -> int:
         """A number of MB that the device allocator does not use."""
-        i = self.separator(key, i + 1, ":") + 1
-        self.integer(key, self.value(key, i))
-        return i
-
-    def positive(self, key: str, i: int) -> int:
-        i = self.separator(key, i + 1, ":") + 1
-        token = self.value(key, i)
-        if self.integer(key, token) == 0:
-            raise self.illegal(key, token)
-        return i
+        least = 1 if key == "pinned_reserve_segment_size_mb" else 0
+        return self.one(key, i, self.number, lambda number: number >= least)[0]
 
     def threads(self, key: str, i: int) -> int:
-        i = self.separator(key, i + 1, ":") + 1
-        token = self.value(key, i)
-        number = self.integer(key, token)
-        if not _is_power_of_two(number) or number > 128:
-            raise self.illegal(key, token)
-        self.values[key] = number
+        i, self.values[key] = self.one(key, i, self.number, lambda number: _is_power_of_two(number) and number <= 128)
         return i
 
     def large_segment(self, key: str, i: int) -> int:
-        i = self.separator(key, i + 1, ":") + 1
-        token = self.value(key, i)
-        megabytes = self.integer(key, token)
-        if megabytes <= 10:
-            raise self.illegal(key, token)
+        i, megabytes = self.one(key, i, self.number, lambda number: number > 10)
         self.values["large_segment_size"] = min(megabytes * MiB, LARGEST_OPTION)
         return i
 
     def split_size(self, key: str, i: int) -> int:
-        i = self.separator(key, i + 1, ":") + 1
-        token = self.value(key, i)
-        megabytes = self.integer(key, token)
-        least = int(self.values["large_segment_size"]) // MiB
-        if megabytes < least or (megabytes == least and self.release.split_minimum_exclusive):
-            raise self.illegal(key, token)
+        least = int(self.values["large_segment_size"]) // MiB + self.release.split_minimum_exclusive
+        i, megabytes = self.one(key, i, self.number, lambda number: number >= least)
         if key == "max_split_size_mb":
-            self.values["max_split_size"] = min(megabytes * MiB, UNLIMITED)
+            self.values["max_split_size"] = min(megabytes * MiB, at.UNLIMITED)
         else:
             self.values["max_non_split_rounding_size"] = min(megabytes * MiB, LARGEST_OPTION)
         return i
 
     def threshold(self, key: str, i: int) -> int:
-        i = self.separator(key, i + 1, ":") + 1
-        token = self.value(key, i)
-        number = _stod(token)
-        if number is None or not 0 < number < 1:
-            raise self.illegal(key, token)
-        self.values["garbage_collection_threshold"] = number
+        i, self.values[key] = self.one(key, i, _stod, lambda number: 0 < number < 1)
         return i
 
     def fraction(self, key: str, i: int) -> int:
-        i = self.separator(key, i + 1, ":") + 1
-        token = self.value(key, i)
-        number = _stod(token)
-        if number is None or not 0 <= number <= 1:
-            raise self.illegal(key, token)
-        self.values["per_process_memory_fraction"] = number
+        i, self.values[key] = self.one(key, i, _stod, lambda number: 0 <= number <= 1)
         return i
 
     def backend(self, key: str, i: int) -> int:
@@ -511,8 +349,8 @@ class _Parser:
         token = self.value(key, i)
         if token == "[":
             return self.division_list(key, i)
-        number = self.integer(key, token)
-        if not _is_power_of_two(number):
+        number = self.number(token)
+        if number is None or not _is_power_of_two(number):
             raise self.illegal(key, token)
         self.values["roundup_power2_divisions"] = (number,) * DIVISIONS
         return i
@@ -545,8 +383,10 @@ class _Parser:
 
     def division(self, key: str, token: str) -> int:
         """A number of divisions: a power of two or, from 2.4, 0."""
-        number = self.integer(key, token)
-        if not _is_power_of_two(number) and (number != 0 or self.release.divisions_one_unrounded):
+        number = self.number(token)
+        if number == 0 and not self.release.divisions_one_unrounded:
+            return 0
+        if number is None or not _is_power_of_two(number):
             raise self.illegal(key, token)
         return number
 
@@ -585,7 +425,7 @@ def _unknown_option(key: str, release: Release) -> str:
     name = re.split(r"[=\s]", key, maxsplit=1)[0]
     near = difflib.get_close_matches(name[:60], known, n=1, cutoff=0.0)[0]
     legal = OPTIONS[near].legal.format(minimum=20 + release.split_minimum_exclusive)
-    return f"unknown allocator option {_quote(key)}; the nearest is '{near}:VALUE', where VALUE is {legal}"
+    return f"unknown allocator option {quoted(key)}; the nearest is '{near}:VALUE', where VALUE is {legal}"
 
 
 # ----------------------------------------------------------------------------- reading tokens as the C++ library does
@@ -663,56 +503,3 @@ def _reserve_spec(token: str) -> ReserveSpec | None:
 
 def _is_power_of_two(number: int) -> bool:
     return number > 0 and number & (number - 1) == 0
-
-
-def _quote(text: str) -> str:
-    """`text` in quotes, on one line and not too long."""
-    return repr(text if len(text) <= 60 else text[:57] + "...")
-
-
-# ----------------------------------------------------------------------------------------------------------- sizes
-
-_UNITS: Final[Mapping[str, int]] = {
-    "": 1,
-    "b": 1,
-    **{f"{letter}b": 1000**power for power, letter in enumerate("kmgtp", start=1)},
-    **{f"{letter}ib": 1024**power for power, letter in enumerate("kmgtp", start=1)},
-}
-_SIZE: Final = re.compile(r"([0-9]{1,30})(\.[0-9]{1,30})?\s*([A-Za-z]*)")
-
-
-def parse_size(text: str) -> int:
-    """Bytes named by `text`: `80GB` is 80 x 10^9, `80GiB` 80 x 2^30, `4000000` bytes; fractions are cut to whole bytes.
-
-    ConfigError for anything else: a bare `80g` could mean either, a number below 2^20 lacks its unit (`0` does not,
-    and `512B` has one), a size must lie below 2^63.
-    """
-    match = _SIZE.fullmatch(text.strip())
-    if match is None:
-        raise ConfigError(f"size {_quote(text)} is not understood: write bytes, or a number with a unit, as in 80GiB")
-    unit = match[3].lower()
-    if unit not in _UNITS:
-        if unit and unit in "kmgtp":
-            letter = unit.upper()
-            raise ConfigError(f"size {_quote(text)} is ambiguous: write {letter}B (1000s) or {letter}iB (1024s)")
-        raise ConfigError(f"size {_quote(text)} has an unknown unit: use B, KB, MB, GB, TB, or KiB, MiB, GiB, TiB")
-    if match[2] and unit in ("", "b"):
-        raise ConfigError(f"size {_quote(text)} is a fraction of a byte: write whole bytes, or add a unit such as GiB")
-    size = int(Fraction(match[1] + (match[2] or "")) * _UNITS[unit])
-    if not unit and 0 < size < 1 << 20:
-        raise ConfigError(f"size {_quote(text)} has no unit: write {size}GB or {size}GiB (or {size}B, which are bytes)")
-    if size >= 2**63:
-        raise ConfigError(f"size {_quote(text)} is too large: sizes must be below 2^63 bytes")
-    return size
-
-
-def format_bytes(size: int) -> str:
-    """`size` bytes for people: `512 B`, `1.50 MiB`, `79.25 GiB`, in units of 1024."""
-    if abs(size) < 1024:
-        return f"{size} B"
-    value = float(size)
-    for unit in ("KiB", "MiB", "GiB", "TiB"):
-        value /= 1024
-        if round(abs(value), 2) < 1024:
-            return f"{value:.2f} {unit}"
-    return f"{value / 1024:.2f} PiB"

@@ -12,9 +12,10 @@ from bisect import bisect_left
 from itertools import pairwise
 from typing import NamedTuple
 
-from traces.snapshot.address_map import AddressMap, Range
+from simulator.snapshots.address_map import AddressMap, Range
+from simulator.snapshots.rewind import Start
+from simulator.snapshots.rules import Rules
 from traces.snapshot.layout import PoolId
-from traces.snapshot.rewind import SizeRules, Start
 
 Key = tuple[int, bool, PoolId]
 
@@ -31,12 +32,12 @@ class Raised(NamedTuple):
 class Sizes:
     """The sizes of the initial blocks that could be up to 1 MiB larger, raised where a choice shows that they are."""
 
-    def __init__(self, start: Start, rules: SizeRules) -> None:
+    def __init__(self, start: Start, rules: Rules) -> None:
         self.known = start.sizes  # of all blocks in use, as they come and go
         self.initial = dict(start.sizes)
         self.most = dict(start.most)
         self.max_split = rules.settings.max_split_size
-        self.lowest_first = rules.minor <= 11
+        self.lowest_first = rules.release.profile == "A"
         self.groups: dict[int, tuple[Range, list[int]]] = {}  # the blocks in question, by their segment
         self.largest: dict[int, int] = {}  # the most room after one of them, by segment; left out: not known
         for found in start.ranges:
@@ -71,7 +72,7 @@ class Sizes:
                 if (
                     room >= needed
                     and self._preferred((room, begin), chosen)
-                    and (self.max_split is None or room < self.max_split)  # else it is too large to be split for this
+                    and room < self.max_split  # else it is too large to be split for this
                     and self.known[address] + more <= self.most[address]
                 ):
                     self.known[address] += more

@@ -10,25 +10,8 @@ A *cursor* is a position in a set: place of the leaf in the directory * LEAF + i
 
 from __future__ import annotations
 
-from simulator.allocator.layout import (
-    BASE,
-    FREE_LEAF,
-    LEAF,
-    LEAF_BLOCKS,
-    LEAF_COLUMNS,
-    LEAF_COUNT,
-    LEAF_KEYS,
-    LIVE_LEAVES,
-    PTR,
-    SET_CAPACITY,
-    SET_COUNT,
-    SET_DIRECTORY,
-    TIE,
-    TIE_BIRTH,
-    TIE_BREAK,
-    TOP,
-    Memory,
-)
+from simulator.allocator import layout as at
+from simulator.allocator.layout import Memory
 from traces.jit import kernel
 
 FIRST = -1  # an order before that of every block
@@ -42,16 +25,16 @@ def tie(m: Memory, block: int) -> int:
     Up to 2.11 the lower address; in 2.12 the older Block object; from 2.13 the older segment, then the address.
     `TIE` holds 0, the object's birth, or the segment's number in the high bits.
     """
-    if m[TIE_BREAK] == TIE_BIRTH:
-        return m[block + TIE]
-    return m[block + TIE] + ((m[block + PTR] - m[block + BASE]) >> 9)
+    if m[at.TIE_BREAK] == at.TIE_BIRTH:
+        return m[block + at.TIE]
+    return m[block + at.TIE] + ((m[block + at.PTR] - m[block + at.BASE]) >> 9)
 
 
 @kernel(inline=True)
 def below(m: Memory, entry: int, key: int, order: int) -> bool:
     """Whether the entry stored at offset `entry` comes before (key, order)."""
-    found = m[entry + LEAF_KEYS]
-    return found < key or (found == key and order > FIRST and tie(m, m[entry + LEAF_BLOCKS]) < order)
+    found = m[entry + at.LEAF_KEYS]
+    return found < key or (found == key and order > FIRST and tie(m, m[entry + at.LEAF_BLOCKS]) < order)
 
 
 @kernel(inline=True)
@@ -61,8 +44,8 @@ def take(m: Memory, head: int, columns: int) -> int:
     if record != 0:
         m[head] = m[record]
     else:
-        record = m[TOP]
-        m[TOP] = record + columns
+        record = m[at.TOP]
+        m[at.TOP] = record + columns
     return record
 
 
@@ -76,41 +59,41 @@ def drop(m: Memory, head: int, record: int) -> None:
 @kernel
 def widen(m: Memory, which: int) -> None:
     """Double the directory of a set that is full."""
-    capacity = 2 * m[which + SET_CAPACITY] + 4
-    fresh = m[TOP]
-    m[TOP] += capacity
-    for i in range(m[which + SET_COUNT]):
-        m[fresh + i] = m[m[which + SET_DIRECTORY] + i]
-    m[which + SET_DIRECTORY] = fresh
-    m[which + SET_CAPACITY] = capacity
+    capacity = 2 * m[which + at.SET_CAPACITY] + 4
+    fresh = m[at.TOP]
+    m[at.TOP] += capacity
+    for i in range(m[which + at.SET_COUNT]):
+        m[fresh + i] = m[m[which + at.SET_DIRECTORY] + i]
+    m[which + at.SET_DIRECTORY] = fresh
+    m[which + at.SET_CAPACITY] = capacity
 
 
 @kernel
 def insert_leaf(m: Memory, which: int, place: int) -> int:
     """A new empty leaf at `place` of the directory."""
-    if m[which + SET_COUNT] == m[which + SET_CAPACITY]:
+    if m[which + at.SET_COUNT] == m[which + at.SET_CAPACITY]:
         widen(m, which)
-    leaf = take(m, FREE_LEAF, LEAF_COLUMNS)
-    m[LIVE_LEAVES] += 1
-    m[leaf + LEAF_COUNT] = 0
-    for i in range(LEAF):
-        m[leaf + LEAF_KEYS + i] = PADDING
-    row = m[which + SET_DIRECTORY]
-    for i in range(m[which + SET_COUNT], place, -1):
+    leaf = take(m, at.FREE_LEAF, at.LEAF_COLUMNS)
+    m[at.LIVE_LEAVES] += 1
+    m[leaf + at.LEAF_COUNT] = 0
+    for i in range(at.LEAF):
+        m[leaf + at.LEAF_KEYS + i] = PADDING
+    row = m[which + at.SET_DIRECTORY]
+    for i in range(m[which + at.SET_COUNT], place, -1):
         m[row + i] = m[row + i - 1]
     m[row + place] = leaf
-    m[which + SET_COUNT] += 1
+    m[which + at.SET_COUNT] += 1
     return leaf
 
 
 @kernel
 def drop_leaf(m: Memory, which: int, place: int) -> None:
     """Take the leaf at `place` out of the directory."""
-    row = m[which + SET_DIRECTORY]
-    drop(m, FREE_LEAF, m[row + place])
-    m[LIVE_LEAVES] -= 1
-    m[which + SET_COUNT] -= 1
-    for i in range(place, m[which + SET_COUNT]):
+    row = m[which + at.SET_DIRECTORY]
+    drop(m, at.FREE_LEAF, m[row + place])
+    m[at.LIVE_LEAVES] -= 1
+    m[which + at.SET_COUNT] -= 1
+    for i in range(place, m[which + at.SET_COUNT]):
         m[row + i] = m[row + i + 1]
 
 
@@ -118,35 +101,35 @@ def drop_leaf(m: Memory, which: int, place: int) -> None:
 def split_leaf(m: Memory, which: int, place: int) -> None:
     """Move the upper half of a full leaf into a new one after it."""
     high = insert_leaf(m, which, place + 1)
-    low = m[m[which + SET_DIRECTORY] + place]
-    half = LEAF // 2
+    low = m[m[which + at.SET_DIRECTORY] + place]
+    half = at.LEAF // 2
     for i in range(half):
-        m[high + LEAF_KEYS + i] = m[low + LEAF_KEYS + half + i]
-        m[high + LEAF_BLOCKS + i] = m[low + LEAF_BLOCKS + half + i]
-        m[low + LEAF_KEYS + half + i] = PADDING
-    m[low + LEAF_COUNT] = half
-    m[high + LEAF_COUNT] = half
+        m[high + at.LEAF_KEYS + i] = m[low + at.LEAF_KEYS + half + i]
+        m[high + at.LEAF_BLOCKS + i] = m[low + at.LEAF_BLOCKS + half + i]
+        m[low + at.LEAF_KEYS + half + i] = PADDING
+    m[low + at.LEAF_COUNT] = half
+    m[high + at.LEAF_COUNT] = half
 
 
 @kernel
 def join_leaves(m: Memory, which: int, place: int) -> None:
     """Append the leaf after `place` to the one at `place`."""
-    low = m[m[which + SET_DIRECTORY] + place]
-    high = m[m[which + SET_DIRECTORY] + place + 1]
-    count = m[low + LEAF_COUNT]
-    for i in range(m[high + LEAF_COUNT]):
-        m[low + LEAF_KEYS + count + i] = m[high + LEAF_KEYS + i]
-        m[low + LEAF_BLOCKS + count + i] = m[high + LEAF_BLOCKS + i]
-    m[low + LEAF_COUNT] = count + m[high + LEAF_COUNT]
+    low = m[m[which + at.SET_DIRECTORY] + place]
+    high = m[m[which + at.SET_DIRECTORY] + place + 1]
+    count = m[low + at.LEAF_COUNT]
+    for i in range(m[high + at.LEAF_COUNT]):
+        m[low + at.LEAF_KEYS + count + i] = m[high + at.LEAF_KEYS + i]
+        m[low + at.LEAF_BLOCKS + count + i] = m[high + at.LEAF_BLOCKS + i]
+    m[low + at.LEAF_COUNT] = count + m[high + at.LEAF_COUNT]
     drop_leaf(m, which, place + 1)
 
 
 @kernel(inline=True)
 def find_place(m: Memory, which: int, key: int, order: int) -> int:
     """The last leaf of the directory whose first entry is below (key, order); the first leaf if there is none."""
-    row = m[which + SET_DIRECTORY]
+    row = m[which + at.SET_DIRECTORY]
     low = 0
-    high = m[which + SET_COUNT] - 1
+    high = m[which + at.SET_COUNT] - 1
     while low < high:
         middle = (low + high + 1) >> 1
         if below(m, m[row + middle], key, order):
@@ -164,7 +147,7 @@ def find_in_leaf(m: Memory, leaf: int, key: int, order: int) -> int:
     search, whose every branch is a guess.
     """
     index = 0
-    for chunk in range(leaf + LEAF_KEYS, leaf + LEAF_KEYS + m[leaf + LEAF_COUNT], 8):
+    for chunk in range(leaf + at.LEAF_KEYS, leaf + at.LEAF_KEYS + m[leaf + at.LEAF_COUNT], 8):
         for i in range(8):
             index += m[chunk + i] < key
     if order > FIRST:
@@ -175,7 +158,7 @@ def find_in_leaf(m: Memory, leaf: int, key: int, order: int) -> int:
 @kernel(inline=True)
 def find_among_equal(m: Memory, leaf: int, index: int, key: int, order: int) -> int:
     """Go on from the first entry with key >= `key` to the first that is not below (key, order)."""
-    length = m[leaf + LEAF_COUNT] - index
+    length = m[leaf + at.LEAF_COUNT] - index
     if length > 0 and not below(m, leaf + index, key, order):
         return index
     while length > 0:
@@ -191,124 +174,124 @@ def find_among_equal(m: Memory, leaf: int, index: int, key: int, order: int) -> 
 @kernel(inline=True)
 def put(m: Memory, entry: int, key: int, block: int) -> None:
     """Store an entry."""
-    m[entry + LEAF_KEYS] = key
-    m[entry + LEAF_BLOCKS] = block
+    m[entry + at.LEAF_KEYS] = key
+    m[entry + at.LEAF_BLOCKS] = block
 
 
 @kernel(inline=True)
 def move(m: Memory, to: int, entry: int) -> None:
     """Copy an entry."""
-    m[to + LEAF_KEYS] = m[entry + LEAF_KEYS]
-    m[to + LEAF_BLOCKS] = m[entry + LEAF_BLOCKS]
+    m[to + at.LEAF_KEYS] = m[entry + at.LEAF_KEYS]
+    m[to + at.LEAF_BLOCKS] = m[entry + at.LEAF_BLOCKS]
 
 
 @kernel(inline=True)
 def leaf_at(m: Memory, which: int, place: int) -> int:
     """The leaf at a place of the directory."""
-    return m[m[which + SET_DIRECTORY] + place]
+    return m[m[which + at.SET_DIRECTORY] + place]
 
 
 @kernel(inline=True)
 def seek(m: Memory, which: int, key: int, order: int) -> int:
     """Cursor of the first entry that is not below (key, order), or -1."""
-    if m[which + SET_COUNT] == 0:
+    if m[which + at.SET_COUNT] == 0:
         return -1
     place = find_place(m, which, key, order)
     leaf = leaf_at(m, which, place)
     index = find_in_leaf(m, leaf, key, order)
-    if index < m[leaf + LEAF_COUNT]:
-        return place * LEAF + index
-    return (place + 1) * LEAF if place + 1 < m[which + SET_COUNT] else -1
+    if index < m[leaf + at.LEAF_COUNT]:
+        return place * at.LEAF + index
+    return (place + 1) * at.LEAF if place + 1 < m[which + at.SET_COUNT] else -1
 
 
 @kernel(inline=True)
 def block_at(m: Memory, which: int, cursor: int) -> int:
     """The block under a cursor."""
-    return m[leaf_at(m, which, cursor // LEAF) + LEAF_BLOCKS + cursor % LEAF]
+    return m[leaf_at(m, which, cursor // at.LEAF) + at.LEAF_BLOCKS + cursor % at.LEAF]
 
 
 @kernel(inline=True)
 def key_at(m: Memory, which: int, cursor: int) -> int:
     """The key under a cursor."""
-    return m[leaf_at(m, which, cursor // LEAF) + LEAF_KEYS + cursor % LEAF]
+    return m[leaf_at(m, which, cursor // at.LEAF) + at.LEAF_KEYS + cursor % at.LEAF]
 
 
 @kernel
 def first(m: Memory, which: int) -> int:
     """Cursor of the smallest entry, or -1."""
-    return 0 if m[which + SET_COUNT] > 0 and m[leaf_at(m, which, 0) + LEAF_COUNT] > 0 else -1
+    return 0 if m[which + at.SET_COUNT] > 0 and m[leaf_at(m, which, 0) + at.LEAF_COUNT] > 0 else -1
 
 
 @kernel
 def last(m: Memory, which: int) -> int:
     """Cursor of the largest entry, or -1."""
-    place = m[which + SET_COUNT] - 1
-    if place < 0 or m[leaf_at(m, which, place) + LEAF_COUNT] == 0:
+    place = m[which + at.SET_COUNT] - 1
+    if place < 0 or m[leaf_at(m, which, place) + at.LEAF_COUNT] == 0:
         return -1
-    return place * LEAF + m[leaf_at(m, which, place) + LEAF_COUNT] - 1
+    return place * at.LEAF + m[leaf_at(m, which, place) + at.LEAF_COUNT] - 1
 
 
 @kernel
 def successor(m: Memory, which: int, cursor: int) -> int:
     """Cursor of the next larger entry, or -1."""
-    place = cursor // LEAF
-    if cursor % LEAF + 1 < m[leaf_at(m, which, place) + LEAF_COUNT]:
+    place = cursor // at.LEAF
+    if cursor % at.LEAF + 1 < m[leaf_at(m, which, place) + at.LEAF_COUNT]:
         return cursor + 1
-    return (place + 1) * LEAF if place + 1 < m[which + SET_COUNT] else -1
+    return (place + 1) * at.LEAF if place + 1 < m[which + at.SET_COUNT] else -1
 
 
 @kernel
 def predecessor(m: Memory, which: int, cursor: int) -> int:
     """Cursor of the next smaller entry, or -1."""
-    if cursor % LEAF > 0:
+    if cursor % at.LEAF > 0:
         return cursor - 1
-    place = cursor // LEAF - 1
-    return place * LEAF + m[leaf_at(m, which, place) + LEAF_COUNT] - 1 if place >= 0 else -1
+    place = cursor // at.LEAF - 1
+    return place * at.LEAF + m[leaf_at(m, which, place) + at.LEAF_COUNT] - 1 if place >= 0 else -1
 
 
 @kernel
 def insert(m: Memory, which: int, key: int, order: int, block: int) -> None:
     """Add an entry."""
-    if m[which + SET_COUNT] == 0:
+    if m[which + at.SET_COUNT] == 0:
         insert_leaf(m, which, 0)
     place = find_place(m, which, key, order)
-    if m[leaf_at(m, which, place) + LEAF_COUNT] == LEAF:
+    if m[leaf_at(m, which, place) + at.LEAF_COUNT] == at.LEAF:
         split_leaf(m, which, place)
         place = find_place(m, which, key, order)
     leaf = leaf_at(m, which, place)
     index = find_in_leaf(m, leaf, key, order)
-    count = m[leaf + LEAF_COUNT]
+    count = m[leaf + at.LEAF_COUNT]
     for i in range(leaf + count, leaf + index, -1):
         move(m, i, i - 1)
     put(m, leaf + index, key, block)
-    m[leaf + LEAF_COUNT] = count + 1
+    m[leaf + at.LEAF_COUNT] = count + 1
 
 
 @kernel
 def tidy(m: Memory, which: int, place: int) -> None:
     """Drop or join a leaf that has become nearly empty."""
-    count = m[leaf_at(m, which, place) + LEAF_COUNT]
-    leaves = m[which + SET_COUNT]
+    count = m[leaf_at(m, which, place) + at.LEAF_COUNT]
+    leaves = m[which + at.SET_COUNT]
     if count == 0:
         if leaves > 1:
             drop_leaf(m, which, place)
-    elif place + 1 < leaves and count + m[leaf_at(m, which, place + 1) + LEAF_COUNT] <= LEAF // 2:
+    elif place + 1 < leaves and count + m[leaf_at(m, which, place + 1) + at.LEAF_COUNT] <= at.LEAF // 2:
         join_leaves(m, which, place)
-    elif place > 0 and count + m[leaf_at(m, which, place - 1) + LEAF_COUNT] <= LEAF // 2:
+    elif place > 0 and count + m[leaf_at(m, which, place - 1) + at.LEAF_COUNT] <= at.LEAF // 2:
         join_leaves(m, which, place - 1)
 
 
 @kernel
 def erase_at(m: Memory, which: int, cursor: int) -> None:
     """Remove the entry under a cursor."""
-    leaf = leaf_at(m, which, cursor // LEAF)
-    count = m[leaf + LEAF_COUNT] - 1
-    for i in range(leaf + cursor % LEAF, leaf + count):
+    leaf = leaf_at(m, which, cursor // at.LEAF)
+    count = m[leaf + at.LEAF_COUNT] - 1
+    for i in range(leaf + cursor % at.LEAF, leaf + count):
         move(m, i, i + 1)
-    m[leaf + LEAF_KEYS + count] = PADDING
-    m[leaf + LEAF_COUNT] = count
-    if count < LEAF // 8:
-        tidy(m, which, cursor // LEAF)
+    m[leaf + at.LEAF_KEYS + count] = PADDING
+    m[leaf + at.LEAF_COUNT] = count
+    if count < at.LEAF // 8:
+        tidy(m, which, cursor // at.LEAF)
 
 
 @kernel(inline=True)
@@ -329,13 +312,13 @@ def erase(m: Memory, which: int, key: int, order: int, block: int) -> None:
 @kernel
 def replace(m: Memory, which: int, cursor: int, key: int, order: int, block: int) -> None:
     """Replace the entry under a cursor by another one, moving only what lies between the two places."""
-    place = cursor // LEAF
+    place = cursor // at.LEAF
     leaf = leaf_at(m, which, place)
-    i = leaf + cursor % LEAF
+    i = leaf + cursor % at.LEAF
     low = leaf
-    high = leaf + m[leaf + LEAF_COUNT] - 1
+    high = leaf + m[leaf + at.LEAF_COUNT] - 1
     fits_left = place == 0 or (i > low and below(m, low, key, order))
-    fits_right = place + 1 == m[which + SET_COUNT] or (i < high and not below(m, high, key, order))
+    fits_right = place + 1 == m[which + at.SET_COUNT] or (i < high and not below(m, high, key, order))
     if not (fits_left and fits_right):  # it may belong into another leaf
         erase_at(m, which, cursor)
         insert(m, which, key, order, block)

@@ -12,10 +12,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Final
 
+from simulator.snapshots.rules import Rules
+from simulator.snapshots.survey import Kind, Step, Survey
 from traces.model import DEFAULT_DEVICE
-from traces.snapshot.rewind import SizeRules
-from traces.snapshot.settings import MIB
-from traces.snapshot.survey import Kind, Step, Survey
+from traces.units import MiB
 
 RECORDED_DEVICE: Final = "recorded GPU"
 
@@ -38,7 +38,7 @@ class Limits:
     notes: list[str] = field(default_factory=list)
 
 
-def find_limits(survey: Survey, rules: SizeRules, place: str) -> Limits:
+def find_limits(survey: Survey, rules: Rules, place: str) -> Limits:
     """The device's size and the memory limit that explain a survey; `place` names the device in notes."""
     mallocs = [(k, step) for k, step in enumerate(survey.steps) if step.kind is Kind.MALLOC]
     limits = Limits(DEFAULT_DEVICE.name, DEFAULT_DEVICE.total_bytes)
@@ -76,11 +76,11 @@ def _is_partial(step: Step) -> bool:
     return not step.oom and (released_some or step.mapped_before_release or step.in_passes or bool(step.late))
 
 
-def _is_pressed(step: Step, capacity: int | None, limit: _Limit | None, rules: SizeRules) -> bool:
+def _is_pressed(step: Step, capacity: int | None, limit: _Limit | None, rules: Rules) -> bool:
     """Whether a replay with these bounds certainly releases by itself what this malloc released."""
     if step.oom or _is_partial(step) or step.fits_still:
         return True
-    if rules.settings.garbage_collection_threshold or rules.settings.max_split_size is not None:
+    if rules.settings.garbage_collection_threshold or rules.limits_split:
         return False  # a refusal would have released some segments first, in another order
     least = rules.page_size(step.large) if step.expandable else step.needed
     if capacity is not None and step.before + least > capacity:
@@ -103,7 +103,7 @@ class _Limit:
         return self.threshold is not None and step.before > self.threshold
 
 
-def _limit(mallocs: list[tuple[int, Step]], rules: SizeRules) -> _Limit | None:
+def _limit(mallocs: list[tuple[int, Step]], rules: Rules) -> _Limit | None:
     """The limit that refusals with enough memory left, and garbage collection, show."""
     low = max((_asked(step) for _, step in mallocs if step.takes and not step.oom), default=0)
     refused = [step.after + step.needed for _, step in mallocs if step.oom and _by_limit(step, rules)]
@@ -122,7 +122,7 @@ def _limit(mallocs: list[tuple[int, Step]], rules: SizeRules) -> _Limit | None:
     if not refused:
         return None
     if low >= high:  # the limit changed while recording
-        low = max(0, high - MIB)
+        low = max(0, high - MiB)
     value = low + (high - low) // 2
     return _Limit(value, int(value * threshold) if threshold else None)
 
@@ -140,7 +140,7 @@ def _asked(step: Step) -> int:
     return step.after - step.obtained + step.needed
 
 
-def _by_limit(step: Step, rules: SizeRules) -> bool:
+def _by_limit(step: Step, rules: Rules) -> bool:
     """Whether the driver had enough for what was refused."""
     page = rules.page_size(step.large)
     return step.device_free >= max(step.needed, -(-step.needed // page) * page)

@@ -9,11 +9,12 @@ never leaves a free block of 1 MiB or less beside a block of a cudaMalloc segmen
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Final
 
+from simulator.allocator import sizes
+from simulator.snapshots.address_map import AddressMap, MapError, Range
+from simulator.snapshots.rules import Rules
 from traces.errors import TraceError
 from traces.model import BlockState
-from traces.snapshot.address_map import AddressMap, MapError, Range
 from traces.snapshot.layout import (
     ALLOC,
     DEFAULT_POOL,
@@ -27,50 +28,6 @@ from traces.snapshot.layout import (
     Entries,
     PoolId,
 )
-from traces.snapshot.settings import MIB, Settings
-
-MIN_BLOCK: Final = 512  # kMinBlockSize
-SMALL_SIZE: Final = MIB  # kSmallSize
-SMALL_BUFFER: Final = 2 * MIB  # kSmallBuffer
-MIN_LARGE_ALLOC: Final = 10 * MIB  # kMinLargeAlloc
-ROUND_LARGE: Final = 2 * MIB  # kRoundLarge
-
-
-@dataclass(frozen=True)
-class SizeRules:
-    """What decides the size of a block and of the memory obtained for it (`round_size`, `get_allocation_size`)."""
-
-    settings: Settings
-    minor: int  # minor release of torch 2
-
-    def round_size(self, n: int) -> int:
-        """The size of a block for a request of `n` bytes, before anything that is not split off."""
-        if n < MIN_BLOCK:
-            return MIN_BLOCK
-        divisions = self.settings.divisions[min(max(n.bit_length() - 21, 0), 15)]
-        if n > MIN_BLOCK * divisions and (divisions > 1 or (divisions == 1 and self.minor <= 3)):
-            return _power2_division(n, divisions)
-        return -(-n // MIN_BLOCK) * MIN_BLOCK
-
-    def segment_size(self, size: int) -> int:
-        """Bytes asked of the driver when no free block serves a block of `size` bytes."""
-        if size <= SMALL_SIZE:
-            return SMALL_BUFFER
-        if size < MIN_LARGE_ALLOC:
-            return self.settings.large_segment_size
-        return -(-size // ROUND_LARGE) * ROUND_LARGE
-
-    def page_size(self, large: bool) -> int:
-        """Bytes that an expandable segment maps at a time."""
-        return self.settings.large_segment_size if large else SMALL_BUFFER
-
-
-def _power2_division(n: int, divisions: int) -> int:
-    """Round up to the next of `divisions` steps between two powers of two (roundup_power2_next_division)."""
-    if divisions == 1 or n & (n - 1) == 0:
-        return n
-    step = (1 << (n.bit_length() - 1)) >> (divisions.bit_length() - 1)
-    return -(-n // step) * step if step else 1 << n.bit_length()
 
 
 @dataclass(slots=True)
@@ -98,7 +55,7 @@ class Start:
     most: dict[int, int]
 
 
-def rewind(record: DeviceRecord, rules: SizeRules, where: str) -> Start:
+def rewind(record: DeviceRecord, rules: Rules, where: str) -> Start:
     """Walk a device's entries backwards from its final segments to the state at the start.
 
     Raises TraceError where an entry contradicts what came after it.
@@ -118,7 +75,7 @@ def rewind(record: DeviceRecord, rules: SizeRules, where: str) -> Start:
 class _Walk:
     """The map while it is walked backwards."""
 
-    def __init__(self, record: DeviceRecord, rules: SizeRules) -> None:
+    def __init__(self, record: DeviceRecord, rules: Rules) -> None:
         self.rules = rules
         self.entries: Entries = record.entries
         self.map = AddressMap()
@@ -162,7 +119,7 @@ class _Walk:
     def _learn_pool(self, found: Range, i: int) -> None:
         """A request tells the pool of memory about which nothing was known."""
         if found.large is None:
-            found.large = self.rules.round_size(self.entries.size[i]) > SMALL_SIZE
+            found.large = self.rules.round_size(self.entries.size[i]) > sizes.SMALL_SIZE
         pool = self.entries.pool[i]
         if pool is not None and pool != found.pool:
             found.pool = pool
@@ -188,7 +145,9 @@ class _Walk:
 
     def _undo_memory(self, i: int, kind: int) -> None:
         address, size, pool = self.entries.address[i], self.entries.size[i], self.entries.pool[i]
-        new = Range(address, address + size, self.entries.stream[i], False, size != SMALL_BUFFER, pool or DEFAULT_POOL)
+        new = Range(
+            address, address + size, self.entries.stream[i], False, size != sizes.SMALL_BUFFER, pool or DEFAULT_POOL
+        )
         if kind == SEGMENT_ALLOC:
             found = self.map.take_segment(address, size)
             self.pools[i] = pool or found.pool
@@ -202,16 +161,16 @@ class _Walk:
 
     def finish(self) -> Start:
         """What is left is the state at the start."""
-        sizes: dict[int, int] = {}
+        known: dict[int, int] = {}
         most: dict[int, int] = {}
         for found in self.map:
             if found.large is None:
                 found.large = found.size % self.rules.page_size(True) == 0
             for k, address in enumerate(found.active):
-                sizes[address], largest = self._size(found, self.held[address], found.gap_after(k))
-                if largest > sizes[address]:
+                known[address], largest = self._size(found, self.held[address], found.gap_after(k))
+                if largest > known[address]:
                     most[address] = largest
-        return Start(tuple(self.map), self.held, sizes, self.pools, most)
+        return Start(tuple(self.map), self.held, known, self.pools, most)
 
     def _size(self, found: Range, held: Held, gap: int) -> tuple[int, int]:
         """The size of a block, and the largest that it could have (`should_split`)."""
@@ -223,8 +182,7 @@ class _Walk:
             return room, room
         if found.expandable or not found.large or self.rules.settings.expandable_segments:
             return size, size
-        max_split = self.rules.settings.max_split_size
-        if (max_split is not None and size >= max_split) or room - size <= SMALL_SIZE:
+        if size >= self.rules.settings.max_split_size or room - size <= sizes.SMALL_SIZE:
             return room, room
         # The free range after it is larger than 1 MiB, or it would not have been split off.
-        return size, max(size, size + min(SMALL_SIZE, room - size - SMALL_SIZE - MIN_BLOCK))
+        return size, max(size, size + min(sizes.SMALL_SIZE, room - size - sizes.SMALL_SIZE - sizes.MIN_BLOCK))

@@ -1,7 +1,7 @@
 """Reserved memory and the blocks in use in it, at one moment of a recording.
 
 Only bookkeeping: where memory was obtained, and which addresses in it are in use. It is walked backwards by
-`traces.snapshot.rewind` and forwards by `traces.snapshot.causes`; no rule of the allocator stands here.
+`simulator.snapshots.rewind` and forwards by `simulator.snapshots.causes`; no rule of the allocator stands here.
 """
 
 from __future__ import annotations

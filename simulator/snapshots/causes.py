@@ -14,6 +14,13 @@ from typing import Any, Final
 
 import numpy as np
 
+from simulator.allocator import sizes as allocator
+from simulator.engine.result import LOG_KINDS, RECORDED, EventLog
+from simulator.snapshots.address_map import Range
+from simulator.snapshots.limits import Limits
+from simulator.snapshots.rewind import Start
+from simulator.snapshots.rules import Rules
+from simulator.snapshots.survey import AddressSpace, Kind, Placed, Step, Survey
 from traces.model import (
     DEFAULT_DEVICE,
     Column,
@@ -26,51 +33,15 @@ from traces.model import (
     Op,
     Strings,
 )
-from traces.snapshot.address_map import Range
 from traces.snapshot.layout import (
     ACTIONS,
-    ALLOC,
     DEFAULT_POOL,
-    FREE_COMPLETED,
-    FREE_REQUESTED,
     OOM,
-    SEGMENT_ALLOC,
-    SEGMENT_FREE,
-    SEGMENT_MAP,
-    SEGMENT_UNMAP,
     Annotation,
     DeviceRecord,
     PoolId,
 )
-from traces.snapshot.limits import Limits
-from traces.snapshot.rewind import SMALL_BUFFER, SizeRules, Start
-from traces.snapshot.survey import AddressSpace, Kind, Placed, Step, Survey
 
-#: Kinds of an `ExpectedLog`, the same as `simulator.engine.result.LOG_KINDS`; X, R, V and Y are in no snapshot.
-LOG_KINDS: Final[tuple[str, ...]] = (
-    "A",
-    "X",
-    "F",
-    "R",
-    "V",
-    "M",
-    "U",
-    "Y",
-    "alloc",
-    "free_requested",
-    "free_completed",
-    "oom",
-)
-_LOG_KIND: Final = {
-    SEGMENT_ALLOC: "A",
-    SEGMENT_FREE: "F",
-    SEGMENT_MAP: "M",
-    SEGMENT_UNMAP: "U",
-    ALLOC: "alloc",
-    FREE_REQUESTED: "free_requested",
-    FREE_COMPLETED: "free_completed",
-    OOM: "oom",
-}
 #: Marks that people put around the phases of a step (`record_function("## forward ##")`), and our names of phases.
 _PHASES: Final = {
     "load": "load",
@@ -84,18 +55,12 @@ _FAR: Final = 1 << 44
 
 
 @dataclass(frozen=True)
-class ExpectedLog:
-    """What the recording shows, in order: columns of equal length.
+class ExpectedLog(EventLog):
+    """What the recording shows; `entry` is the index in the file's list.
 
-    `kind` indexes `LOG_KINDS`. `event` is the index of the rank's event that causes the entry (-1: none is known),
-    `entry` its index in the file's list. An `oom` has address 0 and the rounded size.
+    X, R, V and Y are in no snapshot. `event` is -1 where none is known. An `oom` has address 0 and the rounded size.
     """
 
-    kind: np.ndarray[Any, np.dtype[np.uint8]]
-    address: Int64Array
-    bytes: Int64Array
-    stream: Int64Array
-    event: Int64Array
     entry: Int64Array
 
     def __len__(self) -> int:
@@ -120,7 +85,7 @@ def find_causes(
     start: Start,
     survey: Survey,
     limits: Limits,
-    rules: SizeRules,
+    rules: Rules,
     annotations: tuple[Annotation, ...] = (),
 ) -> Causes:
     """The events that cause a surveyed recording."""
@@ -151,7 +116,7 @@ def find_causes(
 class _Writer:
     """Collects the events, and the event of every entry."""
 
-    def __init__(self, record: DeviceRecord, start: Start, survey: Survey, limits: Limits, rules: SizeRules) -> None:
+    def __init__(self, record: DeviceRecord, start: Start, survey: Survey, limits: Limits, rules: Rules) -> None:
         self.entries, self.rules, self.limits, self.survey = record.entries, rules, limits, survey
         self.ops: list[int] = []
         self.columns: dict[str, dict[int, Any]] = {}
@@ -269,7 +234,7 @@ class _Writer:
         if self.modes and self.modes[number] != self.expandable:
             self.expandable = self.modes[number]
             self.toggles += 1
-            self.emit(Op.SET_ALLOCATOR, conf=self.rules.settings.with_expandable(self.expandable))
+            self.emit(Op.SET_ALLOCATOR, conf=self.rules.with_expandable(self.expandable))
 
     # Results
 
@@ -296,7 +261,7 @@ class _Writer:
         """The entries of the recording, as consequences of the events."""
         e = self.entries
         shown = [i for i in range(len(e)) if e.entry[i] >= 0]
-        codes = {kind: LOG_KINDS.index(_LOG_KIND[kind]) for kind in ACTIONS.values()}
+        codes = {ACTIONS[action]: LOG_KINDS.index(kind) for kind, action in RECORDED.items()}
         return ExpectedLog(
             kind=np.array([codes[e.kind[i]] for i in shown], dtype=np.uint8),
             address=np.array([0 if e.kind[i] == OOM else e.address[i] for i in shown], dtype=np.int64),
@@ -360,7 +325,7 @@ def _filled(count: int, values: dict[int, Any], default: Any, dtype: Any) -> Any
     return column
 
 
-def _modes(survey: Survey, rules: SizeRules) -> list[bool]:
+def _modes(survey: Survey, rules: Rules) -> list[bool]:
     """For each step, whether expandable segments were on: as in the memory obtained last before, or first after.
 
     Private pools say nothing: they may have an allocator of their own. Empty where nothing shows a switch.
@@ -404,7 +369,7 @@ def _phases(
     return found
 
 
-def _addresses(survey: Survey, limits: Limits, modes: list[bool], rules: SizeRules) -> tuple[int, ...]:
+def _addresses(survey: Survey, limits: Limits, modes: list[bool], rules: Rules) -> tuple[int, ...]:
     """The addresses that the driver gave, in the order in which a replay asks for them."""
     ordered: list[tuple[int, int]] = []
     far = -(-survey.top // _FAR) * _FAR
@@ -421,7 +386,7 @@ def _addresses(survey: Survey, limits: Limits, modes: list[bool], rules: SizeRul
     return tuple(address for _, address in sorted(ordered, key=lambda item: item[0]))
 
 
-def _reserves(step: Step, placed: Placed, limits: Limits, modes: list[bool], rules: SizeRules) -> bool:
+def _reserves(step: Step, placed: Placed, limits: Limits, modes: list[bool], rules: Rules) -> bool:
     """Whether an allocation that ran out of memory asked for an address range before it did."""
     expandable = modes[placed.step] if modes else rules.settings.expandable_segments
     return expandable and (limits.limit is None or step.after + step.needed <= limits.limit)
@@ -430,7 +395,7 @@ def _reserves(step: Step, placed: Placed, limits: Limits, modes: list[bool], rul
 # The state at the start
 
 
-def _initial(start: Start, survey: Survey, device: Device, rules: SizeRules, writer: _Writer) -> Initial | None:
+def _initial(start: Start, survey: Survey, device: Device, rules: Rules, writer: _Writer) -> Initial | None:
     """The rewound state, with free blocks in the gaps."""
     if not start.ranges:
         return None
@@ -454,9 +419,9 @@ def _initial(start: Start, survey: Survey, device: Device, rules: SizeRules, wri
     return Initial(tuple(segments))
 
 
-def _in_space(segment: InitialSegment, space: AddressSpace, device: Device, rules: SizeRules) -> InitialSegment:
+def _in_space(segment: InitialSegment, space: AddressSpace, device: Device, rules: Rules) -> InitialSegment:
     """A mapped range with the address range around it: 9/8 of the device from its lowest page."""
-    page = rules.page_size(segment.pool == "large") if segment.pool == "large" else SMALL_BUFFER
+    page = rules.page_size(segment.pool == "large") if segment.pool == "large" else allocator.SMALL_BUFFER
     size = max(device.total_bytes + device.total_bytes // 8, space.top - space.base)
     return replace(segment, va_address=space.base, va_bytes=-(-size // page) * page)
 
