@@ -27,7 +27,6 @@ INTERVAL: Final = 1024
 #: Bytes an element: the parameter (or, after its backward, its gradient), the master copy, and Adam's two states.
 HALF: Final = 2
 MASTER: Final = 4
-STATES: Final = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,10 +217,6 @@ class ChunkLayout:
     data: int = 1
     tensor: int = 1
 
-    def of_degree(self, degree: int) -> tuple[Chunk, ...]:
-        """The chunks of the group of one data-parallel degree."""
-        return tuple(chunk for chunk in self.chunks if chunk.degree == degree)
-
     def place(self, chunk: Chunk, rank: int) -> int:
         """The number of world rank `rank` among the ranks that share `chunk`.
 
@@ -236,10 +231,6 @@ class ChunkLayout:
     def chunk_bytes(self) -> int:
         """Bytes of fp16 and fp32 chunks that a rank keeps between steps, as requested (blocks may be larger)."""
         return sum((HALF + MASTER) * chunk.held for chunk in self.chunks)
-
-    def persistent_bytes(self, rank: int) -> int:
-        """Bytes that a rank keeps between steps from the first one on: chunks and Adam's states, as requested."""
-        return self.chunk_bytes() + STATES * self.adam_elements(rank)
 
 
 def layout(

@@ -1,9 +1,9 @@
-"""Closed-form estimates beside the simulation: LLMem's equations, LLMem's released estimator, and DNNMem's simpler sum.
+"""Closed-form estimates beside the simulation: LLMem's equations, and DNNMem's simpler sum.
 
 LLMem: Kim et al., "LLMem: Estimating GPU Memory Usage for Fine-Tuning Pre-Trained LLMs" (IJCAI 2024, arXiv
-2404.10933). Its setting is fp16 training on Colossal-AI's Gemini with Adam and full gradient checkpointing. The paper
-and the released code (size_estimator.py of github.com/taehokim20/LLMem) differ, so that both stand here: `llmem_peak`
-is the paper, `released_peak` the code. Each term is a number of bytes by its symbol in the paper.
+2404.10933). Its setting is fp16 training on Colossal-AI's Gemini with Adam and full gradient checkpointing. The
+released code (size_estimator.py of github.com/taehokim20/LLMem) differs from the paper, which is what stands here.
+Each term is a number of bytes by its symbol there.
 
 Where the paper leaves a choice, what is taken here:
 
@@ -22,9 +22,8 @@ Where the paper leaves a choice, what is taken here:
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from math import prod
 from typing import Final
 
@@ -35,9 +34,6 @@ from traces.errors import ConfigError
 GRAIN: Final = 2 * 2**20
 HALF: Final = 2
 SINGLE: Final = 4
-#: The factor of Algorithm 1 for plain data parallelism, whose step moves two thirds of the bytes of ZeRO-3's.
-CDP_BONUS: Final = 1.5
-METHODS: Final = ("cdp", "adp", "tp", "dp+tp")
 
 
 @dataclass(frozen=True)
@@ -205,52 +201,6 @@ def loss_term(model: Description, batch: int, seq: int) -> int:
     return logits + 2 * shifted + up(prod(model.head) * HALF)
 
 
-def released_peak(
-    model: Description, batch: int, seq: int, *, dp: int = 1, tp: int = 1, base: int = 0, probe: int = 2
-) -> Breakdown:
-    """What LLMem's released estimator computes, in bytes; `base` is what it measures after set-up (chunks included).
-
-    It differs from the paper: chunks are in the measured base; every tensor is rounded up by itself, biases too; the
-    last tensor of the walk (the head, or its bias) is added in fp16 and has no optimizer state; a tied head is walked
-    again; ADP adds the other ranks' part of each fp16 tensor; DP+TP the factor (g - tp)/g - 1/g, which is right for
-    g = 4, tp = 2 alone; the input counts `probe` rows (the probing batch of 2), int64, whatever the batch is; the
-    embedding's output stands twice, the last layer's or the output projection's once.
-    """
-    _check(batch=batch, seq=seq, dp=dp, tp=tp, probe=probe)
-    terms = {
-        "m_base": base,
-        "parameters": _released_parameters(model, dp, tp),
-        "input": up(probe * seq * 8),
-        "m_out": sum(up(HALF * batch * seq * width) for width in _released_widths(model)),
-        "m_lm": loss_term(model, batch, seq) - up(prod(model.head) * HALF),
-    }
-    if tp > 1:
-        widths = [model.hidden] * (model.layers - 1) + ([model.head[1]] if model.head[1] != model.hidden else [])
-        terms["m_back"] = sum(up(HALF * batch * seq * width * (tp - 1) / tp) for width in widths)
-    return Breakdown(terms)
-
-
-def _released_widths(model: Description) -> list[int]:
-    """Widths of the outputs that the released shape walk records between the input and the head."""
-    width = model.embedding[1][1]
-    return [width, width, *[model.hidden] * (model.layers - 1), model.head[1]]
-
-
-def _released_parameters(model: Description, dp: int, tp: int) -> int:
-    """The released parameter term in bytes: gathered fp16 parts and Adam's states, tensor by tensor."""
-    ranks = dp * tp
-    walked = [*model.operators(), *([model.head] if model.tied else [])]
-    total = up(HALF * prod(walked[-1]))
-    for shape in walked[:-1]:
-        half = up(HALF * prod(shape))
-        if ranks > 1 and tp == 1:
-            total += up(half * (ranks - 1) / ranks)
-        elif tp > 1 and dp > 1:
-            total += up(half * ((ranks - tp) / ranks - 1 / ranks))
-        total += 2 * up(SINGLE * prod(shape) / ranks)
-    return total
-
-
 def dnnmem_peak(
     model: Description, batch: int, seq: int, *, size: int = HALF, state_size: int = SINGLE, base: int = 0
 ) -> Breakdown:
@@ -282,70 +232,6 @@ def dnnmem_peak(
             "loss": rounded(model.logits_bytes * tokens * model.vocabulary),
         }
     )
-
-
-# Algorithm 1 ---------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Choice:
-    """A method with its largest batch by the equations and its score, samples a step (CDP's with its bonus)."""
-
-    method: str
-    dp: int
-    tp: int
-    batch: int
-    score: float
-
-
-def largest_batch(peak: Callable[[int], int], capacity: int) -> int:
-    """The largest batch whose `peak` (bytes, growing with the batch) is at most `capacity`; 0 if not even one fits."""
-    high = 1
-    while peak(high) <= capacity:
-        high *= 2
-    low = high // 2
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if peak(middle) <= capacity else (low, middle)
-    return low
-
-
-def choose(
-    model: Description, gpus: int, seq: int, capacity: int, *, base: int = 0, hybrid_tp: int = 2, physical: bool = True
-) -> tuple[Choice, ...]:
-    """Algorithm 1: all methods on `gpus` GPUs of `capacity` bytes, best first; a score of 0 means it does not fit.
-
-    Ties go to the method named first: CDP, ADP, TP, DP+TP. Where every score is 0 the paper advises CPU offloading.
-    Raises ConfigError where `hybrid_tp` does not divide `gpus`.
-    """
-    _check(gpus=gpus, seq=seq)
-    splits = {"cdp": (gpus, 1), "adp": (gpus, 1), "tp": (1, gpus), "dp+tp": (gpus // hybrid_tp, hybrid_tp)}
-    if gpus == 1:
-        splits = {"cdp": (1, 1)}
-    elif gpus % hybrid_tp:
-        raise ConfigError(f"tp={hybrid_tp} does not divide {gpus} GPUs")
-    found = []
-    for method, (dp, tp) in splits.items():
-        chunk = _chunk(model, dp * tp)
-        peak = partial(_total, model, seq, base, physical, dp, tp, method != "cdp", chunk)
-        batch = largest_batch(peak, capacity)
-        factor = CDP_BONUS if method == "cdp" else 1.0
-        found.append(Choice(method, dp, tp, batch, batch * dp * factor))
-    return tuple(sorted(found, key=lambda choice: -choice.score))
-
-
-def _total(
-    model: Description, seq: int, base: int, physical: bool, dp: int, tp: int, sharded: bool, chunk: int, batch: int
-) -> int:
-    """The peak of one method, with the batch as last argument."""
-    estimate = llmem_peak(model, batch, seq, dp=dp, tp=tp, base=base, sharded=sharded, physical=physical, chunk=chunk)
-    return estimate.total
-
-
-def _chunk(model: Description, ranks: int) -> int:
-    """cs, found once for a whole search over batches."""
-    sizes = [Parameter(name, prod(shape), ranks) for name, shape in model.tensors]
-    return max(config.elements for config in search(sizes).values())
 
 
 def _check(**values: int) -> None:

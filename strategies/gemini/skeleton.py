@@ -94,19 +94,6 @@ class Skeleton:
         """The text of a code, or nothing for -1."""
         return self.graph.names[code] if code >= 0 else ""
 
-    def units(self, *classes: str) -> dict[str, tuple[int, ...]]:
-        """The parameters below each module of one of these classes (outermost first taken), and of the root the rest.
-
-        These are the units that FSDP wraps: path -> indices into `parameters`; the root is "".
-        """
-        paths = [path for path, name in self.modules.items() if name in classes and path]
-        outer = [path for path in paths if not any(path.startswith(f"{other}.") for other in paths)]
-        found: dict[str, list[int]] = {"": [], **{path: [] for path in outer}}
-        for index, parameter in enumerate(self.parameters):
-            owner = next((path for path in outer if parameter.name.startswith(f"{path}.")), "")
-            found[owner].append(index)
-        return {path: tuple(indices) for path, indices in found.items()}
-
     @classmethod
     def captured(cls, graph: StepGraph) -> Skeleton:
         """The skeleton of a captured graph: its own parameters and modules."""

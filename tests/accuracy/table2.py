@@ -8,16 +8,19 @@ batches, driver, context or torch's release; everything that is assumed instead 
 
 from __future__ import annotations
 
+import bisect
 from functools import partial
 from typing import Final
 
-from strategies.gemini.equations import largest_batch, llmem_peak
+from strategies.gemini.equations import llmem_peak
 from tests.accuracy.gemini_fit import largest
 from tests.support.gemini_data import case_of
 
 MIB: Final = 1 << 20
 #: nvidia-smi's total of the card; what PyTorch sees less, the driver keeps to itself.
 CAPACITY: Final = 16_384 * MIB
+#: A batch that fits no card.
+MOST: Final = 1 << 20
 SEQ: Final = 512
 #: LLMem's estimate, DNNMem's, and what was measured, in MB (IJCAI 2024, table 2).
 TABLE: Final = {
@@ -50,7 +53,7 @@ def by_equations(model: str, base: int) -> tuple[int, int]:
     def peak(batch: int) -> int:
         return llmem_peak(description, batch, SEQ, base=base).total
 
-    batch = largest_batch(peak, CAPACITY)
+    batch = bisect.bisect_right(range(1, MOST), CAPACITY, key=peak)
     return batch, peak(batch)
 
 

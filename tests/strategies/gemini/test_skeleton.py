@@ -7,7 +7,7 @@ import numpy as np
 from graph.model import Role
 from strategies.gemini.skeleton import Owner, Skeleton, Walker
 from tests.support.sketch import Sketch
-from tests.support.worked_examples import MODULES, mlp, told
+from tests.support.worked_examples import mlp, told
 from traces.model import Op
 
 
@@ -46,13 +46,6 @@ def test_owners_and_uses() -> None:
     assert [skeleton.uses(operator) for operator in range(3)] == [(1, 0), (0,), ()]
     weight, frozen = skeleton.parameters
     assert (weight.elements, weight.bytes, weight.module, frozen.bytes) == (32, 128, "layer", 4)
-
-
-def test_units() -> None:
-    skeleton = mlp()
-    assert skeleton.modules == MODULES
-    assert skeleton.units("Linear") == {"": (), "fc1": (0, 1), "fc2": (2, 3)}
-    assert skeleton.units() == {"": (0, 1, 2, 3)}
 
 
 def test_a_walk_copies_the_run() -> None:
