@@ -160,7 +160,8 @@ def test_trainer_and_trl_read_their_arguments(
 
     found = written(tmp_path, method, **keys)
     monkeypatch.chdir(tmp_path)
-    for name, kind in (("training_args.json", TrainingArguments), ("sft_args.json", trl.SFTConfig)):
+    kinds: dict[str, Any] = {"training_args.json": TrainingArguments, "sft_args.json": trl.SFTConfig}
+    for name, kind in kinds.items():
         given = {**json.loads(found[name]), "use_cpu": True}  # else it asks the GPU whether it knows bf16
         (read,) = HfArgumentParser(kind).parse_dict(given, allow_extra_keys=False)
         assert (read.per_device_train_batch_size, read.gradient_accumulation_steps) == (2, keys.get("accum", 1))
