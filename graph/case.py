@@ -3,6 +3,7 @@
 A case is what the options of `estimate` say, or one line of a `CASES.jsonl`. `Case.of` reads it from a mapping and
 refuses what it does not know; a `Case` always holds values of the right kinds, though not yet a model that exists.
 Every key is declared here and nowhere else: checks, options, their help and the reference derive from the declaration.
+A program that needs another one adds it with `register`.
 """
 
 # ruff: noqa: RUF009  (a declared key is the field of a dataclass)
@@ -13,19 +14,22 @@ import json
 import math
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import MISSING, dataclass
+from dataclasses import MISSING, dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Annotated, Any, Final, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, get_args
 
 from msgspec import Meta
 
+from graph import methods, optimizers
 from graph.keys import (
     LARGEST,
+    About,
     Configuration,
     Group,
     Key,
     Only,
+    Taken,
     declared,
     is_function,
     keys_of,
@@ -38,50 +42,13 @@ from graph.keys import (
 from graph.models import catalogue
 from traces.errors import ConfigError
 
-Strategy = Literal[
-    "single",
-    "ddp",
-    "ddp-view",
-    "zero1",
-    "fsdp1",
-    "fsdp2",
-    "fsdp2-nr",
-    "fsdp2-offload",
-    "fsdp2-tp",
-    "hsdp",
-    "tp",
-    "tp-sp",
-    "tp-megatron",
-    "tp-megatron-sp",
-    "deepspeed-1",
-    "deepspeed-2",
-    "deepspeed-3",
-    "pp",
-    "gemini",
-]
-STRATEGIES: Final[tuple[str, ...]] = get_args(Strategy)
 Head = Literal["", "causal-lm", "seq2seq-lm", "masked-lm", "sequence-classification", "image-classification"]
 HEADS: Final[tuple[str, ...]] = get_args(Head)[1:]
-
-#: Keys that a strategy has other defaults for: "gemini" is LLMem's own setting, Colossal-AI with transformers 4.29 and
-#: PyTorch 2.0. The GPU stays the user's.
-USUAL: Final[Mapping[str, Mapping[str, Any]]] = {
-    "gemini": {
-        "dtype": "fp16",
-        "attn": "eager",
-        "checkpointing": "reentrant",
-        "loss": "transformers-4.29",
-        "attention_mask": True,
-        "release": "2.0",
-    }
-}
 
 # --- where keys mean something ---------------------------------------------------------------------------------------
 
 _TRAIN: Final = Only("task", ("train",))
 _CONFIGURATION: Final = Configuration("model")
-_RESHARDED: Final = ("fsdp2", "fsdp2-nr", "fsdp2-offload", "fsdp2-tp", "hsdp")
-_REPLICATED: Final = ("ddp", "ddp-view", "zero1", "fsdp1")
 
 COMMON: Final = Group("Common options")
 PRECISION: Final = Group("Precision and attention")
@@ -89,8 +56,8 @@ INPUTS: Final = Group("Model and inputs")
 LOOP: Final = Group("Training loop", (_TRAIN,))
 ADAPTERS: Final = Group("Adapters and quantisation", (_CONFIGURATION,))
 SEVERAL: Final = Group("Several GPUs")
-DEEPSPEED: Final = Group("DeepSpeed", (Only("strategy", ("deepspeed-1", "deepspeed-2", "deepspeed-3")),))
-PIPELINE: Final = Group("Pipeline", (Only("strategy", ("pp",), axes=("pp",)),))
+DEEPSPEED: Final = Group("DeepSpeed", (Taken(scope="deepspeed"),))
+PIPELINE: Final = Group("Pipeline", (Taken(scope="pipeline"),))
 INFERENCE: Final = Group("Inference", (Only("task", ("inference",)),))
 DEVICE: Final = Group("Allocator and GPU")
 #: Every group, in the order of help and reference.
@@ -112,21 +79,6 @@ _DTYPES: Final[Mapping[str, str]] = {
     for torch in ("", "torch.")
     for name, others in {"fp32": ("float32", "float"), "bf16": ("bfloat16",), "fp16": ("float16", "half")}.items()
     for other in others
-}
-_OPTIMIZERS: Final[Mapping[str, str]] = {
-    "adamw_torch": "adamw",
-    "adamw_torch_fused": "adamw-fused",
-    "adamw_bnb_8bit": "adamw-8bit",
-    "adamw_8bit": "adamw-8bit",
-}
-_STRATEGIES: Final[Mapping[str, str]] = {
-    "fsdp": "fsdp2",
-    "hybrid_shard": "hsdp",
-    "zero2": "deepspeed-2",
-    "zero3": "deepspeed-3",
-    "zero-1": "deepspeed-1",
-    "zero-2": "deepspeed-2",
-    "zero-3": "deepspeed-3",
 }
 
 
@@ -240,8 +192,8 @@ class Case:
         hints=("sac",),
     )
     every: Count = declared(1, LOOP, "Checkpoint every so many layers.", only=(Only("checkpointing"),))
-    optimizer: Literal["adamw", "adamw-fused", "adamw-forloop", "sgd", "adafactor", "adamw-8bit", "adamw-foreach"] = (
-        declared("adamw", COMMON, "What updates the weights.", only=(_TRAIN,), aliases=("optim",), values=_OPTIMIZERS)
+    optimizer: str = declared(
+        "adamw", COMMON, "What updates the weights.", only=(_TRAIN,), aliases=("optim",), known=optimizers.spellings
     )
     sgd_momentum: Number = declared(0.0, LOOP, "Momentum of sgd.", only=(Only("optimizer", ("sgd",)),))
     step_in_backward: bool = declared(
@@ -271,10 +223,7 @@ class Case:
         "each",
         SEVERAL,
         "Gradients are synchronised after each micro-batch, or after the last.",
-        only=(
-            _TRAIN,
-            Only("strategy", (*_REPLICATED, *_RESHARDED), axes=("dp", "ddp", "hsdp", "fsdp2")),
-        ),
+        only=(_TRAIN, Taken(scope="grad_sync")),
     )
     clip: Number = declared(
         0.0,
@@ -316,7 +265,9 @@ class Case:
     )
 
     # several GPUs
-    strategy: Strategy = declared("single", COMMON, "How GPUs share the work.", hints=("stage",), values=_STRATEGIES)
+    strategy: str = declared(
+        methods.ONE_GPU, COMMON, "How GPUs share the work.", hints=("stage",), known=methods.spellings
+    )
     world: Count = declared(
         1, COMMON, "Number of GPUs.", hints=("stages", "ranks"), aliases=("nproc_per_node", "num_processes")
     )
@@ -331,7 +282,7 @@ class Case:
         "",
         SEVERAL,
         "vocab: the loss on logits that stay split by vocabulary (loss_parallel of torch).",
-        only=(Only("strategy", ("tp", "tp-sp")),),
+        only=(Taken(scope="tp_loss"),),
     )
     buckets: Count | None = declared(
         None,
@@ -353,13 +304,13 @@ class Case:
         read=pairs,
     )
     init: Literal["cpu", "zero.Init"] = declared(
-        "cpu", DEEPSPEED, "How its model is made.", only=(Only("strategy", ("deepspeed-3",)),)
+        "cpu", DEEPSPEED, "How its model is made.", only=(Taken(scope="zero.Init"),)
     )
     reshard_backward: bool = declared(
         True,
         SEVERAL,
         "FSDP2 reshards after the backward of micro-batches that do not synchronise.",
-        only=(Only("strategy", _RESHARDED, axes=("hsdp", "fsdp2")), Only("grad_sync", ("last",))),
+        only=(Taken(scope="reshard_backward"), Only("grad_sync", ("last",))),
     )
     schedule: Literal["1F1B", "GPipe"] = declared("1F1B", PIPELINE, "The order of its micro-batches.")
     microbatches: Count = declared(4, PIPELINE, "Its micro-batches.", hints=("num_microbatches",))
@@ -425,9 +376,22 @@ class Case:
     )
     sync: bool = declared(True, DEVICE, "The host waits for the GPU at phase boundaries.")
 
+    #: Values of keys that `register` added; they are attributes as well.
+    own: Mapping[str, Any] = field(default_factory=dict)
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            """The value of a key that `register` added."""
+            if name in _FIELDS or name not in KEYS:
+                raise AttributeError(f"a case has no {name!r}")
+            return self.own.get(name, KEYS[name].default)
+
     def __post_init__(self) -> None:
-        for key in KEYS.values():
-            object.__setattr__(self, key.name, key.checked(getattr(self, key.name)))
+        checked = {name: key.checked(getattr(self, name)) for name, key in KEYS.items()}
+        for name in _FIELDS:
+            object.__setattr__(self, name, checked.pop(name))
+        object.__setattr__(self, "own", checked)
         if self.dtype == "auto":
             object.__setattr__(self, "dtype", _usual_dtype(self))
         object.__setattr__(self, "save", tuple(one for one in get_args(Kept) if one in self.save))
@@ -444,13 +408,13 @@ class Case:
             yield "'offload': 'checkpoints' needs 'checkpointing'"
         if self.outputs != "dropped" and self.loss:
             yield f"'outputs': the loss {self.loss!r} makes its logits itself and drops them"
-        if self.outputs != "dropped" and self.strategy == "pp":
+        if self.outputs != "dropped" and KEYS["return_outputs"].unmet(self) is None:
             yield "'outputs': a pipeline has 'return_outputs' instead"
         if self.step_in_backward and (self.accum > 1 or self.clip or self.autocast == "fp16"):
             yield "'step_in_backward': not with 'accum', 'clip' or 'autocast': 'fp16'"
-        if self.step_in_backward and self.strategy != "single":
+        if self.step_in_backward and self.strategy != methods.ONE_GPU:
             yield "'step_in_backward': only with 'strategy': 'single'"
-        if self.strategy == "single" and self.world != 1 and not self.mesh:
+        if self.strategy == methods.ONE_GPU and self.world != 1 and not self.mesh:
             yield f"'world': {self.world} ranks need a 'strategy' other than 'single'"
         if isinstance(self.memory, tuple) and len(self.memory) != self.world:
             yield f"'memory': {len(self.memory)} sizes for a world of {self.world}"
@@ -466,13 +430,14 @@ class Case:
         `where` names the place in the error (`cases.jsonl line 3`). Raises ConfigError, naming the key and the nearest
         valid one, for an unknown key, a value of a wrong kind or out of its range, keys that contradict each other, and
         a key that means nothing for the case (with `any_strategy`: for no strategy that it could have), unless its
-        value is the default. Keys that are not given have their defaults, under strategy "gemini" those of `USUAL`.
+        value is the default. Keys that are not given have their defaults, or what is usual for the strategy.
         """
         try:
             given = _named(mapping)
-            strategy = KEYS["strategy"].checked(given.get("strategy", "single"))
-            values = {**USUAL.get(strategy, {}), **given}
-            case = cls(**values)
+            strategy = KEYS["strategy"].checked(given.get("strategy", methods.ONE_GPU))
+            values = {**methods.usual(strategy), **given}
+            own = {name: values.pop(name) for name in set(values) - _FIELDS}
+            case = cls(**values, own=own)
             case._check_scopes(given, any_strategy)
             return case
         except ConfigError as error:
@@ -504,7 +469,7 @@ class Case:
         found: dict[str, Any] = {}
         for name, key in KEYS.items():
             value = getattr(self, name)
-            named = name in USUAL.get(self.strategy, {})  # where a missing key would mean another value
+            named = name in methods.usual(self.strategy)  # where a missing key would mean another value
             usual = value == key.default or (name == "dtype" and value == _usual_dtype(self) == "fp32")
             if named or not usual:
                 found[name] = _plain(value)
@@ -573,13 +538,28 @@ def _named(mapping: Mapping[str, Any]) -> dict[str, Any]:
 
 def meaningful(keys: Mapping[str, Any]) -> dict[str, Any]:
     """The keys of a case in JSON form without those that mean nothing for its strategy and mesh."""
-    there = SimpleNamespace(strategy=keys.get("strategy", "single"), mesh=keys.get("mesh", {}))
+    there = SimpleNamespace(strategy=keys.get("strategy", methods.ONE_GPU), mesh=keys.get("mesh", {}))
     conditions = {name: [one for one in KEYS[name].only if one.key == "strategy"] for name in keys}
     return {name: value for name, value in keys.items() if all(one.holds(there) for one in conditions[name])}
 
 
-#: Every key of a case by its name, in order.
-KEYS: Final[Mapping[str, Key]] = keys_of(Case)
+def register(name: str, kind: Any, default: Any, group: Group, text: str, **about: Any) -> None:
+    """Add a key to the cases of this process: name, type as msgspec takes it, default, group and help, as `declared`.
+
+    Its value is an attribute of every case, part of its document, and an option of the commands that are imported
+    afterwards. Raises ConfigError where a name is taken.
+    """
+    key = Key(name, kind, default, About(group, text, **about))
+    for taken in set(key.names) & set(_NAMES):
+        raise ConfigError(f"key {taken!r} is a name of {_NAMES[taken]!r} already; give yours another")
+    KEYS[name] = key
+    _NAMES.update(dict.fromkeys(key.names, name))
+    _HINTS.update(dict.fromkeys(key.about.hints, name))
+
+
+#: Every key of a case by its name, in order; `register` adds to it.
+KEYS: Final[dict[str, Key]] = keys_of(Case)
+_FIELDS: Final = frozenset(KEYS)
 #: Names that are taken for each key, and words that an error knows.
 _NAMES: Final = {name: key.name for key in KEYS.values() for name in key.names}
 _HINTS: Final = {word: key.name for key in KEYS.values() for word in key.about.hints}

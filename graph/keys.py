@@ -6,6 +6,7 @@ Checks, texts of errors and the options of the command line derive from a `Key`.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import re
@@ -19,6 +20,7 @@ from typing import Any, Final
 import msgspec
 from msgspec import inspect
 
+from graph import methods
 from graph.models import catalogue
 from traces.errors import ConfigError
 from traces.text import number
@@ -30,29 +32,39 @@ _UNIONS: Final = (typing.Union, types.UnionType)
 
 @dataclass(frozen=True)
 class Only:
-    """A condition under which a key means something: another key has one of `values` (none given: is set at all).
-
-    `axes` are axes of a case's mesh that stand for a strategy; a case with a mesh has the methods that its axes name.
-    """
+    """A condition under which a key means something: another key has one of `values` (none given: is set at all)."""
 
     key: str
     values: tuple[str, ...] = ()
-    axes: tuple[str, ...] = ()
 
     def holds(self, case: Any) -> bool:
         """Whether it holds for a `graph.case.Case`."""
         value = getattr(case, self.key)
-        if self.key == "strategy" and case.mesh and value != "gemini":
-            return not set(self.axes).isdisjoint(case.mesh)
         if self.values:
             return value in self.values
         return bool(value != next(one.default for one in dataclasses.fields(case) if one.name == self.key))
 
     def __str__(self) -> str:
-        words = f"'{self.key}'"
-        if self.values:
-            words += ": " + either(map(repr, self.values))
-        return words + (f", or a 'mesh' with {either(self.axes)}" if self.axes else "")
+        return f"'{self.key}'" + (": " + either(map(repr, self.values)) if self.values else "")
+
+
+@dataclass(frozen=True)
+class Taken(Only):
+    """The case's method takes the keys of `scope`; a case with a mesh has the methods that its axes name."""
+
+    key: str = "strategy"
+    scope: str = ""
+
+    def holds(self, case: Any) -> bool:
+        """Whether it holds for a `graph.case.Case`."""
+        if case.mesh and not methods.has_own_mesh(case.strategy):
+            return not set(methods.axes_taking(self.scope)).isdisjoint(case.mesh)
+        return case.strategy != methods.ONE_GPU and case.strategy in methods.taking(self.scope)
+
+    def __str__(self) -> str:
+        axes = methods.axes_taking(self.scope)
+        words = f"'{self.key}': {either(map(repr, methods.taking(self.scope)))}"
+        return words + (f", or a 'mesh' with {either(axes)}" if axes else "")
 
 
 @dataclass(frozen=True)
@@ -83,8 +95,9 @@ class About:
 
     `means`: what a value should be, where the type alone does not say it well. `read`: the value that one text stands
     for. `aliases`: other names of the key that are taken; `hints`: those that only help the error of an unknown key.
-    `values`: other names of values. `switches`: names that stand for the key with a value, as `bf16` for autocast.
-    `unset`: what the default is in words, where it is null or empty.
+    `values`: other names of values. `known`: for a text that may be any name of an open table, all spellings of each
+    name, asked for when a value other than the default is checked. `switches`: names that stand for the key with a
+    value, as `bf16` for autocast. `unset`: what the default is in words, where it is null or empty.
     """
 
     group: Group
@@ -97,6 +110,7 @@ class About:
     aliases: tuple[str, ...] = ()
     hints: tuple[str, ...] = ()
     values: Mapping[str, str] = field(default_factory=dict)
+    known: Callable[[], Mapping[str, str]] | None = None
     switches: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -125,9 +139,11 @@ class Key:
         found = inspect.type_info(self.kind)
         return tuple(found.types) if isinstance(found, inspect.UnionType) else (found,)
 
-    @cached_property
+    @property
     def choices(self) -> tuple[str, ...]:
         """The texts that it may be, in the order of the declaration."""
+        if self.about.known is not None:
+            return tuple(dict.fromkeys(self.about.known().values()))
         kinds = typing.get_args(self.kind) if typing.get_origin(self.kind) in _UNIONS else (self.kind,)
         return tuple(
             word for kind in kinds if typing.get_origin(kind) is typing.Literal for word in typing.get_args(kind)
@@ -154,12 +170,14 @@ class Key:
         given = value
         if isinstance(value, str):
             value = self.about.values.get(value.casefold(), value)
+            if self.about.known is not None and value != self.default:
+                value = self.about.known().get(value.casefold(), value)
             if self.about.read is not None:
                 value = self.about.read(value)
-        try:
-            return msgspec.convert(value, self.kind)
-        except msgspec.ValidationError:
-            pass
+        with contextlib.suppress(msgspec.ValidationError):
+            found = msgspec.convert(value, self.kind)
+            if self.about.known is None or found == self.default or found in self.choices:
+                return found
         near = nearest(value, self.choices) if isinstance(value, str) and value else ""
         hint = f"; the nearest is {near!r}" if near else ""
         raise ConfigError(f"key '{self.name}': {shown(given)} should be {self.wanted()}{hint}")
@@ -177,11 +195,13 @@ def declared(default: Any, group: Group, text: str, **about: Any) -> Any:
     return field(default=default, metadata=notes)
 
 
-def keys_of(holder: type) -> Mapping[str, Key]:
+def keys_of(holder: type) -> dict[str, Key]:
     """The keys that a dataclass declares, in order."""
     kinds = typing.get_type_hints(holder, include_extras=True)
     found = {}
     for one in dataclasses.fields(holder):
+        if "about" not in one.metadata:
+            continue
         default = one.default if one.default_factory is MISSING else one.default_factory()
         found[one.name] = Key(one.name, kinds[one.name], default, one.metadata["about"])
     return found

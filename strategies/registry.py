@@ -29,8 +29,7 @@ _known: dict[str, Strategy] = {}
 
 def register(strategy: Strategy) -> None:
     """Make a method known under its name. Raises ConfigError where another has it."""
-    _load()
-    if strategy.name in _known:
+    if strategy.name in known():
         raise ConfigError(f"strategy {strategy.name!r} is registered already; give yours another name")
     _known[strategy.name] = strategy
 

@@ -94,6 +94,14 @@ class Strategy:
     kind: Kind = Kind.NONE
     share: Share = Share.EACH
     launch: Launch = Launch()
+    takes: tuple[str, ...] = ()
+    """Scopes of `graph.case` whose keys mean something for it, such as "pipeline"."""
+    aliases: tuple[str, ...] = ()
+    """Other names that a case may have for it."""
+    usual: Mapping[str, Any] = field(default_factory=dict)
+    """Keys of a case that have other defaults under it."""
+    mesh_axes: tuple[str, ...] = ()
+    """Axes of a mesh that bring what it takes."""
     own_mesh: bool = False
     """Whether the case's `mesh` has axes of the method's own."""
     half_weights: bool = False

@@ -143,4 +143,13 @@ def _whole(shapes: list[tuple[str, tuple[int, ...]]], data: int, tensor: int) ->
     return ChunkLayout(configs, pack(parameters, configs), data, tensor)
 
 
-STRATEGIES = (GeminiChunks("gemini", "Colossal-AI's chunks, as LLMem ran them"),)
+#: LLMem's own setting: Colossal-AI with transformers 4.29 and PyTorch 2.0. The GPU stays the user's.
+_USUAL = {
+    "dtype": "fp16",
+    "attn": "eager",
+    "checkpointing": "reentrant",
+    "loss": "transformers-4.29",
+    "attention_mask": True,
+    "release": "2.0",
+}
+STRATEGIES = (GeminiChunks("gemini", "Colossal-AI's chunks, as LLMem ran them", usual=_USUAL),)

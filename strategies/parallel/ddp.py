@@ -71,6 +71,7 @@ class Replicas(Strategy):
     """DistributedDataParallel and its variants."""
 
     kind: Kind = Kind.WHOLE
+    takes: tuple[str, ...] = ("grad_sync",)
     bucket_view: bool = False
     """Gradients are views of their buckets."""
 
@@ -115,7 +116,7 @@ class ReplicasWithShards(Replicas):
 _VIEW = Launch(no_accelerate="accelerate takes gradient_as_bucket_view only in code")
 _ZERO = Launch(no_accelerate="accelerate has no ZeroRedundancyOptimizer")
 STRATEGIES = (
-    Replicas("ddp", "DistributedDataParallel"),
+    Replicas("ddp", "DistributedDataParallel", mesh_axes=("dp", "ddp")),
     Replicas("ddp-view", "... with gradient_as_bucket_view", share=Share.NO, launch=_VIEW, bucket_view=True),
     ReplicasWithShards("zero1", "... with ZeroRedundancyOptimizer", launch=_ZERO),
 )

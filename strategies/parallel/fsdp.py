@@ -166,6 +166,7 @@ class Sharded(Strategy):
     """`fully_shard`: ranks whose shards have the same sizes do the same."""
 
     kind: Kind = Kind.SHARDED | Kind.HOST_PARAMETERS
+    takes: tuple[str, ...] = ("grad_sync", "reshard_backward")
     launch: Launch = FSDP
     reshard_after_forward: bool = True
     offload: bool = False
@@ -230,6 +231,7 @@ class Flattened(Strategy):
     """FSDP1: flat parameters are padded, so that all shards are equal."""
 
     kind: Kind = Kind.FLAT
+    takes: tuple[str, ...] = ("grad_sync",)
     launch: Launch = FSDP
 
     def method(self, case: Case, rank: int) -> Native:
@@ -240,8 +242,8 @@ class Flattened(Strategy):
 _HOST = (("parameters and states on the host", {"strategy": "fsdp2-offload"}),)
 STRATEGIES = (
     Flattened("fsdp1", "FSDP1, FULL_SHARD"),
-    Sharded("fsdp2", "fully_shard by layer", remedies=_HOST),
+    Sharded("fsdp2", "fully_shard by layer", remedies=_HOST, aliases=("fsdp",), mesh_axes=("fsdp2",)),
     Sharded("fsdp2-nr", "... without resharding after forward", share=Share.NO, reshard_after_forward=False),
     Sharded("fsdp2-offload", "... with parameters and states on the host", offload=True),
-    Hybrid("hsdp", "... over half of the ranks, in two replicas"),
+    Hybrid("hsdp", "... over half of the ranks, in two replicas", aliases=("hybrid_shard",), mesh_axes=("hsdp",)),
 )

@@ -186,4 +186,12 @@ class Stages(Strategy):
         return refused(case)
 
 
-STRATEGIES = (Stages("pp", "torch.distributed.pipelining, 1F1B or GPipe", share=Share.NO),)
+STRATEGIES = (
+    Stages(
+        "pp",
+        "torch.distributed.pipelining, 1F1B or GPipe",
+        share=Share.NO,
+        takes=("pipeline",),
+        mesh_axes=("pp",),
+    ),
+)

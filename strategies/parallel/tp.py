@@ -262,6 +262,7 @@ class Split(Strategy):
     """Tensor-parallel ranks are alike, since the sizes divide."""
 
     kind: Kind = Kind.SPLIT | Kind.TENSOR
+    takes: tuple[str, ...] = ("tp_loss",)
     share: Share = Share.ALL
     sequence: bool = False
     """Activations between the blocks are split along the sequence."""

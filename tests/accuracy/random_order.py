@@ -26,7 +26,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from graph.case import STRATEGIES, Case
+from graph.case import Case
+from strategies import registry
 from traces.errors import ConfigError, LLMemError
 from traces.model import Op, RankEvents, Strings, Trace
 
@@ -155,7 +156,7 @@ def _drawn(rng: random.Random) -> dict[str, Any]:
         mesh = rng.choice(MESHES)
         return case | {"mesh": dict(mesh), "world": math.prod(mesh.values())}
     if kind == "strategy":
-        case |= {"strategy": rng.choice(STRATEGIES[1:]), "world": rng.choice((2, 4))}
+        case |= {"strategy": rng.choice(tuple(registry.known())[1:]), "world": rng.choice((2, 4))}
     return case
 
 
