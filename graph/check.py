@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -12,6 +12,9 @@ import numpy.typing as npt
 from graph.model import Accesses, Int64Array, Kind, Role, StepGraph
 from traces.errors import TraceError
 from traces.model import CATEGORIES
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 #: Kinds of events whose index is a storage.
 OF_STORAGES: Final = (Kind.ALLOC, Kind.FREE, Kind.GRADIENT, Kind.RECORD_STREAM)
@@ -122,7 +125,7 @@ def _check_lives(graph: StepGraph) -> None:
         )
 
 
-def _same_length(name: str, table: Any) -> None:
+def _same_length(name: str, table: DataclassInstance) -> None:
     lengths = {entry.name: len(getattr(table, entry.name)) for entry in dataclasses.fields(table)}
     first, expected = next(iter(lengths.items()))
     for column, length in lengths.items():

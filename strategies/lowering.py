@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from graph.case import Case
 from graph.hardware.profile import profile
@@ -14,6 +14,9 @@ from strategies.timing.clock import Clock, timed
 from strategies.timing.roofline import Speed
 from traces.errors import ConfigError
 from traces.model import Device, RankEvents, Trace
+
+if TYPE_CHECKING:
+    from graph.loop.method import Method
 
 
 def lower(
@@ -46,7 +49,7 @@ def lower(
 def _captured(source: Case | StepGraph) -> Capture:
     """Captures anew, but for the graph of one GPU where that is given."""
 
-    def capture(case: Case, method: Any) -> StepGraph:
+    def capture(case: Case, method: Method | None) -> StepGraph:
         if method is None and isinstance(source, StepGraph):
             return source
         from graph.recorder.capture import capture as capture_anew

@@ -13,7 +13,7 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from traces import _lifecycle
+import traces._lifecycle as _lifecycle
 from traces.errors import ConfigError, EventError, TraceError
 from traces.model import (
     BOOL_FIELDS,

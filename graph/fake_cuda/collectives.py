@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 from unittest import mock
 
 import torch
@@ -23,6 +23,9 @@ from graph.fake_cuda.device import Runtime
 from graph.model import Kind
 from graph.recorder.list_sharding import equal_entries_once
 from graph.recorder.recorder import KIND_BITS
+
+if TYPE_CHECKING:
+    from graph.recorder.recorder import Recorder
 
 #: c10d's operators and the kind of collective each is.
 KINDS: Final[Mapping[str, str]] = {
@@ -60,7 +63,7 @@ NCCL_STREAM: Final = 900
 class Collectives:
     """The collectives of one rank."""
 
-    def __init__(self, runtime: Runtime, recorder: Any, kept: frozenset[str]) -> None:
+    def __init__(self, runtime: Runtime, recorder: Recorder, kept: frozenset[str]) -> None:
         self.runtime = runtime
         self.recorder = recorder
         self.kept = kept
@@ -111,7 +114,7 @@ class Collectives:
             if schema is not None:
                 self.runtime.override(schema.name, self._kernel(name, schema), ("CUDA",))
 
-    def _kernel(self, name: str, schema: Any) -> Callable[..., Any]:
+    def _kernel(self, name: str, schema: torch.FunctionSchema) -> Callable[..., Any]:
         names = [argument.name for argument in schema.arguments]
         results = len(schema.returns)
 
@@ -164,7 +167,7 @@ def _group_name(group: Any) -> str:
     return str(unboxed.group_desc or unboxed.group_name)
 
 
-def _flat(value: Any) -> Iterator[torch.Tensor]:
+def _flat(value: object) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, list | tuple):
@@ -194,7 +197,7 @@ def without_logger(wrapped: torch.nn.Module) -> torch.nn.Module:
 
 @contextlib.contextmanager
 def process_group(
-    runtime: Runtime, recorder: Any, rank: int, world: int, kept: frozenset[str] = frozenset()
+    runtime: Runtime, recorder: Recorder, rank: int, world: int, kept: frozenset[str] = frozenset()
 ) -> Iterator[Collectives]:
     """`torch.distributed` as rank `rank` of `world`, while inside; nobody waits for collectives of kinds `kept`."""
     from torch.testing._internal.distributed.fake_pg import FakeStore

@@ -19,7 +19,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import torch
 import torch._dynamo  # optimizers import it: not under a torch.cuda that is ours
@@ -33,6 +33,10 @@ from graph.fake_cuda.memory import ADDRESS_BITS, Memory, ignore
 from graph.fake_cuda.values import Values
 from graph.hardware.profile import Profile
 
+if TYPE_CHECKING:
+    from graph.fake_cuda.stubs import Stream
+    from graph.fake_cuda.torch_private import Operator
+
 _CUDA_DEVICE_TYPE: Final = 1
 #: Pinned copies of more bytes have no values.
 _COPIED: Final = 1 << 20
@@ -42,7 +46,7 @@ class Observer(Protocol):
     """Who is told what happens on the device."""
 
     def operator(
-        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, born: list[int], memo: Kind
+        self, func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], out: object, born: list[int], memo: Kind
     ) -> None:
         """A kernel ran: `born` are the storages that its outputs brought, in order. Views are not told.
 
@@ -99,7 +103,7 @@ class Runtime:
         return self._streams.get(number, self.default_stream)
 
     @stream.setter
-    def stream(self, stream: Any) -> None:
+    def stream(self, stream: Stream) -> None:
         if self._streams or stream.stream_id:
             self._streams[stream.stream_id] = stream
             torch._C._accelerator_setStream(torch.Stream(stream_id=stream.stream_id, device_index=0, device_type=1))
@@ -392,7 +396,7 @@ def _initialized() -> Iterator[None]:
         require(_CUDA_DEVICE_TYPE, True)
 
 
-def _pinned(tensor: torch.Tensor, device: Any = None) -> torch.Tensor:
+def _pinned(tensor: torch.Tensor, device: object = None) -> torch.Tensor:
     """A copy in memory that is not pinned: pinning asks for the real device. What nobody reads has no values."""
     return tensor.clone() if tensor.nbytes <= _COPIED else torch.empty_like(tensor)
 

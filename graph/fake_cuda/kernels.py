@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -28,6 +28,7 @@ from graph.fake_cuda.values import COUNTED
 
 if TYPE_CHECKING:
     from graph.fake_cuda.device import Runtime
+    from graph.fake_cuda.torch_private import Operator
 
 Kernel = Callable[..., Any]
 
@@ -175,7 +176,7 @@ class _Resized:
     strides: tuple[int, ...]
 
 
-def _described(value: Any) -> Any:
+def _described(value: object) -> Any:
     """A fake output as what it takes to make it: a Layout, a list of them, or a value."""
     if isinstance(value, torch.Tensor):
         if value.device.type == "cpu":
@@ -213,7 +214,7 @@ class _Schema:
     out: tuple[str, ...]  # keyword-only arguments that are written and may be resized
 
 
-def _schema(func: Any) -> _Schema:
+def _schema(func: Operator) -> _Schema:
     schema = func._schema
     writes: dict[str, int | str] = {}
     out = []
@@ -279,7 +280,7 @@ class Kernels:
             return functools.partial(func.redispatch, _BY_CPU_KERNEL)
         return self._dynamic(func) if torch.Tag.dynamic_output_shape in func.tags else self._usual(func)
 
-    def _usual(self, func: Any) -> Kernel:
+    def _usual(self, func: Operator) -> Kernel:
         """The kernel that the operator's schema and PyTorch's rules for shapes ask for."""
         schema = _schema(func)
         if schema.out:
@@ -288,7 +289,7 @@ class Kernels:
             return self._in_place(func, schema)
         return self._functional(func, schema)
 
-    def _functional(self, func: Any, schema: _Schema) -> Kernel:
+    def _functional(self, func: Operator, schema: _Schema) -> Kernel:
         """A kernel that makes new tensors."""
         runtime, kinds, values = self.runtime, dict[Any, Kind](), self.runtime.values
         single = schema.returns == 1
@@ -323,7 +324,7 @@ class Kernels:
 
         return kernel
 
-    def _in_place(self, func: Any, schema: _Schema) -> Kernel:
+    def _in_place(self, func: Operator, schema: _Schema) -> Kernel:
         """A kernel that only writes its arguments."""
         runtime, kinds, written = self.runtime, dict[Any, Kind](), schema.written
         first = written[0] if len(written) == 1 else None
@@ -346,7 +347,7 @@ class Kernels:
 
         return kernel
 
-    def _written(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+    def _written(self, func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], out: object) -> None:
         """Values of what an operator has written; those of lists (`_foreach_`) are forgotten."""
         listed = [value for value in args if isinstance(value, list | tuple)] if out is None else []
         targets = tuple([t for t in tree_leaves(listed or out) if isinstance(t, _Tensor) and t.dtype in COUNTED])
@@ -355,7 +356,7 @@ class Kernels:
         elif targets and all(target.is_cuda for target in targets):
             self.runtime.values.written(func, args, kwargs, targets)
 
-    def _out(self, func: Any, schema: _Schema) -> Kernel:
+    def _out(self, func: Operator, schema: _Schema) -> Kernel:
         """A kernel with arguments `out=`, which it resizes where PyTorch does."""
         runtime, kinds, names = self.runtime, dict[Any, Kind](), schema.out
 
@@ -378,7 +379,7 @@ class Kernels:
         return kernel
 
     def _remembered(
-        self, func: Any, schema: _Schema, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, func: Operator, schema: _Schema, key: tuple[Any, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, ...]:
         """What such a call makes (or resizes), by PyTorch's rules; asked once in a process, but for long lists."""
         if any(isinstance(value, list | tuple) and len(value) > _LONG for value in args):
@@ -391,7 +392,7 @@ class Kernels:
             made = _known[whole] = self._ask(func, schema, args, kwargs)
         return made
 
-    def _ask(self, func: Any, schema: _Schema, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    def _ask(self, func: Operator, schema: _Schema, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
         places = None
         if func._schema.name.startswith("aten::_foreach_") and schema.written == (None,):
             args, places = _distinct(args)
@@ -427,17 +428,17 @@ class Kernels:
 
     # -- operators with rules of their own: each method makes the kernel
 
-    def _new(self, func: Any, kind: Kind, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    def _new(self, func: Operator, kind: Kind, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
         born: list[int] = []
         out = self.runtime.memory.new(kind.made[0], born)
         if self.runtime.observer is not None:
             self.runtime.observer.operator(func, args, kwargs, out, born, kind)
         return out
 
-    def _empty(self, func: Any) -> Kernel:
+    def _empty(self, func: Operator) -> Kernel:
         kinds = dict[Any, Kind]()
 
-        def kernel(size: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        def kernel(size: Sequence[int], *args: Any, **kwargs: Any) -> torch.Tensor:
             dtype = kwargs.get("dtype") or torch.get_default_dtype()
             order = kwargs.get("memory_format")
             key = (tuple(size), dtype, order)
@@ -448,10 +449,10 @@ class Kernels:
 
         return kernel
 
-    def _empty_strided(self, func: Any) -> Kernel:
+    def _empty_strided(self, func: Operator) -> Kernel:
         kinds = dict[Any, Kind]()
 
-        def kernel(size: Any, stride: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        def kernel(size: Sequence[int], stride: Sequence[int], *args: Any, **kwargs: Any) -> torch.Tensor:
             key = (tuple(size), tuple(stride), kwargs.get("dtype") or torch.get_default_dtype())
             kind = kinds.get(key)
             if kind is None:
@@ -460,7 +461,7 @@ class Kernels:
 
         return kernel
 
-    def _copy(self, func: Any) -> Kernel:
+    def _copy(self, func: Operator) -> Kernel:
         """at::native::copy_ (ATen/native/cuda/Copy.cu, copy_requires_temporaries): across devices, a tensor that is not
         contiguous, or of another dtype, goes through a temporary. To the host it is cast there, if the host waits."""
         on_device = self._in_place(func, _schema(func))
@@ -497,10 +498,10 @@ class Kernels:
 
         return kernel
 
-    def _resize(self, func: Any) -> Kernel:
+    def _resize(self, func: Operator) -> Kernel:
         runtime = self.runtime
 
-        def kernel(tensor: torch.Tensor, size: Any, **kwargs: Any) -> torch.Tensor:
+        def kernel(tensor: torch.Tensor, size: Sequence[int], **kwargs: Any) -> torch.Tensor:
             shape = tuple(size)
             if tensor.shape != shape:
                 born: list[int] = []
@@ -512,7 +513,7 @@ class Kernels:
 
         return kernel
 
-    def _scalar(self, func: Any) -> Kernel:
+    def _scalar(self, func: Operator) -> Kernel:
         runtime = self.runtime
 
         def kernel(tensor: torch.Tensor) -> Any:
@@ -530,7 +531,7 @@ class Kernels:
 
         return kernel
 
-    def _equal(self, func: Any) -> Kernel:
+    def _equal(self, func: Operator) -> Kernel:
         runtime = self.runtime
 
         def kernel(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -547,7 +548,7 @@ class Kernels:
 
         return kernel
 
-    def _nonzero(self, func: Any) -> Kernel:
+    def _nonzero(self, func: Operator) -> Kernel:
         """Places of elements that are not zero, by dimension: as many as `Runtime.nonzero` says, the first ones."""
         runtime, kinds = self.runtime, dict[Any, Kind]()
 
@@ -572,13 +573,13 @@ class Kernels:
 
         return kernel
 
-    def _indexed(self, func: Any) -> Kernel:
+    def _indexed(self, func: Operator) -> Kernel:
         """Masks among indices become the places where they are set (ATen/native/IndexingUtils.h, `expandTensors`); a
         number that is put where a mask is set fills (`canDispatchToMaskedFill`)."""
         usual = self._usual(func)
         fills = func._opname == "_index_put_impl_"
 
-        def kernel(source: torch.Tensor, indices: Any, *rest: Any, **kwargs: Any) -> Any:
+        def kernel(source: torch.Tensor, indices: Sequence[torch.Tensor | None], *rest: Any, **kwargs: Any) -> Any:
             masks = [index for index in indices if index is not None and index.dtype in (torch.bool, torch.uint8)]
             if not masks:
                 return usual(source, indices, *rest, **kwargs)
@@ -595,7 +596,7 @@ class Kernels:
 
         return kernel
 
-    def _selected(self, func: Any) -> Kernel:
+    def _selected(self, func: Operator) -> Kernel:
         """As many elements as the mask has set."""
         usual, kinds, runtime = self._usual(func), dict[Any, Kind](), self.runtime
 
@@ -616,7 +617,7 @@ class Kernels:
 
         return kernel
 
-    def _dynamic(self, func: Any) -> Kernel:
+    def _dynamic(self, func: Operator) -> Kernel:
         """An operator whose result has a shape by values: what it makes of those, where they are known."""
         usual, kinds, runtime = self._usual(func), dict[Any, Kind](), self.runtime
 
@@ -642,7 +643,7 @@ class Kernels:
 
         return kernel
 
-    def _never(self, func: Any) -> Kernel:
+    def _never(self, func: Operator) -> Kernel:
         return lambda *args, **kwargs: False
 
 

@@ -13,10 +13,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import partial
-from typing import Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from graph.errors import CaptureError
 from graph.hardware.profile import Profile
+
+if TYPE_CHECKING:
+    import torch
 
 
 class Backend(IntEnum):
@@ -41,10 +44,12 @@ class Operand:
     offset: int = 0  # of the first element in its storage
 
     @classmethod
-    def of(cls, tensor: Any) -> Operand:
+    def of(cls, tensor: torch.Tensor) -> Operand:
         """The operand that a tensor is."""
         dtype = str(tensor.dtype).removeprefix("torch.")
-        return cls(tuple(tensor.shape), tuple(tensor.stride()), dtype, tensor.requires_grad, tensor.storage_offset())
+        return cls(
+            tuple(tensor.shape), tuple(tensor.stride()), dtype, tensor.requires_grad, int(tensor.storage_offset())
+        )
 
 
 DEFAULT_PRIORITY: Final = (Backend.FLASH, Backend.EFFICIENT, Backend.MATH, Backend.CUDNN, Backend.OVERRIDEABLE)
@@ -302,10 +307,10 @@ def install(runtime: Runtime) -> None:
 
 def attend(
     card: Profile,
-    query: Any,
-    key: Any,
-    value: Any,
-    attn_mask: Any = None,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
     dropout_p: float = 0.0,
     is_causal: bool = False,
     *,
@@ -363,10 +368,10 @@ def _choice(card: Profile, *args: Any, scale: float | None = None, **kwargs: Any
 
 def _chosen(
     card: Profile,
-    query: Any,
-    key: Any,
-    value: Any,
-    attn_mask: Any = None,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
     dropout_p: float = 0.0,
     is_causal: bool = False,
     enable_gqa: bool = False,
@@ -403,7 +408,7 @@ def _flags(card: Profile) -> Flags:
     )
 
 
-def _first(outputs: Any) -> Any:
+def _first(outputs: Sequence[torch.Tensor]) -> Any:
     """The first of an operator's outputs; the others die in order."""
     rest = list(outputs)
     del outputs
@@ -412,7 +417,7 @@ def _first(outputs: Any) -> Any:
     return rest[0]
 
 
-def _padded_head(tensor: Any) -> Any:
+def _padded_head(tensor: torch.Tensor) -> Any:
     """`tensor` with its last dimension padded to a multiple of 8 (`pad_last_dim`)."""
     import torch
 
@@ -420,7 +425,7 @@ def _padded_head(tensor: Any) -> Any:
     return torch.ops.aten.pad(tensor, [0, missing]) if missing else tensor
 
 
-def _additive(mask: Any, dtype: Any) -> Any:
+def _additive(mask: torch.Tensor | None, dtype: torch.dtype) -> Any:
     """A boolean mask as one that is added: 0 where it is true, else minus infinity (`convert_boolean_attn_mask`)."""
     import torch
 
@@ -430,7 +435,7 @@ def _additive(mask: Any, dtype: Any) -> Any:
     return aten.where.ScalarSelf(mask, 0.0, aten.scalar_tensor(-math.inf, dtype=dtype, device=mask.device))
 
 
-def _aligned_bias(mask: Any, query: Any, key: Any) -> Any:
+def _aligned_bias(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> Any:
     """`mask` with rows aligned to 8 elements, padded if need be, and expanded to all heads (`preprocess_mask`)."""
     import torch
 
@@ -441,7 +446,7 @@ def _aligned_bias(mask: Any, query: Any, key: Any) -> Any:
     return aten.expand(mask, [query.shape[0], query.shape[1], query.shape[2], key.shape[2]])
 
 
-def corrected(name: str, outputs: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def corrected(name: str, outputs: Sequence[torch.Tensor], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """What operator `name` (`aten._scaled_dot_product_efficient_attention.default`) returns on CUDA, where PyTorch's
     rules for shapes say something else: random state of the efficient kernel is on the host, and cuDNN's makes no
     logsumexp if not asked to. Any other `outputs` are returned as they are.

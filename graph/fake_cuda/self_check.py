@@ -19,6 +19,8 @@ from graph.errors import UnsupportedTorch
 
 if TYPE_CHECKING:
     from graph.fake_cuda.device import Runtime
+    from graph.fake_cuda.kernels import Kind
+    from graph.fake_cuda.torch_private import Operator
 
 _WIDTH: Final = 48
 _TOKENS: Final = (2, 24)
@@ -88,7 +90,9 @@ class _Log:
         self.bytes: dict[int, int] = {}
         self.events: list[str] = []
 
-    def operator(self, func: Any, args: Any, kwargs: Any, out: Any, born: list[int], memo: Any) -> None:
+    def operator(
+        self, func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], out: object, born: list[int], memo: Kind
+    ) -> None:
         """Births."""
         for storage in born:
             self.bytes[storage] = self.runtime.bytes(storage)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch._meta_registrations import _create_grouped_mm_output_tensor
@@ -17,6 +17,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from graph.errors import CaptureError
 
+if TYPE_CHECKING:
+    from graph.fake_cuda.torch_private import Operator
+
 _CUDA: Final = torch.device("cuda", 0)
 #: Most elements of operands for which an operator without a rule for shapes is run on the CPU instead.
 _COMPUTED: Final = 1 << 24
@@ -29,7 +32,7 @@ class Shapes:
         self._mode: FakeTensorMode | None = None
         self.asked = 0
 
-    def infer(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    def infer(self, func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         """The fake outputs of `func`, and the fake keyword arguments it was called with.
 
         Raises CaptureError if PyTorch has no rule for it, or if shapes depend on values.
@@ -53,7 +56,7 @@ class Shapes:
                 pass
         return self._compute(func, args, kwargs)
 
-    def _compute(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    def _compute(self, func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         """As `infer`, for an operator that PyTorch has no rule for: run on zeros on the CPU, if it is not too large."""
         tensors = [value for value in tree_leaves((args, kwargs)) if isinstance(value, torch.Tensor)]
         if sum(tensor.numel() for tensor in tensors) > _COMPUTED:
@@ -65,12 +68,20 @@ class Shapes:
             raise CaptureError(f"operator {func}: PyTorch has no rule for the shape of its result") from error
 
 
-def _grouped(left: Any, right: Any, offs: Any = None, bias: Any = None, out_dtype: Any = None) -> Any:
+def _grouped(
+    left: torch.Tensor,
+    right: torch.Tensor,
+    offs: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Any:
     """The result of `_grouped_mm`, on CUDA for all floating-point dtypes (ATen/native/cuda/GroupedBlas.cpp)."""
     return _create_grouped_mm_output_tensor(left, right, offs, out_dtype)  # type: ignore[no-untyped-call]
 
 
-def _stand_in(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+def _stand_in(
+    func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
     """A call whose result has the same shape, for convolutions of CUDA, which have no rules of their own."""
     aten = torch.ops.aten
     if func is aten.cudnn_convolution.default:
@@ -87,7 +98,7 @@ def _stand_in(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple
     return func, args, kwargs
 
 
-def _fake(value: Any) -> Any:
+def _fake(value: object) -> Any:
     """A tensor's likeness, made inside FakeTensorMode; anything else itself."""
     if isinstance(value, torch.Tensor) and value.__class__ is not FakeTensor:
         device = _CUDA if value.is_cuda else value.device
@@ -97,7 +108,7 @@ def _fake(value: Any) -> Any:
     return value
 
 
-def numbers_as_tensors(func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+def numbers_as_tensors(func: Operator, args: tuple[Any, ...]) -> tuple[Any, ...]:
     """Python numbers in place of tensors (`remainder.Tensor(x, 2)`) as tensors on the CPU that promote alike, for
     operators that cannot be called from Python with numbers."""
     schema = func._schema
@@ -117,7 +128,7 @@ def numbers_as_tensors(func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
     return tuple(tensors)
 
 
-def _zeros(value: Any) -> Any:
+def _zeros(value: object) -> Any:
     """Zeros like a CUDA tensor, on the CPU."""
     if isinstance(value, torch.Tensor) and value.is_cuda:
         return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype).zero_()

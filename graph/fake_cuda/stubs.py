@@ -25,7 +25,7 @@ class Stream:
     runtime: Runtime
     _made = 0
 
-    def __init__(self, device: Any = None, priority: int = 0, *, number: int | None = None, **_: Any) -> None:
+    def __init__(self, device: object = None, priority: int = 0, *, number: int | None = None, **_: object) -> None:
         if number is None:
             Stream._made += 1
         self.stream_id = Stream._made if number is None else number
@@ -43,15 +43,15 @@ class Stream:
         """The host waits."""
         self.runtime.synchronized()
 
-    def wait_stream(self, stream: Any) -> None:
+    def wait_stream(self, stream: Stream) -> None:
         """What comes on this stream waits for what is on `stream` now."""
         self.runtime.tell("wait_stream", self.stream_id, stream.stream_id)
 
-    def wait_event(self, event: Any) -> None:
+    def wait_event(self, event: Event) -> None:
         """What comes on this stream waits for `event`."""
         event.wait(self)
 
-    def record_event(self, event: Any = None) -> Any:
+    def record_event(self, event: Event | None = None) -> Any:
         """`event`, or a new one, recorded on this stream."""
         recorded = Event() if event is None else event
         recorded.record(self)
@@ -93,7 +93,7 @@ class Event:
     that stream.
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: object, **kwargs: object) -> None:
         self.device = torch.device("cuda", 0)
         self._point = 0
         self._points = Stream.runtime.points
@@ -101,14 +101,14 @@ class Event:
     def __del__(self) -> None:
         self._points.give_back(self._point)
 
-    def record(self, stream: Any = None) -> None:
+    def record(self, stream: Stream | None = None) -> None:
         """This point of `stream`, or of the current one."""
         on = (Stream.runtime.stream if stream is None else stream).stream_id
         self._points.give_back(self._point)
         self._point = self._points.take(on)
         Stream.runtime.tell("wait_stream", self._point, on)
 
-    def wait(self, stream: Any = None) -> None:
+    def wait(self, stream: Stream | None = None) -> None:
         """What comes on `stream`, or on the current one, waits for this point."""
         if self._point:
             waiting = Stream.runtime.stream if stream is None else stream
@@ -122,7 +122,7 @@ class Event:
         """The host waits."""
         Stream.runtime.synchronized(self._point)
 
-    def elapsed_time(self, other: Any) -> float:
+    def elapsed_time(self, other: Event) -> float:
         """No time passes."""
         return 0.0
 
@@ -144,7 +144,7 @@ class _Storages:
         storage: Any = torch.UntypedStorage
         resize, nbytes, record = storage.resize_, storage.nbytes, torch.Tensor.record_stream
 
-        def resized(self: Any, size: int) -> Any:
+        def resized(self: torch.UntypedStorage, size: int) -> Any:
             if self.device.type != "cuda":
                 return resize(self, size)
             mine = number(self.data_ptr())
@@ -153,12 +153,12 @@ class _Storages:
                 tell("resized", mine, int(size))
             return self
 
-        def measured(self: Any) -> int:
+        def measured(self: torch.UntypedStorage) -> int:
             if self.device.type != "cuda":
                 return int(nbytes(self))
             return live.get(number(self.data_ptr()), 0)
 
-        def recorded(self: torch.Tensor, stream: Any) -> None:
+        def recorded(self: torch.Tensor, stream: Stream | torch.Stream) -> None:
             if isinstance(stream, Stream):
                 tell("record_stream", number(self.untyped_storage().data_ptr()), stream.stream_id)
             else:
@@ -175,7 +175,7 @@ class _Storages:
 class _Device:
     """`torch.cuda.device`: there is only device 0."""
 
-    def __init__(self, device: Any = None) -> None:
+    def __init__(self, device: object = None) -> None:
         self.idx = 0
         self.prev_idx = 0
 
@@ -189,7 +189,7 @@ class _Device:
 class _StreamContext:
     """`torch.cuda.stream(s)`."""
 
-    def __init__(self, runtime: Runtime, stream: Any) -> None:
+    def __init__(self, runtime: Runtime, stream: Stream | None) -> None:
         self.runtime, self.stream = runtime, stream
 
     def __enter__(self) -> None:
@@ -225,7 +225,7 @@ def _properties(runtime: Runtime) -> types.SimpleNamespace:
     )
 
 
-def _nothing(*args: Any, **kwargs: Any) -> None:
+def _nothing(*args: object, **kwargs: object) -> None:
     """A call that has no effect without a device."""
 
 

@@ -9,8 +9,8 @@ values, nor has what is larger than `MOST_BYTES`.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, MutableMapping
-from typing import Any, Final
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -18,6 +18,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from graph.fake_cuda.shapes import numbers_as_tensors
+
+if TYPE_CHECKING:
+    from graph.fake_cuda.torch_private import Operator
 
 #: Storages of more bytes have no values.
 MOST_BYTES: Final = 1 << 25
@@ -69,7 +72,7 @@ class Values:
         for tensor in tensors:
             self.known.pop(self.key(tensor), None)
 
-    def computed(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def computed(self, func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What `func` gives on the values of its arguments; None where one of them has none."""
         if torch.Tag.nondeterministic_seeded in func.tags:
             return None
@@ -79,14 +82,16 @@ class Values:
         except (_UnknownError, RuntimeError, IndexError):  # NotImplementedError is a RuntimeError: no kernel on the CPU
             return None
 
-    def made(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+    def made(self, func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], out: object) -> None:
         """`func` has made `out`: new tensors of integers or booleans alone."""
         result = self.computed(func, args, kwargs)
         if result is not None:
             for tensor, host in zip(tree_leaves(out), tree_leaves(result), strict=True):
                 self.put(tensor, host)
 
-    def written(self, func: Any, args: Any, kwargs: Any, targets: tuple[torch.Tensor, ...]) -> None:
+    def written(
+        self, func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], targets: tuple[torch.Tensor, ...]
+    ) -> None:
         """`func` has written its arguments `targets`, of integers or booleans."""
         overwrites = func._opname in _OVERWRITING or (func._schema.is_mutable and bool(_outs(func)))
         for target in targets:
@@ -95,12 +100,12 @@ class Values:
         if self.computed(func, args, kwargs) is None:
             self.forget(targets)
 
-    def _host(self, value: Any) -> Any:
+    def _host(self, value: object) -> Any:
         """Arguments with host tensors in place of the device's; raises _UnknownError."""
         leaves, shape = tree_flatten(value)
         return tree_unflatten([self._leaf(leaf) for leaf in leaves], shape)
 
-    def _leaf(self, leaf: Any) -> Any:
+    def _leaf(self, leaf: object) -> Any:
         if isinstance(leaf, torch.device):
             return _CPU
         if not isinstance(leaf, torch.Tensor):
@@ -111,7 +116,7 @@ class Values:
         return found
 
 
-def _outs(func: Any) -> list[str]:
+def _outs(func: Operator) -> list[str]:
     """Arguments `out=` of an operator."""
     return [
         a.name for a in func._schema.arguments if a.kwarg_only and a.alias_info is not None and a.alias_info.is_write
@@ -147,7 +152,13 @@ class _Literals(TorchFunctionMode):
         super().__init__()
         self.values = values
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
         out = func(*args, **(kwargs or {}))
         literals = func in (torch.tensor, torch.as_tensor) and not (args and isinstance(args[0], torch.Tensor))
         if literals and out.is_meta and out.dtype in COUNTED:
@@ -164,7 +175,9 @@ class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.values = values
         self._alive: list[Any] = []  # storages, so that none is taken for another
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Operator, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
         leaves = [leaf for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor)]

@@ -8,7 +8,7 @@ ends a sequence early. The cache grows by concatenation (dynamic) or is allocate
 from __future__ import annotations
 
 import warnings
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
@@ -20,11 +20,16 @@ from graph.model import Kind, Role
 from graph.recorder.attribution import Roles
 from traces.errors import ConfigError
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from graph.models.sources import Built
+
 LOAD, PREFILL, FIRST, DECODE, END = range(5)
 PHASES: Final = ("load", "prefill", "first", "decode", "end")
 
 
-def check(case: Case, built: Any) -> None:
+def check(case: Case, built: Built) -> None:
     """ConfigError where a case asks for what cannot be generated."""
     if built.config is None:
         raise ConfigError(f"key 'task': inference is for configurations, and {built.where} is a function of your own")
@@ -34,7 +39,7 @@ def check(case: Case, built: Any) -> None:
     check_positions(built.config, case.prompt + case.new - 1, "prompt", built.where)
 
 
-def generate(clock: Clock, built: Any, case: Case, roles: Roles) -> None:
+def generate(clock: Clock, built: Built, case: Case, roles: Roles) -> None:
     """Run the inference of a case on a model that is on the device; marks phases on `clock`."""
     model = built.module
     clock.mark(PREFILL, -1, Role.FORWARD)
@@ -59,7 +64,7 @@ class _Before:
     def __init__(self, clock: Clock) -> None:
         self.clock, self.calls = clock, 0
 
-    def __call__(self, module: Any, args: Any) -> None:
+    def __call__(self, module: torch.nn.Module, args: object) -> None:
         self.calls += 1
         if self.calls == 2:
             self.clock.mark(DECODE, -1, Role.FORWARD)
@@ -73,7 +78,7 @@ class _After:
     def __init__(self, clock: Clock) -> None:
         self.clock, self.calls = clock, 0
 
-    def __call__(self, module: Any, args: Any, output: Any) -> None:
+    def __call__(self, module: torch.nn.Module, args: object, output: object) -> None:
         self.calls += 1
         if self.calls == 1:
             self.clock.mark(FIRST, -1, Role.FORWARD)
@@ -83,7 +88,7 @@ def _by_generate(model: Any, ids: torch.Tensor, case: Case) -> Any:
     """`model.generate`, which goes on to the last token whatever it reads (values are made up here)."""
     picked = 0
 
-    def unfinished(finished: Any, synced: bool, device: Any) -> bool:
+    def unfinished(finished: Any, synced: bool, device: torch.device) -> bool:
         nonlocal picked
         bool(finished)  # as the real one: the host waits for the flag
         picked += 1
@@ -102,7 +107,7 @@ def _by_generate(model: Any, ids: torch.Tensor, case: Case) -> Any:
         del owner._has_unfinished_sequences
 
 
-def _by_hand(model: Any, ids: torch.Tensor, case: Case) -> Any:
+def _by_hand(model: PreTrainedModel, ids: torch.Tensor, case: Case) -> Any:
     """A plain loop: logits of all positions of the prompt, which go with the first token, then token after token."""
     past = _cache(model, case)
     token = ids
@@ -115,7 +120,7 @@ def _by_hand(model: Any, ids: torch.Tensor, case: Case) -> Any:
     return past, out, token
 
 
-def _cache(model: Any, case: Case) -> Any:
+def _cache(model: PreTrainedModel, case: Case) -> Any:
     from transformers import DynamicCache, StaticCache
 
     if case.cache == "static":

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 import torch
 
 from graph.case import Case
 from graph.dtypes import NAMES
 from traces.errors import ConfigError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 Kind = Literal["ids", "mask", "padded", "labels", "values"]
 
@@ -59,7 +62,7 @@ def arguments(batch: Sequence[Input], tensors: dict[str, Any]) -> dict[str, Any]
     return {key: tensors[one.name] for one in batch for key in one.keys}
 
 
-def training_batch(case: Case, head: str, config: Any, place: str) -> tuple[Input, ...]:
+def training_batch(case: Case, head: str, config: PreTrainedConfig, place: str) -> tuple[Input, ...]:
     """The inputs of a training step, in the order in which they go to the device.
 
     A decoder's labels are its input ids, the same tensor; an encoder-decoder's labels have `dec_seq` tokens, and the
@@ -89,7 +92,7 @@ def training_batch(case: Case, head: str, config: Any, place: str) -> tuple[Inpu
     return tuple(batch)
 
 
-def check_positions(config: Any, length: int, key: str, place: str) -> None:
+def check_positions(config: PreTrainedConfig, length: int, key: str, place: str) -> None:
     """ConfigError if the model has fewer than `length` positions; `key` names the case key to mend."""
     found = positions(config)
     if found is not None and length > found[1]:
@@ -100,7 +103,7 @@ def check_positions(config: Any, length: int, key: str, place: str) -> None:
         )
 
 
-def positions(config: Any) -> tuple[str, int] | None:
+def positions(config: PreTrainedConfig) -> tuple[str, int] | None:
     """The key of a configuration that limits the sequence, and its limit; None if there is no limit (ALiBi, T5).
 
     RoBERTa and its kin count positions from pad_token_id + 1 (transformers: create_position_ids_from_input_ids).
@@ -114,22 +117,22 @@ def positions(config: Any) -> tuple[str, int] | None:
     return None
 
 
-def _relative(config: Any) -> bool:
+def _relative(config: PreTrainedConfig) -> bool:
     """T5 and its kin have biases by distance, for any distance; their n_positions is not used."""
     return hasattr(config, "relative_attention_num_buckets")
 
 
-def _offset(config: Any) -> int:
+def _offset(config: PreTrainedConfig) -> int:
     """Rows of the table of positions that stand before the first token's."""
     from_padding = "roberta" in str(getattr(config, "model_type", "")) or config.model_type in ("camembert", "mpnet")
     return int(config.pad_token_id) + 1 if from_padding and config.pad_token_id is not None else 0
 
 
-def image_pixels(batch: int, config: Any) -> tuple[int, int, int, int]:
+def image_pixels(batch: int, config: PreTrainedConfig) -> tuple[int, int, int, int]:
     """The shape of images of the size that a configuration of vision names (224 x 224 where it names none)."""
     height, width = _pair(getattr(config, "image_size", 224))
     return batch, int(getattr(config, "num_channels", 3)), height, width
 
 
-def _pair(size: Any) -> tuple[int, int]:
+def _pair(size: int | Sequence[int]) -> tuple[int, int]:
     return (int(size), int(size)) if isinstance(size, int) else (int(size[0]), int(size[1]))

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import weakref
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch.nn.functional import cross_entropy
 
 from graph.models.transformers_4_29.masks import like_transformers_4_29 as masks_of_4_29
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 PARTS: Final = 8
 
@@ -17,7 +20,9 @@ PARTS: Final = 8
 _CAST_LOGITS: Final = frozenset({"codegen", "gptj", "gpt_neo"})
 
 
-def like_transformers_4_29(extra: dict[str, Any], kind: str, module: Any, inputs: dict[str, Any]) -> torch.Tensor:
+def like_transformers_4_29(
+    extra: dict[str, Any], kind: str, module: PreTrainedModel, inputs: dict[str, Any]
+) -> torch.Tensor:
     """Logits in the weights' dtype, a contiguous copy of all but the last position, cross-entropy.
 
     modeling_opt.py and its kin in transformers 4.29; `kind` is the model_type. The logits die with this call.
@@ -53,9 +58,9 @@ def _positions(mask: torch.Tensor) -> torch.Tensor:
     return (torch.cumsum(mask, dim=1).type_as(mask) * mask).long() - 1
 
 
-def _causal(module: Any, mask: torch.Tensor) -> dict[str, Any]:
+def _causal(module: PreTrainedModel, mask: torch.Tensor) -> dict[str, Any]:
     """Mask [batch, length, 1, length] in bool and positions of GPT-BigCode (modeling_gpt_bigcode.py, 4.29)."""
-    whole = module.base_model
+    whole: Any = module.base_model
     positions = mask.long().cumsum(-1) - 1
     positions.masked_fill_(mask == 0, 1)
     batch, length = mask.shape
@@ -63,13 +68,13 @@ def _causal(module: Any, mask: torch.Tensor) -> dict[str, Any]:
     return {"attention_mask": causal.unsqueeze(2 if whole.multi_query else 1), "position_ids": positions}
 
 
-def chunked(extra: dict[str, Any], module: Any, inputs: dict[str, Any]) -> torch.Tensor:
+def chunked(extra: dict[str, Any], module: PreTrainedModel, inputs: dict[str, Any]) -> torch.Tensor:
     """The loss of a model that `in_parts` has changed, however it is wrapped."""
     loss: torch.Tensor = module(**inputs, **extra)
     return loss
 
 
-def in_parts(module: Any, *, checkpointed: bool) -> None:
+def in_parts(module: PreTrainedModel, *, checkpointed: bool) -> None:
     """Make a model's forward give the loss over 8 parts of the sequence, as a loop of one's own in it does.
 
     The head and a cross-entropy run on one part after another, each under checkpoint if asked for.

@@ -12,6 +12,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
+    from graph.case import Case
+    from graph.fake_cuda.device import Runtime
+    from graph.loop.training import Clock
+    from graph.models.sources import Built
+    from graph.recorder.attribution import Roles
+    from graph.recorder.recorder import Recorder
+
 
 class Method:
     """One rank of a job. Subclasses change what their method changes; this class is training on one GPU."""
@@ -21,11 +28,11 @@ class Method:
     #: Names of the phases of training, in the order of the numbers that `train` gives its clock.
     phases: tuple[str, ...] = ("load", "forward", "backward", "optimizer", "end")
 
-    def running(self, runtime: Any, recorder: Any) -> contextlib.AbstractContextManager[None]:
+    def running(self, runtime: Runtime, recorder: Recorder) -> contextlib.AbstractContextManager[None]:
         """Around the whole run, inside the fake device: process groups begin and end here."""
         return contextlib.nullcontext()
 
-    def load(self, recorder: Any, built: Any) -> Mapping[str, int]:
+    def load(self, recorder: Recorder, built: Built) -> Mapping[str, int]:
         """Bring `built.module` to the device, wrapped as the method wraps it (`built.module` is replaced by that).
 
         The answer maps the names of parameters and buffers to their storages.
@@ -35,19 +42,19 @@ class Method:
         found: Mapping[str, int] = built.load(lambda module, keep: place(recorder, module, keep=keep))
         return found
 
-    def optimizer(self, case: Any, parameters: list[torch.nn.Parameter]) -> Any:
+    def optimizer(self, case: Case, parameters: list[torch.nn.Parameter]) -> Any:
         """The optimizer over the trainable parameters of the wrapped module."""
         from graph.loop.training import make_optimizer
 
         return make_optimizer(case, parameters)
 
-    def train(self, clock: Any, built: Any, case: Any, roles: Any, steps: int) -> None:
+    def train(self, clock: Clock, built: Built, case: Case, roles: Roles, steps: int) -> None:
         """The training loop: `steps` iterations, with its marks on `clock` (a `graph.loop.training.Clock`)."""
         from graph.loop.training import train
 
         train(clock, built, case, roles, steps, self)
 
-    def micro_step(self, module: Any, micro: int, last: bool) -> contextlib.AbstractContextManager[Any]:
+    def micro_step(self, module: torch.nn.Module, micro: int, last: bool) -> contextlib.AbstractContextManager[Any]:
         """Around forward and backward of one micro-batch (`last`: the one after which the optimizer steps)."""
         return contextlib.nullcontext()
 

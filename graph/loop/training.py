@@ -8,17 +8,21 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
 from graph.errors import CaptureError
 from graph.loop.inputs import DTYPES
-from graph.loop.method import Method
 from graph.model import Kind, Role
 from graph.optimizers import OPTIMIZERS
 from graph.recorder.attribution import Roles, note_states
 from graph.recorder.recorder import Recorder
+
+if TYPE_CHECKING:
+    from graph.case import Case
+    from graph.loop.method import Method
+    from graph.models.sources import Built
 
 LOAD, FORWARD, BACKWARD, OPTIMIZER, END = range(5)
 PHASES: Final = ("load", "forward", "backward", "optimizer", "end")
@@ -71,8 +75,8 @@ class Clock:
 
 def train(
     clock: Clock,
-    built: Any,
-    case: Any,
+    built: Built,
+    case: Case,
     roles: Roles,
     steps: int,
     method: Method,
@@ -136,7 +140,7 @@ def train(
 class StepInBackward:
     """An optimizer for each parameter, which steps in backward and drops the gradient (a recipe of PyTorch's)."""
 
-    def __init__(self, case: Any, method: Method, parameters: list[torch.nn.Parameter]) -> None:
+    def __init__(self, case: Case, method: Method, parameters: list[torch.nn.Parameter]) -> None:
         self.optimizers = {parameter: method.optimizer(case, [parameter]) for parameter in parameters}
         for parameter in parameters:
             parameter.register_post_accumulate_grad_hook(self._step)  # type: ignore[no-untyped-call]
@@ -158,14 +162,14 @@ class StepInBackward:
         """No gradient is left."""
 
 
-def make_optimizer(case: Any, parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+def make_optimizer(case: Case, parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
     """The optimizer of a case over `parameters`, with torch's defaults but for the learning rate."""
     kind, options = optimizer_class(case)
     made: torch.optim.Optimizer = kind(parameters, **options)
     return made
 
 
-def optimizer_class(case: Any) -> tuple[Any, dict[str, Any]]:
+def optimizer_class(case: Case) -> tuple[Any, dict[str, Any]]:
     """The class of a case's optimizer, and its arguments besides the parameters."""
     found = OPTIMIZERS[case.optimizer]
     return found.made(), {"lr": 1e-5, **found.arguments(case)}

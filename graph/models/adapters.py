@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import logging
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
 from traces.errors import ConfigError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 #: peft's `task_type` by the head of the model; None for others
 _TASKS: Final = {
@@ -18,7 +21,7 @@ _TASKS: Final = {
 
 
 def with_lora(
-    module: Any, rank: int, targets: tuple[str, ...], head: str, device: str, place: str
+    module: PreTrainedModel, rank: int, targets: tuple[str, ...], head: str, device: str, place: str
 ) -> tuple[Any, tuple[str, ...]]:
     """`module` with LoRA of this rank on the modules of these names, alpha 16; what was assumed.
 
@@ -49,7 +52,7 @@ def with_lora(
     return adapted, (stated, *_on_experts(adapted))
 
 
-def _on_experts(adapted: Any) -> tuple[str, ...]:
+def _on_experts(adapted: torch.nn.Module) -> tuple[str, ...]:
     """What is trained of a mixture's experts, in words; nothing where they have no adapters."""
     trained = {name: one.numel() for name, one in adapted.named_parameters() if one.requires_grad}
     on_experts = sum(size for name, size in trained.items() if "experts" in name.split("."))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
@@ -18,6 +18,9 @@ from graph.errors import CaptureError
 from graph.loop.inputs import DTYPES
 from graph.model import ModelFacts
 from traces.errors import ConfigError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 #: The class of transformers that picks a model by its configuration, for each head.
 _AUTO: Final[Mapping[str, str]] = {
@@ -49,7 +52,7 @@ class Architecture:
     note: str = ""
 
 
-def architecture(case: Case, config: Any, place: str) -> Architecture:
+def architecture(case: Case, config: PreTrainedConfig, place: str) -> Architecture:
     """The class that a case and its configuration (of transformers) stand for; `place` is where that stands.
 
     Raises ConfigError where `architectures` names a class that transformers does not have or that is of another
@@ -66,7 +69,7 @@ def architecture(case: Case, config: Any, place: str) -> Architecture:
     return Architecture(kind, config, head, str(named), f"{place} {names} builds {kind.__name__}")
 
 
-def _named(name: str, config: Any, place: str) -> Architecture:
+def _named(name: str, config: PreTrainedConfig, place: str) -> Architecture:
     library = transformers()
     kind = getattr(library, name, None) if name.isidentifier() else None
     if not isinstance(kind, type) or not issubclass(kind, library.PreTrainedModel):
@@ -84,12 +87,12 @@ def _named(name: str, config: Any, place: str) -> Architecture:
     )
 
 
-def _head(name: str, config: Any) -> str:
+def _head(name: str, config: PreTrainedConfig) -> str:
     """The head of the class of this name; "" if it has none of ours."""
     return next((head for head, table in _tables() if table.get(config.model_type) == name), "")
 
 
-def _usual(config: Any) -> str:
+def _usual(config: PreTrainedConfig) -> str:
     """The head that an architecture usually has."""
     for head, table in _tables():
         decoder = head == "masked-lm" and getattr(config, "is_decoder", False)
@@ -104,7 +107,7 @@ def _tables() -> Iterable[tuple[str, Mapping[str, Any]]]:
     return ((head, getattr(modeling_auto, name)) for head, name in _TABLES.items())
 
 
-def _of_head(head: str, config: Any, place: str) -> Any:
+def _of_head(head: str, config: PreTrainedConfig, place: str) -> Any:
     mapping = getattr(transformers(), _AUTO[head])._model_mapping
     if type(config) not in mapping:
         raise CaptureError(f"{place}: transformers has no {head} of {config.model_type}; choose another 'head'")

@@ -7,19 +7,22 @@ a one-hot mask), layer by layer and again in recomputation.
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import TYPE_CHECKING, Final
 
 import torch
 
 from graph.case import Case
 from traces.errors import ConfigError
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
 #: Keys of configurations that say how many experts there are, and the part of a configuration that may hold them.
 _COUNTS: Final = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 _PART: Final = "ffn_config"
 
 
-def shares(case: Case, config: Any) -> tuple[float, ...]:
+def shares(case: Case, config: PreTrainedConfig) -> tuple[float, ...]:
     """Each expert's share of the tokens (they sum to 1); empty for a model without experts.
 
     Raises ConfigError where the case gives another number of shares than there are experts.

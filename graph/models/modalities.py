@@ -11,7 +11,7 @@ import inspect
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
@@ -19,6 +19,9 @@ from graph.case import Case
 from graph.errors import CaptureError
 from graph.loop.inputs import DTYPES, Input, check_positions, image_pixels
 from traces.errors import ConfigError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 #: Edge in pixels of the image of models that take images of any size.
 _EDGE: Final = 448
@@ -37,12 +40,12 @@ class Fed:
     assumptions: tuple[str, ...] = ()
 
 
-def takes_more_than_text(kind: Any) -> bool:
+def takes_more_than_text(kind: type[PreTrainedModel]) -> bool:
     """Whether the forward of a class takes images or audio."""
     return bool({"pixel_values", "input_features", "input_values"} & set(_parameters(kind)))
 
 
-def feed(case: Case, module: Any, place: str) -> Fed:
+def feed(case: Case, module: PreTrainedModel, place: str) -> Fed:
     """The inputs of a training step of `module` (on "meta"), in the order in which its processor gives them.
 
     Raises ConfigError where the sequence has no room for them, CaptureError for a class whose inputs are not known.
@@ -69,13 +72,13 @@ def feed(case: Case, module: Any, place: str) -> Fed:
     )
 
 
-def _parameters(kind: Any) -> dict[str, inspect.Parameter]:
+def _parameters(kind: type[PreTrainedModel]) -> dict[str, inspect.Parameter]:
     found = dict(inspect.signature(kind.forward).parameters)
     found.pop("self", None)
     return {name: one for name, one in found.items() if one.kind is not one.VAR_KEYWORD}
 
 
-def _mean(module: Any) -> tuple[str, ...]:
+def _mean(module: PreTrainedModel) -> tuple[str, ...]:
     return (f"the mean of the first output of {type(module).__name__} stands for a loss",)
 
 
@@ -91,7 +94,7 @@ def _mask(case: Case) -> Input:
     return Input(("attention_mask",), (case.batch, case.seq), torch.int64, kind)
 
 
-def _read(case: Case, module: Any, taken: Mapping[str, Any], place: str) -> Fed:
+def _read(case: Case, module: PreTrainedModel, taken: Mapping[str, Any], place: str) -> Fed:
     """Text alone: labels by token or by sample where the class is for that, else the mean of its output."""
     check_positions(module.config, case.seq, "seq", place)
     name = type(module).__name__
@@ -113,16 +116,16 @@ def _read(case: Case, module: Any, taken: Mapping[str, Any], place: str) -> Fed:
 # ------------------------------------------------------------------------------------------------------- images
 
 
-def _pixels(case: Case, config: Any) -> Input:
+def _pixels(case: Case, config: PreTrainedConfig) -> Input:
     return Input(("pixel_values",), image_pixels(case.batch, config), DTYPES[case.dtype], "values")
 
 
-def _image_token(config: Any) -> int | None:
+def _image_token(config: PreTrainedConfig) -> int | None:
     found = next((value for name in _IMAGE_TOKEN if (value := getattr(config, name, None)) is not None), None)
     return None if found is None else int(found)
 
 
-def _read_with_images(case: Case, module: Any, taken: Mapping[str, Any], place: str) -> Fed:
+def _read_with_images(case: Case, module: PreTrainedModel, taken: Mapping[str, Any], place: str) -> Fed:
     """A text with one image: its tokens stand after the first one, and are not learnt."""
     check_positions(module.config, case.seq, "seq", place)
     pictures, count, said = _grid(case, module) if "image_grid_thw" in taken else _picture(case, module, taken, place)
@@ -138,11 +141,11 @@ def _read_with_images(case: Case, module: Any, taken: Mapping[str, Any], place: 
     return Fed((*batch, *pictures, labels), {}, (f"one image of {said} a sample, {count} of its {case.seq} tokens",))
 
 
-def _token(module: Any) -> int:
+def _token(module: PreTrainedModel) -> int:
     return _image_token(module.config) or 0
 
 
-def _grid(case: Case, module: Any) -> tuple[list[Input], int, str]:
+def _grid(case: Case, module: PreTrainedModel) -> tuple[list[Input], int, str]:
     """Patches in rows, and the grid that they are of (Qwen2-VL's processor and its kin): a square image of `_EDGE`
     pixels, or as many as half of the sequence has room for."""
     vision = module.config.vision_config
@@ -178,7 +181,7 @@ def _picture(case: Case, module: Any, taken: Mapping[str, Any], place: str) -> t
     return batch, _rows(found), f"{height} x {width} pixels"
 
 
-def _accepts_sizes(module: Any) -> bool:
+def _accepts_sizes(module: PreTrainedModel) -> bool:
     """Whether images of any size go to the vision tower with their sizes (Pixtral)."""
     tower = getattr(getattr(module, "model", module), "vision_tower", None)
     return tower is not None and "image_sizes" in _parameters(type(tower))
@@ -197,7 +200,7 @@ def _rows(features: Any) -> int:
 # -------------------------------------------------------------------------------------------------------- audio
 
 
-def _heard(case: Case, module: Any, place: str) -> Fed:
+def _heard(case: Case, module: PreTrainedModel, place: str) -> Fed:
     """Whisper: a spectrogram of the whole window, which its processor pads, and the tokens to be written."""
     config = module.config
     decoded = case.seq if case.dec_seq is None else case.dec_seq

@@ -11,6 +11,7 @@ import importlib
 import logging
 import sys
 import warnings
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -22,6 +23,8 @@ from graph.loop.inputs import DTYPES
 from traces.errors import ConfigError
 
 if TYPE_CHECKING:
+    from types import ModuleType
+
     from graph.models.sources import Built, Place
 
 #: The head stays as it is: its usual names (transformers/quantizers/base.py skips the output embeddings).
@@ -36,7 +39,7 @@ class _Function:
     def __init__(self, name: str, real: Any) -> None:
         self.name, self.real = name, real
 
-    def __call__(self, *arguments: Any) -> Any:
+    def __call__(self, *arguments: object) -> Any:
         if fake_cuda._active or self.real is None:
             return 0
         return self.real(*arguments)
@@ -140,14 +143,12 @@ def _stream(real: Any, index: int) -> int:
     return 0 if fake_cuda._active else int(real(index))
 
 
-def loader(case: Case, built: Built, place: Place) -> Any:
+def loader(case: Case, prepare: Callable[[Built, Case, str], None], built: Built, place: Place) -> Any:
     """Load a quantized model as its users do: linear layers one after another, the rest, then what training needs.
 
     Each weight goes to the device in the model's dtype and is quantized there. For training: peft's
-    prepare_model_for_kbit_training, then adapters on the device.
+    prepare_model_for_kbit_training, then `prepare` (adapters and the like) on the device.
     """
-    from graph.models.sources import prepare
-
     bitsandbytes = ready()
     quantize(bitsandbytes, built.module, case)
     placed = place(built.module, lambda tensor: bool(tensor.is_cuda))
@@ -170,7 +171,7 @@ def loader(case: Case, built: Built, place: Place) -> Any:
     return placed
 
 
-def quantize(bitsandbytes: Any, module: Any, case: Case) -> None:
+def quantize(bitsandbytes: ModuleType, module: torch.nn.Module, case: Case) -> None:
     """Put every linear layer of a meta model, but its head, on the device in quantized form, in order of modules."""
     make = _four_bit if case.quant == "nf4" else _eight_bit
     count = 0
@@ -184,7 +185,7 @@ def quantize(bitsandbytes: Any, module: Any, case: Case) -> None:
         raise CaptureError(f"key 'quant': the model has no nn.Linear but its head for {case.quant}")
 
 
-def _four_bit(bitsandbytes: Any, layer: torch.nn.Linear, case: Case) -> Any:
+def _four_bit(bitsandbytes: ModuleType, layer: torch.nn.Linear, case: Case) -> Any:
     new = bitsandbytes.nn.Linear4bit(
         layer.in_features,
         layer.out_features,
@@ -201,7 +202,7 @@ def _four_bit(bitsandbytes: Any, layer: torch.nn.Linear, case: Case) -> Any:
     return new
 
 
-def _eight_bit(bitsandbytes: Any, layer: torch.nn.Linear, case: Case) -> Any:
+def _eight_bit(bitsandbytes: ModuleType, layer: torch.nn.Linear, case: Case) -> Any:
     new = bitsandbytes.nn.Linear8bitLt(
         layer.in_features,
         layer.out_features,
@@ -217,7 +218,7 @@ def _eight_bit(bitsandbytes: Any, layer: torch.nn.Linear, case: Case) -> Any:
     return new
 
 
-def _bias(new: Any, layer: torch.nn.Linear) -> None:
+def _bias(new: torch.nn.Module, layer: torch.nn.Linear) -> None:
     if layer.bias is not None:
         new.bias = torch.nn.Parameter(torch.empty(layer.out_features, dtype=layer.bias.dtype, device="cuda"))
 

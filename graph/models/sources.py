@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch.utils._pytree import tree_flatten_with_path, tree_leaves, tree_unflatten
@@ -38,6 +38,10 @@ from graph.models.mixtures import shares
 from graph.models.modalities import Fed, feed, takes_more_than_text
 from graph.models.transformers_4_29.attention import like_transformers_4_29 as like_old_attention
 from traces.errors import ConfigError, LLMemError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
+    from transformers.utils.generic import ModelOutput
 
 #: Classes of an image classifier whose configuration names none: those of ImageNet.
 _IMAGE_CLASSES: Final = 1000
@@ -69,7 +73,7 @@ class Built:
         """(name, host tensor) of one micro-batch, in the order in which they go to the device."""
         return hosts(self.batch)
 
-    def forward(self, module: Any, inputs: dict[str, Any]) -> Any:
+    def forward(self, module: torch.nn.Module, inputs: dict[str, Any]) -> Any:
         """The loss of one micro-batch; `inputs` by the names that `host` gave."""
         return self.loss(module, arguments(self.batch, inputs))
 
@@ -195,7 +199,7 @@ def _from_configuration(case: Case, document: dict[str, Any], place: str) -> Bui
     if case.quant:
         from graph.models.quantization import loader
 
-        built.loader = functools.partial(loader, case)
+        built.loader = functools.partial(loader, case, prepare)
     else:
         prepare(built, case)
     return built
@@ -246,7 +250,14 @@ def repeated_sdpa() -> str:
 
     name = "sdpa_repeated"
 
-    def attention(module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **options: Any) -> Any:
+    def attention(
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        **options: Any,
+    ) -> Any:
         groups = query.shape[1] // key.shape[1]
         alone: Any = SimpleNamespace(is_causal=getattr(module, "is_causal", True))  # it names no groups
         return sdpa_attention_forward(
@@ -258,7 +269,7 @@ def repeated_sdpa() -> str:
     return name
 
 
-def _checkpoint(module: Any, case: Case) -> None:
+def _checkpoint(module: PreTrainedModel, case: Case) -> None:
     """As transformers' own switch does it, with PyTorch's selective policies where outputs are kept."""
     options: dict[str, Any] = {"use_reentrant": case.checkpointing == "reentrant"}
     if case.save:
@@ -292,7 +303,7 @@ def saved_operators(save: tuple[str, ...]) -> list[Any]:
 
 
 def _loss(
-    case: Case, head: str, config: Any, held: list[Any], extra: dict[str, Any]
+    case: Case, head: str, config: PreTrainedConfig, held: list[Any], extra: dict[str, Any]
 ) -> Callable[[Any, dict[str, Any]], Any]:
     if case.loss and head != "causal-lm":
         raise ConfigError(f"key 'loss': {case.loss!r} is for decoders (head causal-lm), and this model is {head}")
@@ -301,7 +312,7 @@ def _loss(
     if case.loss:
         return functools.partial(chunked, extra)
 
-    def own(module: Any, inputs: dict[str, Any]) -> Any:
+    def own(module: torch.nn.Module, inputs: dict[str, Any]) -> Any:
         outputs = module(**inputs, **extra)
         if case.outputs != "dropped":
             held[:] = [outputs]
@@ -311,7 +322,7 @@ def _loss(
     return own
 
 
-def _first(outputs: Any) -> torch.Tensor:
+def _first(outputs: ModelOutput) -> torch.Tensor:
     """The first output that has a gradient."""
     found: torch.Tensor = next(t for t in tree_leaves(outputs.to_tuple()) if getattr(t, "requires_grad", False))
     return found
@@ -322,18 +333,18 @@ def _offloaded(case: Case, loss: Callable[[Any, dict[str, Any]], Any]) -> Callab
     if not case.offload.startswith("activations"):
         return loss
 
-    def forward(module: Any, inputs: dict[str, Any]) -> Any:
+    def forward(module: torch.nn.Module, inputs: dict[str, Any]) -> Any:
         with torch.autograd.graph.save_on_cpu(pin_memory=case.offload == "activations-pin"):
             return loss(module, inputs)
 
     return forward
 
 
-def _stated(case: Case, config: Any) -> tuple[str, ...]:
+def _stated(case: Case, config: PreTrainedConfig) -> tuple[str, ...]:
     return (*_quantized(case, config), *_routed(case, config))
 
 
-def _quantized(case: Case, config: Any) -> tuple[str, ...]:
+def _quantized(case: Case, config: PreTrainedConfig) -> tuple[str, ...]:
     """What is made of a configuration's own quantization, which is not simulated."""
     own = getattr(config, "quantization_config", None)
     found = []
@@ -349,7 +360,7 @@ def _quantized(case: Case, config: Any) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _routed(case: Case, config: Any) -> tuple[str, ...]:
+def _routed(case: Case, config: PreTrainedConfig) -> tuple[str, ...]:
     count = len(shares(case, config))
     if not count:
         if case.experts:
@@ -473,7 +484,7 @@ def _input(name: str, tensor: torch.Tensor, case: Case, values: Values) -> Input
     return Input((name,), tuple(tensor.shape), tensor.dtype, "ids", None if known is None else known.contiguous())
 
 
-def _scalar(loss: Any, output: Any, model: str) -> Any:
+def _scalar(loss: Callable[[Any], Any] | None, output: Any, model: str) -> Any:
     if loss is not None:
         output = loss(output)
     elif getattr(output, "loss", None) is not None:

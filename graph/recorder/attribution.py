@@ -34,7 +34,7 @@ def followed(recorder: Recorder, model: torch.nn.Module, roles: Roles) -> Iterat
     main = threading.get_ident()
     stacks = recorder.stacks
 
-    def enter(part: torch.nn.Module, args: Any) -> None:
+    def enter(part: torch.nn.Module, args: object) -> None:
         stack = stacks[threading.get_ident() != main]
         code = codes.get(id(part))
         if code is None:  # a module made on the fly is part of the one that runs it
@@ -43,7 +43,7 @@ def followed(recorder: Recorder, model: torch.nn.Module, roles: Roles) -> Iterat
             stack.append(code)
             log.event(Kind.ENTER, code)
 
-    def leave(part: torch.nn.Module, args: Any, output: Any) -> None:
+    def leave(part: torch.nn.Module, args: object, output: object) -> None:
         stack = stacks[threading.get_ident() != main]
         if stack:
             code = stack.pop()

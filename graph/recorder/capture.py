@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -20,8 +20,12 @@ from graph.recorder.recorder import Progress, Recorder
 from traces.collecting import uncollected
 from traces.errors import LLMemError
 
+if TYPE_CHECKING:
+    from graph.case import Case
+    from graph.hardware.profile import Profile
 
-def capture(case: Any, *, progress: Progress | None = None, method: Method | None = None) -> StepGraph:
+
+def capture(case: Case, *, progress: Progress | None = None, method: Method | None = None) -> StepGraph:
     """One training run of `case` (a `graph.case.Case`), or one generation, as a step graph.
 
     The model is built without weights, placed on a fake GPU, and trained for `case.steps` iterations: two for real,
@@ -39,7 +43,7 @@ def capture(case: Any, *, progress: Progress | None = None, method: Method | Non
         real = min(case.steps, method.real_steps + 1) if real == method.real_steps else case.steps
 
 
-def _attempt(case: Any, real: int, progress: Progress | None, method: Method) -> StepGraph | None:
+def _attempt(case: Case, real: int, progress: Progress | None, method: Method) -> StepGraph | None:
     """A capture with `real` iterations run for real; None if the last one does not repeat and there are more."""
     from graph.fake_cuda import sdpa as attention
     from graph.fake_cuda.device import fake_cuda
@@ -110,7 +114,7 @@ def _attempt(case: Any, real: int, progress: Progress | None, method: Method) ->
 
 
 @contextmanager
-def _told(case: Any, recorder: Recorder) -> Iterator[None]:
+def _told(case: Case, recorder: Recorder) -> Iterator[None]:
     """What the model itself raises becomes one line that says where."""
     try:
         yield
@@ -126,13 +130,20 @@ def _told(case: Any, recorder: Recorder) -> Iterator[None]:
         ) from error
 
 
-def _planner(card: Any) -> Any:
+def _planner(card: Profile) -> Any:
     """The workspace rules, as the recorder calls them."""
     from graph.workspaces import plan
     from graph.workspaces.rules import Call
 
     def planned(
-        name: str, args: Any, kwargs: Any, out: Any, stream: int, thread: int, grad: bool, state: dict[Any, Any]
+        name: str,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        out: object,
+        stream: int,
+        thread: int,
+        grad: bool,
+        state: dict[Any, Any],
     ) -> Any:
         return plan(Call(name, args, kwargs, out, card, stream, thread, grad, state))
 

@@ -11,7 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from math import prod
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    import torch
 
 Shape = Sequence[int]
 Arguments = tuple[Any, ...]
@@ -19,7 +22,7 @@ Options = Mapping[str, Any]
 Formula = Callable[[Arguments, Options, Any], int]
 
 
-def cost(name: str, args: Arguments, kwargs: Options, out: Any) -> tuple[int, int]:
+def cost(name: str, args: Arguments, kwargs: Options, out: object) -> tuple[int, int]:
     """(FLOPs, bytes moved) of one call.
 
     `name` is an overload's full name ("aten.mm.default"); `args` and `kwargs` are in the order of its schema, with
@@ -38,7 +41,7 @@ def cost(name: str, args: Arguments, kwargs: Options, out: Any) -> tuple[int, in
 # Bytes ---------------------------------------------------------------------------------------------------------------
 
 
-def _tensors(value: Any) -> Iterator[Any]:
+def _tensors(value: object) -> Iterator[Any]:
     """The tensors in an argument: itself, or those in (lists of) lists."""
     if isinstance(value, (list, tuple)):
         for item in value:
@@ -47,7 +50,7 @@ def _tensors(value: Any) -> Iterator[Any]:
         yield value
 
 
-def _size(tensor: Any) -> int:
+def _size(tensor: torch.Tensor) -> int:
     """Bytes of a tensor's distinct elements: an expanded dimension counts once. A scalar on the host is no traffic."""
     size = int(tensor.nbytes)
     strides = tensor.stride()
@@ -65,7 +68,7 @@ def _sizes(values: Iterable[Any]) -> int:
     return sum(_size(tensor) for value in values for tensor in _tensors(value))
 
 
-def _ordinary(packet: str, args: Arguments, kwargs: Options, out: Any) -> int:
+def _ordinary(packet: str, args: Arguments, kwargs: Options, out: object) -> int:
     """All operands read and all results written; an operator that changes its first argument writes that."""
     read = _sizes(args) + _sizes(value for key, value in kwargs.items() if key != "out")
     if out is None and packet.endswith("_"):
@@ -73,38 +76,38 @@ def _ordinary(packet: str, args: Arguments, kwargs: Options, out: Any) -> int:
     return read + _sizes((out,))
 
 
-def _nothing(args: Arguments, kwargs: Options, out: Any) -> int:
+def _nothing(args: Arguments, kwargs: Options, out: object) -> int:
     return 0
 
 
-def _written(args: Arguments, kwargs: Options, out: Any) -> int:
+def _written(args: Arguments, kwargs: Options, out: object) -> int:
     """A result is filled without any operand being read (`zeros`, `fill_`)."""
     return _sizes((args[0] if out is None else out,))
 
 
-def _copied(args: Arguments, kwargs: Options, out: Any) -> int:
+def _copied(args: Arguments, kwargs: Options, out: object) -> int:
     """`copy_(to, from)`, single or of lists: the target is not read."""
     return _sizes(args[:2])
 
 
-def _gathered(args: Arguments, kwargs: Options, out: Any) -> int:
+def _gathered(args: Arguments, kwargs: Options, out: object) -> int:
     """Of the first operand only the chosen elements are read: as many as the result has."""
     return 2 * _sizes((out,)) + _sizes(args[1:])
 
 
-def _scattered(args: Arguments, kwargs: Options, out: Any) -> int:
+def _scattered(args: Arguments, kwargs: Options, out: object) -> int:
     """In place, elements that an index chooses are read and written: as many as the source (the last operand) has."""
     operands = list(_tensors(args[1:]))
     return _sizes(operands) + (2 * _size(operands[-1]) if operands else 0)
 
 
-def _adam(args: Arguments, kwargs: Options, out: Any) -> int:
+def _adam(args: Arguments, kwargs: Options, out: object) -> int:
     """Fused Adam: (parameters, gradients, averages, squares, largest squares, steps); all but gradients are written."""
     lists = [_sizes((value,)) for value in args[:6]]
     return 2 * sum(lists) - (lists[1] if len(lists) > 1 else 0)
 
 
-def _sgd(args: Arguments, kwargs: Options, out: Any) -> int:
+def _sgd(args: Arguments, kwargs: Options, out: object) -> int:
     """Fused SGD: (parameters, gradients, momenta); all but gradients are written."""
     lists = [_sizes((value,)) for value in args[:3]]
     return 2 * sum(lists) - (lists[1] if len(lists) > 1 else 0)
@@ -145,7 +148,7 @@ MOVED: Final[dict[str, Formula]] = {
 # FLOPs ---------------------------------------------------------------------------------------------------------------
 
 
-def _argument(args: Arguments, kwargs: Options, place: int, name: str, default: Any = None) -> Any:
+def _argument(args: Arguments, kwargs: Options, place: int, name: str, default: object = None) -> Any:
     """An argument by place, or by name where it was given so."""
     return args[place] if place < len(args) else kwargs.get(name, default)
 
@@ -158,7 +161,7 @@ def _product(first: Shape, second: Shape) -> int:
 def _products(place: int) -> Formula:
     """A product of the operands at `place` and after it."""
 
-    def formula(args: Arguments, kwargs: Options, out: Any) -> int:
+    def formula(args: Arguments, kwargs: Options, out: object) -> int:
         return _product(args[place].shape, args[place + 1].shape)
 
     return formula
@@ -167,18 +170,18 @@ def _products(place: int) -> Formula:
 def _vector(place: int) -> Formula:
     """A matrix, or a vector, at `place` times a vector."""
 
-    def formula(args: Arguments, kwargs: Options, out: Any) -> int:
+    def formula(args: Arguments, kwargs: Options, out: object) -> int:
         return int(2 * prod(args[place].shape))
 
     return formula
 
 
-def _linear(args: Arguments, kwargs: Options, out: Any) -> int:
+def _linear(args: Arguments, kwargs: Options, out: object) -> int:
     """[..., k] times the transpose of [n, k]."""
     return int(2 * prod(args[0].shape) * int(args[1].shape[0]))
 
 
-def _grouped(args: Arguments, kwargs: Options, out: Any) -> int:
+def _grouped(args: Arguments, kwargs: Options, out: object) -> int:
     """`_grouped_mm`: each row of the first operand meets the matrix of its own group.
 
     With two operands of two dimensions the groups split the inner dimension: together one product.
@@ -186,7 +189,7 @@ def _grouped(args: Arguments, kwargs: Options, out: Any) -> int:
     return _product(args[0].shape, args[1].shape)
 
 
-def _outer(args: Arguments, kwargs: Options, out: Any) -> int:
+def _outer(args: Arguments, kwargs: Options, out: object) -> int:
     return int(2 * prod(args[1].shape) * int(args[2].shape[0]))
 
 
@@ -195,12 +198,12 @@ def _convolved(x: Shape, weight: Shape, out: Shape, transposed: bool) -> int:
     return 2 * prod((x if transposed else out)[2:]) * int(x[0]) * prod(weight)
 
 
-def _convolution(args: Arguments, kwargs: Options, out: Any) -> int:
+def _convolution(args: Arguments, kwargs: Options, out: torch.Tensor) -> int:
     transposed = bool(_argument(args, kwargs, 6, "transposed", False))
     return _convolved(args[0].shape, args[1].shape, out.shape, transposed)
 
 
-def _cudnn_convolution(args: Arguments, kwargs: Options, out: Any) -> int:
+def _cudnn_convolution(args: Arguments, kwargs: Options, out: torch.Tensor) -> int:
     return _convolved(args[0].shape, args[1].shape, out.shape, False)
 
 
@@ -208,7 +211,7 @@ def _swapped(shape: Shape) -> list[int]:
     return [shape[1], shape[0], *shape[2:]]
 
 
-def _convolution_backward(args: Arguments, kwargs: Options, out: Any) -> int:
+def _convolution_backward(args: Arguments, kwargs: Options, out: Sequence[torch.Tensor]) -> int:
     """(grad, x, weight, bias sizes, stride, padding, dilation, transposed, output padding, groups, output mask)."""
     grad, x, weight = args[0].shape, args[1].shape, args[2].shape
     transposed, mask = bool(args[7]), args[10]
@@ -233,15 +236,15 @@ def _attention_backward(query: Shape, key: Shape, value: Shape) -> int:
     return 2 * batch * heads * length * key[2] * (3 * width + 2 * value[3])
 
 
-def _sdpa(args: Arguments, kwargs: Options, out: Any) -> int:
+def _sdpa(args: Arguments, kwargs: Options, out: object) -> int:
     return _attention(args[0].shape, args[1].shape, args[2].shape)
 
 
-def _sdpa_backward(args: Arguments, kwargs: Options, out: Any) -> int:
+def _sdpa_backward(args: Arguments, kwargs: Options, out: object) -> int:
     return _attention_backward(args[1].shape, args[2].shape, args[3].shape)
 
 
-def _heads_first(shape: Shape, offsets: Any, longest: Any) -> list[int]:
+def _heads_first(shape: Shape, offsets: torch.Tensor | None, longest: int) -> list[int]:
     """[batch, heads, length, width] of an operand [batch, length, heads, width] of the inner attention kernels.
 
     With offsets, where sequences are packed one after another, every sequence counts as the longest one.
@@ -257,7 +260,7 @@ def _inner(first: int, offsets: int, count: Callable[[Shape, Shape, Shape], int]
     Their lengths come before their heads, which torch's counter overlooks where there are no offsets.
     """
 
-    def formula(args: Arguments, kwargs: Options, out: Any) -> int:
+    def formula(args: Arguments, kwargs: Options, out: object) -> int:
         query, key, value = (operand.shape for operand in args[first : first + 3])
         queries, keys, longest_query, longest_key = args[offsets : offsets + 4]
         return count(
@@ -269,7 +272,7 @@ def _inner(first: int, offsets: int, count: Callable[[Shape, Shape, Shape], int]
     return formula
 
 
-def _four_bit(args: Arguments, kwargs: Options, out: Any) -> int:
+def _four_bit(args: Arguments, kwargs: Options, out: object) -> int:
     """A vector times a packed matrix, whose shape [n, k] is the third argument."""
     return int(2 * prod(args[0].shape) * int(args[2][0]))
 

@@ -11,8 +11,11 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeGuard
 from unittest import mock
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor._op_schema import OpSchema
 
 #: Operators whose lists are worked through entry by entry.
 _PREFIXES: Final = ("aten::_foreach_", "aten::_fused_")
@@ -31,7 +34,7 @@ def equal_entries_once() -> Iterator[None]:
         yield
 
 
-def propagated(schema: Any, plain: Callable[[Any], Any]) -> Any:
+def propagated(schema: OpSchema, plain: Callable[[Any], Any]) -> Any:
     """What `plain` (DTensor's own propagation) says of an operator's schema, from a shorter one where that will do."""
     kinds = _kinds(schema)
     if kinds is None:
@@ -46,9 +49,10 @@ def propagated(schema: Any, plain: Callable[[Any], Any]) -> Any:
     return type(found)(specs)
 
 
-def _kinds(schema: Any) -> tuple[list[int], list[int]] | None:
+def _kinds(schema: OpSchema) -> tuple[list[int], list[int]] | None:
     """The first entry of each kind, and the kind of every entry; None where that is not another, shorter list."""
-    if not schema.op.name().startswith(_PREFIXES):
+    operator: Any = schema.op  # its `name` has no types
+    if not operator.name().startswith(_PREFIXES):
         return None
     lists = [part for part in schema.args_schema if _is_list(part)]
     count = max(map(len, lists), default=0)
@@ -65,10 +69,10 @@ def _kinds(schema: Any) -> tuple[list[int], list[int]] | None:
     return (first, numbers) if len(first) < count else None
 
 
-def _picked(schema: Any, first: Sequence[int], count: int) -> Any:
+def _picked(schema: OpSchema, first: Sequence[int], count: int) -> Any:
     """The schema with these entries of its lists only."""
 
-    def picked(part: Any) -> Any:
+    def picked(part: object) -> Any:
         if not _is_list(part) or len(part) != count:
             return part
         make: Callable[[Any], Any] = type(part)
@@ -77,5 +81,5 @@ def _picked(schema: Any, first: Sequence[int], count: int) -> Any:
     return replace(schema, args_schema=tuple(map(picked, schema.args_schema)), _comparison_key=None)
 
 
-def _is_list(part: Any) -> bool:
+def _is_list(part: object) -> TypeGuard[list[Any] | tuple[Any, ...]]:
     return isinstance(part, list | tuple)

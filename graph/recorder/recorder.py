@@ -9,13 +9,16 @@ forward operator behind a backward one, versions of storages, and the allocation
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import torch
 
 from graph.model import Kind, Role
+
+if TYPE_CHECKING:
+    from graph.fake_cuda.torch_private import Operator
 
 KIND_BITS: Final = 4
 _KIND: Final = (1 << KIND_BITS) - 1
@@ -51,6 +54,12 @@ class Runtime(Protocol):
 
     def bytes(self, storage: int) -> int:
         """Its bytes, as asked of the allocator."""
+
+
+class Memo(Protocol):
+    """A kind of call, the same object for each call of it; `note` is the recorder's, None at first."""
+
+    note: Any
 
 
 class Signature:
@@ -206,7 +215,9 @@ class Recorder:
             name = f"{kind} {group} 0 {runs}"
         self.log.event(Kind.COLLECTIVE, self.log.code(name), size)
 
-    def operator(self, func: Any, args: Any, kwargs: Any, out: Any, born: list[int], memo: Any) -> None:
+    def operator(
+        self, func: Operator, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: object, born: list[int], memo: Memo
+    ) -> None:
         """A kernel has run; `born` are the storages of its new outputs. `memo.note` is ours, by kind of call."""
         log = self.log
         thread = 0 if _get_ident() == self._main else 1
@@ -280,14 +291,22 @@ class Recorder:
         log.events.append(mine << KIND_BITS | _ALLOC)
         return mine
 
-    def _scratch(self, size: int, number: int, name: Any, stream: int) -> int:
+    def _scratch(self, size: int, number: int, name: object, stream: int) -> int:
         log = self.log
         mine = len(log.born)
         log.born.append((size, number, str(name), stream))
         log.events.append(mine << KIND_BITS | _ALLOC)
         return mine
 
-    def _steps(self, signature: Signature, args: Any, kwargs: Any, out: Any, thread: int, stream: int) -> Any:
+    def _steps(
+        self,
+        signature: Signature,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        out: object,
+        thread: int,
+        stream: int,
+    ) -> Any:
         """The plan of a call: kept for the next call of its kind, but for the one in which a workspace is born."""
         mode = stream << 2 | thread << 1 | _grad_enabled()
         steps = signature.plans.get(mode, False)
@@ -301,7 +320,13 @@ class Recorder:
         return steps
 
     def _follow(
-        self, steps: Any, born: list[int], number: int, signature: Signature, writes: list[Any], stream: int
+        self,
+        steps: Sequence[tuple[Any, ...]],
+        born: list[int],
+        number: int,
+        signature: Signature,
+        writes: list[Any],
+        stream: int,
     ) -> None:
         """Write the events of a plan; outputs that it does not name are born first, or at its ("rest",)."""
         log = self.log
@@ -333,7 +358,7 @@ class Recorder:
 
     # Signatures ------------------------------------------------------------------------------------------------
 
-    def _sign(self, func: Any, args: Any, kwargs: Any, out: Any) -> Signature:
+    def _sign(self, func: Operator, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: object) -> Signature:
         name = str(func)
         signature = Signature(self.log.code(name), name)
         reads: list[Any] = []
@@ -362,7 +387,7 @@ class Recorder:
             signature.flops, signature.moved = self._cost(name, args, kwargs or {}, out)
         return signature
 
-    def _new_dtypes(self, args: Any, kwargs: Any, out: Any) -> tuple[Any, ...]:
+    def _new_dtypes(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: object) -> tuple[Any, ...]:
         """The dtypes of an operator's new outputs, in order."""
         storage = self._storage
         kind = self.device.type
@@ -414,13 +439,13 @@ class Recorder:
             torch.clear_autocast_cache = clear
 
 
-def _at(args: Any, kwargs: Any, place: Any) -> Any:
+def _at(args: tuple[Any, ...], kwargs: Mapping[str, Any], place: tuple[int | str, int]) -> Any:
     name, position = place
-    value = args[name] if name.__class__ is int else kwargs[name]
+    value = args[name] if isinstance(name, int) else kwargs[name]
     return value if position < 0 else value[position]
 
 
-def tensors(value: Any) -> Iterator[torch.Tensor]:
+def tensors(value: object) -> Iterator[torch.Tensor]:
     """The tensors in a value: itself, or those in lists, tuples and mappings of such values."""
     if isinstance(value, torch.Tensor):
         yield value

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
@@ -18,10 +18,13 @@ from graph.hardware.profile import Profile
 from graph.workspaces.metadata import argument, in_order, size, up, upper, width
 from graph.workspaces.rules import Call, Plan, Rule, Step
 
+if TYPE_CHECKING:
+    import torch
+
 _LARGE_SHARED_MEMORY: Final = 160 << 10  # A100 and the data centre cards after it
 
 
-def _contiguous_by_token(tensor: Any) -> bool:
+def _contiguous_by_token(tensor: torch.Tensor) -> bool:
     """Whether a tensor of (batch, heads, tokens, head) is contiguous as (batch, tokens, heads, head)."""
     b, h, s, d = tensor.shape
     sb, sh, ss, sd = tensor.stride()
@@ -232,7 +235,7 @@ def efficient_backward(call: Call) -> Plan | None:
     return steps.plan()
 
 
-def _delta(steps: _Steps, out: Any, *, half: bool, copied: bool, sums: int) -> None:
+def _delta(steps: _Steps, out: torch.Tensor, *, half: bool, copied: bool, sums: int) -> None:
     """(grad_out.to(float) * out.to(float)).sum(-1).transpose(-2, -1).contiguous(), as `delta`."""
     products = math.prod(out.shape) * 4
     if half:

@@ -9,11 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 from graph.workspaces.metadata import dtype, elements, in_order, is_half, shape, size, strides, width
 from graph.workspaces.reduction import merged, scratch
 from graph.workspaces.rules import Call, Plan, Rule, Step
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True)
@@ -25,7 +28,7 @@ class _Operand:
     bytes: int
 
     @classmethod
-    def of(cls, tensor: Any) -> _Operand:
+    def of(cls, tensor: torch.Tensor) -> _Operand:
         sizes, steps = shape(tensor), strides(tensor)
         if len(sizes) == 3:
             sizes, steps = (*sizes[:2], 1, sizes[2]), (*steps[:2], sizes[2] * steps[2], steps[2])

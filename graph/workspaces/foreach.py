@@ -5,22 +5,25 @@ Source: aten/src/ATen/native/cuda/ForeachReduceOp.cu.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Final
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Final
 
 from graph.workspaces.metadata import dtype, elements, is_dense, strides, up, width
 from graph.workspaces.rules import Call, Plan, Rule, Step
 
+if TYPE_CHECKING:
+    import torch
+
 _CHUNK: Final = 65536
 
 
-def _fast(sources: Any) -> bool:
+def _fast(sources: Sequence[torch.Tensor]) -> bool:
     """Whether one kernel takes the whole list (`can_use_fast_route`)."""
     first = sources[0]
     return all(dtype(t) == dtype(first) and elements(t) and is_dense(t) and 0 not in strides(t) for t in sources)
 
 
-def _partials(sources: Any, item: int) -> int:
+def _partials(sources: Sequence[torch.Tensor], item: int) -> int:
     return len(sources) * max(up(elements(source), _CHUNK) for source in sources) * item
 
 

@@ -15,7 +15,7 @@ there. Sizes and life times by release, checked against recordings of the CUDA b
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import TYPE_CHECKING, Final
 
 from graph.hardware.profile import Profile
 from graph.workspaces.metadata import (
@@ -30,6 +30,9 @@ from graph.workspaces.metadata import (
     upper,
 )
 from graph.workspaces.rules import Call, Plan, Rule, Step
+
+if TYPE_CHECKING:
+    import torch
 
 _MIB: Final = 1 << 20
 _DEFAULT: Final = (2 * 4096 + 8 * 16) << 10
@@ -83,7 +86,7 @@ def cublaslt(call: Call) -> tuple[list[Step], list[Step]]:
     return [("alloc", "cublaslt", _LT), *handle], [("free", "cublaslt")]
 
 
-def _unreadable(matrix: Any) -> bool:
+def _unreadable(matrix: torch.Tensor) -> bool:
     """Whether cuBLAS needs a copy of this matrix (`prepare_matrix_for_cublas`)."""
     if is_dense(matrix):
         return False
@@ -91,7 +94,7 @@ def _unreadable(matrix: Any) -> bool:
     return not ((down == 1 and right >= max(1, rows)) or (right == 1 and down >= max(1, columns)))
 
 
-def _unreadable_batch(matrix: Any, leading: int, fast: int, least_rows: int, least_columns: int) -> bool:
+def _unreadable_batch(matrix: torch.Tensor, leading: int, fast: int, least_rows: int, least_columns: int) -> bool:
     """Whether cuBLAS needs a copy of this batch of matrices (`prepare_batch_matrix_for_cublas`)."""
     step = strides(matrix)
     if step[fast] == 1 and step[leading] >= max(1, least_rows):
@@ -109,12 +112,12 @@ def _product(call: Call, copies: list[tuple[str, int]], lt: bool) -> Plan:
     return (*made, *before, *after, *gone)
 
 
-def _matrix_copies(first: Any, second: Any, transposed: bool) -> list[tuple[str, int]]:
+def _matrix_copies(first: torch.Tensor, second: torch.Tensor, transposed: bool) -> list[tuple[str, int]]:
     order = (second, first) if transposed else (first, second)
     return [(f"operand {i}", size(matrix)) for i, matrix in enumerate(order) if _unreadable(matrix)]
 
 
-def _result_transposed(result: Any) -> bool:
+def _result_transposed(result: torch.Tensor) -> bool:
     """Whether cuBLAS writes the transposed result: it is column-major, a contiguous result is not."""
     if is_dense(result):
         return is_contiguous(result)
@@ -146,7 +149,7 @@ def addmm(call: Call) -> Plan | None:
     return _product(call, _matrix_copies(first, second, _result_transposed(result)), lt) or None
 
 
-def _takes_lt(call: Call, bias: Any, second: Any, result: Any) -> bool:
+def _takes_lt(call: Call, bias: torch.Tensor, second: torch.Tensor, result: torch.Tensor) -> bool:
     release = call.profile.release
     columns = shape(second)[1]
     if call.name.startswith("aten.addmm_."):
@@ -203,7 +206,7 @@ def int_mm(call: Call) -> Plan | None:
     return (*made, *handle, *(("free", key) for key, _ in reversed(copies))) or None
 
 
-def _vectors(operand: Any) -> list[tuple[str, int]]:
+def _vectors(operand: torch.Tensor) -> list[tuple[str, int]]:
     """`mv` copies a matrix that cuBLAS can't read and a vector of stride 0 (`addmv_out_cuda`, Blas.cpp)."""
     if len(shape(operand)) == 2:
         (rows, columns), (down, right) = shape(operand), strides(operand)

@@ -6,7 +6,7 @@ Source: aten/src/ATen/native/cuda/Indexing.cu, aten/src/ATen/native/TensorAdvanc
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from graph.workspaces.cub import selected, sort_pairs, total
 from graph.workspaces.metadata import (
@@ -25,6 +25,9 @@ from graph.workspaces.metadata import (
 from graph.workspaces.reduction import flat, scratch
 from graph.workspaces.rules import Call, Plan, Rule, Step
 
+if TYPE_CHECKING:
+    import torch
+
 
 def _broadcast(indices: Sequence[Any]) -> tuple[int, ...]:
     rank = max(len(shape(index)) for index in indices)
@@ -35,7 +38,7 @@ def _broadcast(indices: Sequence[Any]) -> tuple[int, ...]:
     return tuple(result)
 
 
-def _expanded(index: Any, target: tuple[int, ...]) -> tuple[int, ...]:
+def _expanded(index: torch.Tensor, target: tuple[int, ...]) -> tuple[int, ...]:
     sizes, steps = shape(index), strides(index)
     lead = len(target) - len(sizes)
     kept = [0 if e == 1 and t != 1 else s for e, s, t in zip(sizes, steps, target[lead:], strict=True)]
@@ -163,7 +166,7 @@ def nonzero(call: Call) -> Plan | None:
     return (("alloc", "input", size(source)), *steps, ("free", "input"))
 
 
-def _slice(target: Any, places: Sequence[int]) -> int:
+def _slice(target: torch.Tensor, places: Sequence[int]) -> int:
     """How many values an index selects."""
     return product([extent for place, extent in enumerate(shape(target)) if place not in places])
 

@@ -6,11 +6,14 @@ Source: aten/src/ATen/native/cuda/Loss.cu, NLLLoss2d.cu, aten/src/ATen/native/Bi
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING
 
 from graph.workspaces.metadata import argument, elements, is_contiguous, is_half, size, tensors, width
 from graph.workspaces.reduction import flat, scratch
 from graph.workspaces.rules import Call, Plan, Rule, Step
+
+if TYPE_CHECKING:
+    import torch
 
 
 def nll_loss_forward(call: Call) -> Plan | None:
@@ -26,7 +29,7 @@ def nll_loss2d_forward(call: Call) -> Plan | None:
     return (("out", 1), ("out", 0))
 
 
-def _reduced(call: Call, source: Any, like: Any) -> list[Step]:
+def _reduced(call: Call, source: torch.Tensor, like: torch.Tensor) -> list[Step]:
     """The reduction of one value for each of `source`, of the type of `like`."""
     item = width(like)
     return scratch(call.profile, flat(elements(source), item), item, max(item, 4), item, is_half(like))

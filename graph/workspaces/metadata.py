@@ -6,19 +6,34 @@ Rules see tensors without values and never run an operator on them; PyTorch is n
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from graph.workspaces.rules import Call
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Strided(Protocol):
+    """Whatever lies in memory as a tensor does."""
+
+    @property
+    def shape(self) -> Sequence[int]:
+        """Sizes."""
+
+    def stride(self) -> Sequence[int]:
+        """Strides in elements."""
+
 
 _HALF = frozenset({"torch.float16", "torch.bfloat16"})
 
 
-def is_tensor(value: Any) -> bool:
+def is_tensor(value: object) -> bool:
     """Whether an argument is a tensor."""
     return hasattr(value, "untyped_storage")
 
 
-def tensors(value: Any) -> Iterator[Any]:
+def tensors(value: object) -> Iterator[Any]:
     """The tensors in an argument or output, lists flattened."""
     if is_tensor(value):
         yield value
@@ -27,47 +42,47 @@ def tensors(value: Any) -> Iterator[Any]:
             yield from tensors(part)
 
 
-def shape(tensor: Any) -> tuple[int, ...]:
+def shape(tensor: Strided) -> tuple[int, ...]:
     """Sizes."""
     return tuple(int(size) for size in tensor.shape)
 
 
-def strides(tensor: Any) -> tuple[int, ...]:
+def strides(tensor: Strided) -> tuple[int, ...]:
     """Strides in elements."""
     return tuple(int(stride) for stride in tensor.stride())
 
 
-def elements(tensor: Any) -> int:
+def elements(tensor: torch.Tensor) -> int:
     """Number of elements."""
     return int(tensor.numel())
 
 
-def width(tensor: Any) -> int:
+def width(tensor: torch.Tensor) -> int:
     """Bytes of an element."""
     return int(tensor.element_size())
 
 
-def size(tensor: Any) -> int:
+def size(tensor: torch.Tensor) -> int:
     """Bytes of the elements, as a contiguous copy has them."""
     return elements(tensor) * width(tensor)
 
 
-def dtype(tensor: Any) -> str:
+def dtype(tensor: torch.Tensor) -> str:
     """The type's name without `torch.`: "bfloat16"."""
     return str(tensor.dtype).removeprefix("torch.")
 
 
-def is_half(tensor: Any) -> bool:
+def is_half(tensor: torch.Tensor) -> bool:
     """Whether the type is one of the two 16-bit floating point types."""
     return str(tensor.dtype) in _HALF
 
 
-def on_device(tensor: Any) -> bool:
+def on_device(tensor: torch.Tensor) -> bool:
     """Whether the tensor is not on the host."""
     return str(tensor.device.type) != "cpu"
 
 
-def is_contiguous(tensor: Any) -> bool:
+def is_contiguous(tensor: Strided) -> bool:
     """Whether elements lie in order without gaps; strides of dimensions of size 1 do not matter."""
     return in_order(shape(tensor), strides(tensor))
 
@@ -85,7 +100,7 @@ def in_order(sizes: Sequence[int], steps: Sequence[int]) -> bool:
     return True
 
 
-def is_dense(tensor: Any) -> bool:
+def is_dense(tensor: torch.Tensor) -> bool:
     """Whether some order of dimensions makes it contiguous (`is_non_overlapping_and_dense`)."""
     if any(extent == 0 for extent in shape(tensor)):
         return True
@@ -97,7 +112,7 @@ def is_dense(tensor: Any) -> bool:
     return True
 
 
-def argument(call: Call, position: int, name: str, default: Any = None) -> Any:
+def argument(call: Call, position: int, name: str, default: object = None) -> Any:
     """An argument given by position or by name."""
     if position < len(call.args):
         return call.args[position]

@@ -6,18 +6,21 @@ Source: aten/src/ATen/native/cuda/layer_norm_kernel.cu and group_norm_kernel.cu.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from graph.workspaces.metadata import elements, is_contiguous, is_half, product, size, up, width
 from graph.workspaces.reduction import merged, scratch
 from graph.workspaces.rules import Call, Plan, Rule, Step
+
+if TYPE_CHECKING:
+    import torch
 
 _WARP: Final = 32
 _TALL: Final = 64 * 1024
 _MOST_BLOCKS: Final = 32 * 1024
 
 
-def _copied(steps: list[Step], sources: list[tuple[str, object]]) -> Plan | None:
+def _copied(steps: list[Step], sources: list[tuple[str, torch.Tensor | None]]) -> Plan | None:
     made = [(name, size(tensor)) for name, tensor in sources if tensor is not None and not is_contiguous(tensor)]
     if not made and steps == [("rest",)]:
         return None

@@ -11,10 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from graph.hardware.profile import Profile
 from graph.workspaces.metadata import (
+    Strided,
     argument,
     dimension,
     dtype,
@@ -31,6 +32,9 @@ from graph.workspaces.metadata import (
     width,
 )
 from graph.workspaces.rules import Call, Plan, Rule, Step
+
+if TYPE_CHECKING:
+    import torch
 
 _INT_MAX: Final = (1 << 31) - 1
 _THREADS: Final = 512
@@ -89,7 +93,7 @@ class Loop:
             stack += [second, first]
 
 
-def merged(source: Any, dims: Sequence[int], out_width: int, source_width: int) -> Loop:
+def merged(source: Strided, dims: Sequence[int], out_width: int, source_width: int) -> Loop:
     """The loop of reducing `source` over `dims` into a new contiguous output."""
     sizes = shape(source)
     rank = len(sizes)
@@ -247,18 +251,18 @@ def scratch(
     return steps
 
 
-def reduction_dims(dims: Any, rank: int) -> list[int]:
+def reduction_dims(dims: int | Sequence[int] | None, rank: int) -> list[int]:
     """The dimensions of an argument `dim`: none or an empty list is all of them."""
-    if dims is None or (isinstance(dims, (list, tuple)) and not dims):
-        return list(range(max(rank, 1)))
-    return [dimension(d, rank) for d in (dims if isinstance(dims, (list, tuple)) else [dims])]
+    if isinstance(dims, int):
+        return [dimension(dims, rank)]
+    return [dimension(d, rank) for d in dims] if dims else list(range(max(rank, 1)))
 
 
 def reduce(
     profile: Profile,
-    source: Any,
+    source: torch.Tensor,
     dims: Sequence[int],
-    out: Any,
+    out: torch.Tensor,
     accumulator: int,
     *,
     cast: str | None = None,
@@ -285,7 +289,7 @@ def reduce(
 class _Cast:
     """A tensor's dense copy: its own strides if it is dense, else contiguous ones (`Tensor::to`)."""
 
-    def __init__(self, source: Any) -> None:
+    def __init__(self, source: torch.Tensor) -> None:
         self.shape = shape(source)
         self._strides = _preserved(source)
 
@@ -294,7 +298,7 @@ class _Cast:
         return self._strides
 
 
-def _preserved(source: Any) -> tuple[int, ...]:
+def _preserved(source: torch.Tensor) -> tuple[int, ...]:
     """Strides of a copy that preserves the format of its source."""
     if is_dense(source):
         return strides(source)

@@ -24,7 +24,10 @@ from strategies.strategy import Kind, Launch, Share, Strategy
 
 if TYPE_CHECKING:
     import torch
+    from transformers import PreTrainedModel
 
+    from graph.models.sources import Built
+    from graph.recorder.recorder import Recorder
     from strategies.megatron.parts import Shared
 
 #: The vocabulary is padded to a multiple of this many rows a rank (make-vocab-size-divisible-by).
@@ -39,7 +42,7 @@ class Megatron(Native):
         self.sequence = sequence
         self._replicated: list[torch.nn.Parameter] = []
 
-    def wrap(self, recorder: Any, built: Any) -> torch.nn.Module:
+    def wrap(self, recorder: Recorder, built: Built) -> torch.nn.Module:
         """Split on meta, then placed."""
         from strategies.megatron.parts import Shared
 
@@ -49,18 +52,18 @@ class Megatron(Native):
             )
         sequence = self.sequence
         shared = Shared(self.rank, self.case.world, sequence=sequence)
-        module: torch.nn.Module = built.module
+        module: PreTrainedModel = built.module
         if sequence and not _learned(module):
             _positions(built, self.case.seq)
         split_layers(module, layers(module), shared)
         _split_ends(module, shared)
         built.loss = functools.partial(_loss, {"use_cache": self.case.use_cache}, shared)
-        module = place_all(recorder, built)
-        self._replicated = _whole(module) if sequence else []
-        return module
+        placed = place_all(recorder, built)
+        self._replicated = _whole(placed) if sequence else []
+        return placed
 
     @contextlib.contextmanager
-    def micro_step(self, module: Any, micro: int, last: bool) -> Iterator[None]:
+    def micro_step(self, module: torch.nn.Module, micro: int, last: bool) -> Iterator[None]:
         """After the last micro-batch the gradients of norms are summed, where each rank saw a part of the sequence."""
         from strategies.megatron.parts import reduce_gradients
 
@@ -69,7 +72,7 @@ class Megatron(Native):
             reduce_gradients(self._replicated)
 
 
-def _loss(extra: dict[str, Any], shared: Shared, module: Any, inputs: dict[str, Any]) -> torch.Tensor:
+def _loss(extra: dict[str, Any], shared: Shared, module: torch.nn.Module, inputs: dict[str, Any]) -> torch.Tensor:
     from strategies.megatron.parts import cross_entropy
 
     given = dict(inputs)
@@ -99,7 +102,7 @@ def split_layers(module: torch.nn.Module, blocks: list[torch.nn.Module], shared:
         raise CaptureError(f"tensor parallelism knows linear layers called {names}; this model has none of them")
 
 
-def _gather(shared: Shared, part: Any, args: Any, kwargs: Any) -> Any:
+def _gather(shared: Shared, part: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Give an attention module the whole of its input, in the shared buffer."""
     if args:
         return (shared.gather(args[0]), *args[1:]), kwargs
@@ -157,13 +160,13 @@ def _split_ends(module: Any, shared: Shared) -> None:
         norms[-1].register_forward_hook(lambda part, args, out: shared.gather(out))
     if learned:  # positions are added to whole activations
 
-        def hook(part: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        def hook(part: torch.nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
             return (scatter(args[0], shared), *args[1:])
 
         layers(module)[0].register_forward_pre_hook(hook)
 
 
-def _learned(module: Any) -> bool:
+def _learned(module: PreTrainedModel) -> bool:
     """Whether the model has embeddings beside that of its vocabulary: positions that are added to it."""
     import torch
 
@@ -171,7 +174,7 @@ def _learned(module: Any) -> bool:
     return any(isinstance(part, torch.nn.Embedding) and part is not vocabulary for part in module.modules())
 
 
-def _positions(built: Any, tokens: int) -> None:
+def _positions(built: Built, tokens: int) -> None:
     """Give positions, for a model that would otherwise count its own part of the sequence."""
     import torch
 

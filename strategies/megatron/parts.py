@@ -73,7 +73,15 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     @torch.amp.custom_fwd(device_type="cuda")  # type: ignore[untyped-decorator]
-    def forward(ctx: Any, x: Any, weight: Any, bias: Any, shared: Shared, column: bool, whole: Any) -> Any:
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        shared: Shared,
+        column: bool,
+        whole: torch.Tensor | None,
+    ) -> Any:
         ctx.save_for_backward(x, weight)
         ctx.biased, ctx.shared, ctx.column = bias is not None, shared, column
         whole = x if whole is None else whole
@@ -84,7 +92,7 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     @torch.amp.custom_bwd(device_type="cuda")  # type: ignore[untyped-decorator]
-    def backward(ctx: Any, grad: Any) -> Any:
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
         x, weight = ctx.saved_tensors
         shared: Shared = ctx.shared
         scattered = ctx.column and shared.sequence
@@ -112,12 +120,12 @@ class _Reduce(torch.autograd.Function):
     """The sum over the ranks, in place; the gradient goes back as it is."""
 
     @staticmethod
-    def forward(ctx: Any, x: Any) -> Any:
+    def forward(ctx: Any, x: torch.Tensor) -> Any:
         dist.all_reduce(x)
         return x
 
     @staticmethod
-    def backward(ctx: Any, grad: Any) -> Any:
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
         return grad
 
 
@@ -125,14 +133,14 @@ class _ReduceScatter(torch.autograd.Function):
     """This rank's part of the sum over the ranks; backward gathers."""
 
     @staticmethod
-    def forward(ctx: Any, x: Any, shared: Shared) -> Any:
+    def forward(ctx: Any, x: torch.Tensor, shared: Shared) -> Any:
         ctx.shared = shared
         mine = torch.empty(shared.part(x.shape), dtype=x.dtype, device=x.device)
         _reduce_scatter(mine, x.contiguous())
         return mine
 
     @staticmethod
-    def backward(ctx: Any, grad: Any) -> Any:
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
         return _gathered(grad, ctx.shared), None
 
 
@@ -140,12 +148,12 @@ class _Scatter(torch.autograd.Function):
     """This rank's part of an activation that all have, as a copy, so that the whole may go; backward gathers."""
 
     @staticmethod
-    def forward(ctx: Any, x: Any, shared: Shared) -> Any:
+    def forward(ctx: Any, x: torch.Tensor, shared: Shared) -> Any:
         ctx.shared = shared
         return x.reshape(shared.size, -1)[shared.rank].view(shared.part(x.shape)).clone()
 
     @staticmethod
-    def backward(ctx: Any, grad: Any) -> Any:
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
         return _gathered(grad, ctx.shared), None
 
 
@@ -230,7 +238,7 @@ class _CrossEntropy(torch.autograd.Function):
     """Loss of each token from logits whose vocabulary is split; backward works in place on the saved softmax."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Any, target: Any, shared: Shared) -> Any:
+    def forward(ctx: Any, logits: torch.Tensor, target: torch.Tensor, shared: Shared) -> Any:
         logits = logits.float()
         largest = torch.max(logits, dim=-1)[0]
         dist.all_reduce(largest, op=dist.ReduceOp.MAX)
@@ -250,7 +258,7 @@ class _CrossEntropy(torch.autograd.Function):
         return loss
 
     @staticmethod
-    def backward(ctx: Any, grad: Any) -> Any:
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
         softmax, mask, own = ctx.saved_tensors
         rows = softmax.view(-1, softmax.shape[-1])
         places = torch.arange(rows.shape[0], device=rows.device)

@@ -19,6 +19,9 @@ from strategies.strategy import Kind, Launch, Ranks, Share, Strategy
 if TYPE_CHECKING:
     import torch
 
+    from graph.models.sources import Built
+    from graph.recorder.recorder import Recorder
+
 
 class DataParallel(Native):
     """One rank under DistributedDataParallel."""
@@ -30,7 +33,7 @@ class DataParallel(Native):
         super().__init__(case, rank)
         self.bucket_view = bucket_view
 
-    def wrap(self, recorder: Any, built: Any) -> torch.nn.Module:
+    def wrap(self, recorder: Recorder, built: Built) -> torch.nn.Module:
         """The whole model, wrapped; without the check that all ranks have the same shapes, which asks the others."""
         from unittest import mock
 

@@ -22,6 +22,9 @@ from strategies.strategy import FSDP, Groups, Kind, Launch, Ranks, Share, Strate
 if TYPE_CHECKING:
     import torch
 
+    from graph.models.sources import Built
+    from graph.recorder.recorder import Recorder
+
 #: How many replicas `hsdp` makes.
 REPLICAS: Final = 2
 
@@ -38,7 +41,7 @@ class FullyShard(Native):
         """Without autocast: the policy casts."""
         return without_autocast(self.case)
 
-    def wrap(self, recorder: Any, built: Any) -> torch.nn.Module:
+    def wrap(self, recorder: Recorder, built: Built) -> torch.nn.Module:
         """Layers, then the root, are sharded on meta and materialized; a model with tied parameters is placed first."""
         from torch.distributed.fsdp import fully_shard
 
@@ -111,7 +114,7 @@ class FullyShardedDataParallel(Native):
         """Without autocast: the policy casts."""
         return without_autocast(self.case)
 
-    def wrap(self, recorder: Any, built: Any) -> torch.nn.Module:
+    def wrap(self, recorder: Recorder, built: Built) -> torch.nn.Module:
         """Units are materialized one after another as they are flattened."""
         import torch
         from torch.distributed.fsdp import FullyShardedDataParallel as Flat
@@ -149,11 +152,11 @@ def without_step(optimizer: Any) -> Any:
     return optimizer
 
 
-def _empty(part: torch.nn.Module, device: Any) -> None:
+def _empty(part: torch.nn.Module, device: torch.device) -> None:
     part.to_empty(device=device, recurse=False)
 
 
-def materialize(recorder: Any, module: torch.nn.Module, *, offload: bool = False) -> None:
+def materialize(recorder: Recorder, module: torch.nn.Module, *, offload: bool = False) -> None:
     """Give a sharded meta model its memory, as `to_empty` does; `offload`: parameters on the host, buffers not."""
     module.to_empty(device="cpu" if offload else recorder.device)
     if offload:

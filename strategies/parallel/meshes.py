@@ -24,6 +24,12 @@ from traces.errors import ConfigError
 
 if TYPE_CHECKING:
     import torch
+    from transformers import PreTrainedConfig
+
+    from graph.loop.training import Clock
+    from graph.models.sources import Built
+    from graph.recorder.attribution import Roles
+    from graph.recorder.recorder import Recorder
 
 AXES: Final = ("pp", "dp", "ddp", "hsdp", "fsdp2", "tp")
 #: Strategies that may be named beside a mesh: the mesh says what they say.
@@ -86,14 +92,14 @@ class MeshRank(Pipeline):
         """Without autocast where the sharding policy casts."""
         return without_autocast(self.case) if self.sharded > 1 else self.case
 
-    def train(self, clock: Any, built: Any, case: Case, roles: Any, steps: int) -> None:
+    def train(self, clock: Clock, built: Built, case: Case, roles: Roles, steps: int) -> None:
         """The schedule's loop with stages, else the usual one."""
         if self.stages > 1:
             super().train(clock, built, case, roles, steps)
         else:
             Method.train(self, clock, built, case, roles, steps)
 
-    def wrap(self, recorder: Any, built: Any) -> torch.nn.Module:
+    def wrap(self, recorder: Recorder, built: Built) -> torch.nn.Module:
         """Cut, split, sharded or replicated, in this order."""
         from strategies.parallel.fsdp import materialize
         from strategies.parallel.stages import cut, decoder
@@ -219,7 +225,7 @@ def _rows(case: Case, stages: int, tensor: int) -> list[set[int]]:
     return found
 
 
-def _check_heads(config: Any, tensor: int) -> None:
+def _check_heads(config: PreTrainedConfig, tensor: int) -> None:
     """ConfigError if tensor-parallel ranks do not divide the heads or the hidden size."""
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     for key in ("num_attention_heads", "num_key_value_heads", "hidden_size", "intermediate_size"):

@@ -12,7 +12,7 @@ import logging
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from graph.case import Case
 from graph.errors import CaptureError
@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     import torch
 
     from graph.fake_cuda.collectives import Collectives
+    from graph.fake_cuda.device import Runtime
+    from graph.models.sources import Built
+    from graph.recorder.recorder import Recorder
 
 
 class Native(Method):
@@ -39,12 +42,12 @@ class Native(Method):
         """The case as the loop sees it, where the method does a part of it itself."""
         return self.case
 
-    def wrap(self, recorder: Any, built: Any) -> torch.nn.Module:
+    def wrap(self, recorder: Recorder, built: Built) -> torch.nn.Module:
         """The model of `built` on the device, wrapped."""
         raise NotImplementedError
 
     @contextlib.contextmanager
-    def running(self, runtime: Any, recorder: Any) -> Iterator[None]:
+    def running(self, runtime: Runtime, recorder: Recorder) -> Iterator[None]:
         """The process group of the job."""
         from graph.fake_cuda.collectives import process_group
 
@@ -62,7 +65,7 @@ class Native(Method):
             finally:
                 self._collectives = None
 
-    def load(self, recorder: Any, built: Any) -> Mapping[str, int]:
+    def load(self, recorder: Recorder, built: Built) -> Mapping[str, int]:
         """Wrap and place the model; answers the storages of this rank's parameters and buffers by name."""
         built.module = self.wrap(recorder, built)
         built.module.train()
@@ -89,14 +92,14 @@ def _quiet(name: str) -> Iterator[None]:
         logger.setLevel(before)
 
 
-def storages(recorder: Any, module: torch.nn.Module) -> dict[str, int]:
+def storages(recorder: Recorder, module: torch.nn.Module) -> dict[str, int]:
     """Name -> storage of all parameters and buffers of a wrapped module; of a sharded one, what this rank holds."""
     named = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
     numbers = {name: recorder.number(local(tensor)) for name, tensor in named}
     return {name: number for name, number in numbers.items() if number >= 0}
 
 
-def local(tensor: Any) -> torch.Tensor:
+def local(tensor: torch.Tensor) -> torch.Tensor:
     """The part of a tensor that this rank holds."""
     part: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     return part
@@ -122,7 +125,7 @@ def layers(module: torch.nn.Module) -> list[torch.nn.Module]:
     return found
 
 
-def place_all(recorder: Any, built: Any) -> torch.nn.Module:
+def place_all(recorder: Recorder, built: Built) -> torch.nn.Module:
     """The whole model on the device, as a plain job has it."""
     Method().load(recorder, built)
     module: torch.nn.Module = built.module

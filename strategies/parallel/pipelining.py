@@ -8,9 +8,9 @@ stages vote on whether to infer, and infer those of gradients by a backward.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,12 @@ from graph.case import Case
 from graph.hardware.profile import profile
 from graph.loop.inputs import DTYPES
 from graph.model import Role
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+    from graph.fake_cuda.collectives import Collectives
+    from graph.recorder.recorder import Recorder
 
 _library: Any = stages_of_torch
 
@@ -60,7 +66,9 @@ class Boundary:
 class Stage(PipelineStage):
     """A stage that tells the recorder whether it computes forward or backward, and knows its neighbours' shapes."""
 
-    def __init__(self, module: torch.nn.Module, boundary: Boundary, recorder: Any, given: bool, group: Any) -> None:
+    def __init__(
+        self, module: torch.nn.Module, boundary: Boundary, recorder: Recorder, given: bool, group: ProcessGroup | None
+    ) -> None:
         shapes: dict[str, Any] = {}
         if given:
             shapes = {"input_args": (boundary.inputs,), "output_args": (boundary.outputs,)}
@@ -98,7 +106,14 @@ class Stage(PipelineStage):
         return _library._StageBackwardMeta(backward_metas=_library.extract_tensor_metas((states.detach(),)))
 
 
-def schedule(case: Case, module: torch.nn.Module, boundary: Boundary, recorder: Any, traffic: Any, group: Any) -> Any:
+def schedule(
+    case: Case,
+    module: torch.nn.Module,
+    boundary: Boundary,
+    recorder: Recorder,
+    traffic: Collectives,
+    group: ProcessGroup | None,
+) -> Any:
     """The schedule of a case over `module` as one stage; `traffic` are the rank's collectives, `group` the pipeline's.
 
     What is sent to find shapes is not told as a collective, since not all of it has a counterpart here.
@@ -125,7 +140,7 @@ def schedule(case: Case, module: torch.nn.Module, boundary: Boundary, recorder: 
     if votes:
         warm = made._warmup_p2p
 
-        def decided(parts: Any, *args: Any, **kwargs: Any) -> None:
+        def decided(parts: object, *args: object, **kwargs: object) -> None:
             warm(parts, *args, **kwargs)
             modes = _library.InferenceMode
             stage._inference_mode = modes.STATIC if given else modes.DYNAMIC
@@ -135,7 +150,7 @@ def schedule(case: Case, module: torch.nn.Module, boundary: Boundary, recorder: 
     return made
 
 
-def _initialize_2_11(made: Any, stage: Stage, boundary: Boundary, given: bool, args: Any) -> None:
+def _initialize_2_11(made: Any, stage: Stage, boundary: Boundary, given: bool, args: Sequence[Any]) -> None:
     """As PyTorch 2.11 readies a stage (torch/distributed/pipelining/stage.py: `_shape_inference`)."""
     any_stage: Any = stage
     greetings = any_stage._get_init_p2p_neighbors_ops()

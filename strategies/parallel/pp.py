@@ -20,6 +20,11 @@ from traces.errors import ConfigError
 if TYPE_CHECKING:
     import torch
 
+    from graph.loop.training import Clock
+    from graph.models.sources import Built
+    from graph.recorder.attribution import Roles
+    from graph.recorder.recorder import Recorder
+
 LOAD, PIPE, STEP, END = range(4)
 
 
@@ -40,14 +45,14 @@ class Pipeline(Native):
         """How many stages there are."""
         return self.case.world
 
-    def wrap(self, recorder: Any, built: Any) -> torch.nn.Module:
+    def wrap(self, recorder: Recorder, built: Built) -> torch.nn.Module:
         """The stage's part of the model, on the device."""
         from strategies.parallel.stages import cut
 
         built.module = cut(built.module, self.stage, self.stages)
         return place_all(recorder, built)
 
-    def train(self, clock: Any, built: Any, case: Case, roles: Any, steps: int) -> None:
+    def train(self, clock: Clock, built: Built, case: Case, roles: Roles, steps: int) -> None:
         """Steps of the schedule, each followed by the optimizer's."""
         import torch
 
@@ -98,7 +103,7 @@ class Pipeline(Native):
             around.enter_context(torch.autograd.graph.save_on_cpu(pin_memory=pinned))
         return around
 
-    def _schedule(self, recorder: Any, built: Any, case: Case) -> Any:
+    def _schedule(self, recorder: Recorder, built: Built, case: Case) -> Any:
         from strategies.parallel.pipelining import Boundary, schedule
 
         boundary = Boundary(
@@ -109,6 +114,7 @@ class Pipeline(Native):
             vocabulary=int(built.config.get_text_config().vocab_size),
             dtype=case.dtype,
         )
+        assert self._collectives is not None  # `running` has made them
         return schedule(case, built.module, boundary, recorder, self._collectives, self.group)
 
 

@@ -103,7 +103,7 @@ class _Calls:
     since nothing on this stage reads them.
     """
 
-    def __init__(self, base: Any, name: str, positions: bool | None) -> None:
+    def __init__(self, base: torch.nn.Module, name: str, positions: bool | None) -> None:
         self.base = base
         self.name = name
         self.positions = positions
@@ -116,7 +116,8 @@ class _Calls:
             device = hidden.device if self.positions is not None else "meta"
             given["position_ids"] = torch.arange(hidden.shape[1], device=device).unsqueeze(0)
         calls: list[Call] = []
-        count = len(self.base.get_submodule(self.name))
+        own: Any = self.base.get_submodule(self.name)
+        count = len(own)
         layers = torch.nn.ModuleList(_Noting(calls, count) for _ in range(count))
         with _unpacked(), _replaced(self.base, self.name, layers), contextlib.suppress(_ReachedError):
             self.base(**given, use_cache=False)
@@ -130,7 +131,7 @@ class _Calls:
         return start, rest
 
 
-def _absent(value: Any) -> bool:
+def _absent(value: object) -> bool:
     return isinstance(value, torch.Tensor) and value.is_meta
 
 
@@ -151,7 +152,7 @@ class _Noting(torch.nn.Module):
 
 
 @contextlib.contextmanager
-def _replaced(base: Any, name: str, layers: torch.nn.ModuleList) -> Iterator[None]:
+def _replaced(base: torch.nn.Module, name: str, layers: torch.nn.ModuleList) -> Iterator[None]:
     own = base._modules[name]
     base._modules[name] = layers
     try:
@@ -173,11 +174,11 @@ def _unpacked() -> Iterator[None]:
         yield
 
 
-def _no_packing(*args: Any, **kwargs: Any) -> None:
+def _no_packing(*args: object, **kwargs: object) -> None:
     """Sequences are not packed."""
 
 
-def _order(base: Any, name: str) -> tuple[frozenset[str], tuple[str, ...], bool]:
+def _order(base: torch.nn.Module, name: str) -> tuple[frozenset[str], tuple[str, ...], bool]:
     """What of `base` runs before its layers, what after them (in order), and whether layers are given any tensor.
 
     Seen in its own forward on meta, with a stand-in for the layers.
@@ -212,13 +213,19 @@ class _Watched(torch.Tensor):
     asked = False
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
         cls.asked = True
         plain: Any = super()
         return plain.__torch_function__(func, types, args, kwargs or {})
 
 
-def _positioned(base: Any, name: str, args: Any, kwargs: dict[str, Any]) -> bool:
+def _positioned(base: torch.nn.Module, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
     """Whether the layers, called so on meta, need positions: more tensors than their numbers, or those read."""
     given = [one for value in kwargs.values() for one in (value if isinstance(value, tuple) else (value,))]
     tensors = sum(isinstance(one, torch.Tensor) for one in given)
@@ -228,7 +235,7 @@ def _positioned(base: Any, name: str, args: Any, kwargs: dict[str, Any]) -> bool
     watched: Any = numbers.as_subclass(type("Watched", (_Watched,), {}))
     try:
         with torch.no_grad(), torch.device("meta"):
-            base.get_submodule(name)[0](*args, **{**kwargs, "position_ids": watched})
+            next(base.get_submodule(name).children())(*args, **{**kwargs, "position_ids": watched})
     except Exception:
         return True
     return bool(type(watched).asked)
@@ -250,10 +257,16 @@ class _Nothing:
     """The neutral operand: any operator of torch with it answers its other tensor."""
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
         return next(one for one in args if isinstance(one, torch.Tensor))
 
-    def to(self, *args: Any, **kwargs: Any) -> _Nothing:
+    def to(self, *args: object, **kwargs: object) -> _Nothing:
         """Itself, on any device."""
         return self
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
@@ -20,6 +21,10 @@ from strategies.strategy import Groups, Kind, Launch, Ranks, Share, Strategy
 
 if TYPE_CHECKING:
     import torch
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from graph.models.sources import Built
+    from graph.recorder.recorder import Recorder
 
 #: Last names of linear layers that are split by columns (their output), and by rows (their input).
 COLUMNS: Final = frozenset(
@@ -42,7 +47,7 @@ class TensorParallel(Native):
         super().__init__(case, rank)
         self.sequence = sequence
 
-    def wrap(self, recorder: Any, built: Any) -> torch.nn.Module:
+    def wrap(self, recorder: Recorder, built: Built) -> torch.nn.Module:
         """Split on meta, tied embedding and head each for itself, then placed."""
         import torch
         from torch.distributed.device_mesh import init_device_mesh
@@ -74,7 +79,7 @@ class TensorParallel(Native):
 
         return loss_parallel()
 
-    def _forward(self, forward: Any, module: Any, inputs: dict[str, Any]) -> Any:
+    def _forward(self, forward: Callable[..., Any], module: torch.nn.Module, inputs: dict[str, Any]) -> Any:
         with self._loss():
             return forward(module, inputs)
 
@@ -113,7 +118,7 @@ def apart(case: Case, parameters: list[torch.nn.Parameter]) -> Any:
 
 def parallelize(
     module: torch.nn.Module,
-    mesh: Any,
+    mesh: DeviceMesh,
     sequence: bool,
     blocks: list[torch.nn.Module] | None = None,
     *,

@@ -9,13 +9,17 @@ from __future__ import annotations
 
 import functools
 import types
-from typing import Any, Final
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch.nn.functional import dropout, softmax
 from torch.overrides import TorchFunctionMode
 
 from graph.models.transformers_4_29.softmax import ScriptedSoftmax
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 #: Attention classes with the form below, and whether they clamp the scores and take the softmax of fp16 in fp32.
 CLAMPED: Final = {"OPTAttention": True, "BioGptAttention": False}
@@ -25,13 +29,14 @@ MASKED: Final = frozenset({"CodeGenAttention"})
 LEAST: Final = "masked_bias"
 
 
-def like_transformers_4_29(module: Any, *, cloned: bool = False) -> None:
+def like_transformers_4_29(module: PreTrainedModel, *, cloned: bool = False) -> None:
     """Give the attention of `module` the form of transformers 4.29 (modeling_opt.py, _biogpt.py, _codegen.py,
     _bloom.py, _gpt_neo.py, _gpt_bigcode.py); other classes stay as they are.
 
     `cloned`: a dropout of probability 0 gives a copy of its input, as under Colossal-AI, and not the input itself.
     """
     scripted = ScriptedSoftmax()
+    part: Any  # attributes of the classes that are named
     for part in module.modules():
         kind = type(part).__name__
         if kind in CLAMPED:
@@ -61,7 +66,13 @@ def like_transformers_4_29(module: Any, *, cloned: bool = False) -> None:
 class _WholeSlices(TorchFunctionMode):
     """Indexing as torch 2.0 did it: a slice, and so a node of backward, for whole dimensions too."""
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
         if func is not torch.Tensor.__getitem__ or not isinstance(args[1], tuple):
             return func(*args, **(kwargs or {}))
         tensor, items = args
@@ -85,39 +96,47 @@ class _WholeSlices(TorchFunctionMode):
 class _Clones(TorchFunctionMode):
     """A dropout of probability 0 copies its input."""
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
         given = kwargs or {}
         if func is dropout and given.get("p") == 0.0:
             return args[0].clone()
         return func(*args, **given)
 
 
-def _within(mode: TorchFunctionMode, function: Any) -> Any:
+def _within(mode: TorchFunctionMode, function: Callable[..., Any]) -> Any:
     @functools.wraps(function)
-    def run(*args: Any, **options: Any) -> Any:
+    def run(*args: object, **options: object) -> Any:
         with mode:
             return function(*args, **options)
 
     return run
 
 
-def _within_checkpoints(checkpoint: Any) -> Any:
-    def run(function: Any, *args: Any, **options: Any) -> Any:
+def _within_checkpoints(checkpoint: Callable[..., Any]) -> Any:
+    def run(function: Callable[..., Any], *args: object, **options: object) -> Any:
         return checkpoint(_within(_Clones(), function), *args, **options)
 
     return run
 
 
-def _without_weights(forward: Any) -> Any:
+def _without_weights(forward: Callable[..., Any]) -> Any:
     """Layers of GPT-Neo and CodeGen dropped the attention's weights at once; today's hold them until they end."""
 
-    def dropped(self: Any, *args: Any, **options: Any) -> tuple[Any, None]:
+    def dropped(self: object, *args: object, **options: object) -> tuple[Any, None]:
         return forward(*args, **options)[0], None
 
     return dropped
 
 
-def _masked(self: Any, query: Any, key: Any, value: Any, attention_mask: Any = None) -> tuple[Any, Any]:
+def _masked(
+    self: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: torch.Tensor | None = None
+) -> tuple[Any, Any]:
     length, total = query.size(-2), key.size(-2)
     causal_mask = self.causal_mask[:, :, total - length : total, :total]
     query = query.to(torch.float32)
@@ -135,7 +154,13 @@ def _masked(self: Any, query: Any, key: Any, value: Any, attention_mask: Any = N
 
 
 def _bloom(
-    self: Any, hidden_states: Any, residual: Any, alibi: Any, attention_mask: Any, *_: Any, **__: Any
+    self: Any,
+    hidden_states: torch.Tensor,
+    residual: torch.Tensor,
+    alibi: torch.Tensor,
+    attention_mask: torch.Tensor,
+    *_: object,
+    **__: object,
 ) -> tuple[Any, Any]:
     """Scores of fp16 filled in fp32: two such tensors that transformers 5 has not; keys copied as [heads, dim, length].
 
@@ -175,13 +200,17 @@ def _multi_query(scripted: ScriptedSoftmax) -> Any:
     """
 
     def forward(
-        self: Any, hidden_states: Any, layer_past: Any = None, attention_mask: Any = None, **_: Any
+        self: Any,
+        hidden_states: torch.Tensor,
+        layer_past: object = None,
+        attention_mask: torch.Tensor | None = None,
+        **_: object,
     ) -> tuple[Any, Any]:
         batch, length = hidden_states.shape[:2]
         query, both = self.c_attn(hidden_states).split((self.embed_dim, 2 * self.kv_dim), dim=2)
         key, value = both.split((self.head_dim, self.head_dim), dim=-1)
 
-        def attend(query: Any, key: Any) -> tuple[Any, Any]:
+        def attend(query: torch.Tensor, key: torch.Tensor) -> tuple[Any, Any]:
             shape, flat = query.shape, (batch, length * self.num_heads, length)
             query = query.reshape(batch, length * self.num_heads, self.head_dim)
             upcast = self.attention_softmax_in_fp32 and query.dtype != torch.float32
@@ -210,12 +239,16 @@ def _multi_query(scripted: ScriptedSoftmax) -> Any:
 
 def _forward(clamped: bool) -> Any:
     def forward(
-        self: Any, hidden_states: Any, past_key_values: Any = None, attention_mask: Any = None, **_: Any
+        self: Any,
+        hidden_states: torch.Tensor,
+        past_key_values: object = None,
+        attention_mask: torch.Tensor | None = None,
+        **_: object,
     ) -> tuple[Any, Any]:
         batch, length, width = hidden_states.size()
         heads, flat = self.num_heads, (batch * self.num_heads, -1, self.head_dim)
 
-        def shaped(states: Any) -> Any:
+        def shaped(states: torch.Tensor) -> Any:
             return states.view(batch, -1, heads, self.head_dim).transpose(1, 2).contiguous()
 
         query = self.q_proj(hidden_states) * self.scaling

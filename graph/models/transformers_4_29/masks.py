@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Final
+from typing import Final
 
 import torch
 
@@ -17,7 +17,7 @@ NAME: Final = "create_causal_mask"
 
 
 @contextmanager
-def like_transformers_4_29(kind: str, module: Any) -> Iterator[None]:
+def like_transformers_4_29(kind: str, module: torch.nn.Module) -> Iterator[None]:
     """Within it the forward of `module` makes its mask by 4.29's code, where `kind` (model_type) is one known here."""
     form = _FORMS.get(kind)
     home = sys.modules[type(module).__module__]
@@ -32,7 +32,7 @@ def like_transformers_4_29(kind: str, module: Any) -> Iterator[None]:
         setattr(home, NAME, own)
 
 
-def _additive(*, inputs_embeds: torch.Tensor, attention_mask: torch.Tensor | None, **_: Any) -> torch.Tensor:
+def _additive(*, inputs_embeds: torch.Tensor, attention_mask: torch.Tensor | None, **_: object) -> torch.Tensor:
     """A sum of two masks [batch, 1, length, length] in the dtype of the model (modeling_opt.py and its kin)."""
     batch, length = inputs_embeds.shape[:2]
     dtype, device = inputs_embeds.dtype, inputs_embeds.device
@@ -63,7 +63,7 @@ def _from_host(value: float, device: torch.device) -> torch.Tensor:
     return torch.tensor(value, dtype=torch.float32).to(device)
 
 
-def _boolean(*, inputs_embeds: torch.Tensor, attention_mask: torch.Tensor | None, **_: Any) -> torch.Tensor:
+def _boolean(*, inputs_embeds: torch.Tensor, attention_mask: torch.Tensor | None, **_: object) -> torch.Tensor:
     """True where attention must not go, [batch, 1, length, length] (modeling_bloom.py)."""
     batch, length = inputs_embeds.shape[:2]
     device = inputs_embeds.device

@@ -21,7 +21,7 @@ class ScriptedSoftmax:
         self.plain = 0
         self.differentiated = 0
 
-    def __call__(self, scores: Any, mask: Any, least: Any, scale: float) -> Any:
+    def __call__(self, scores: torch.Tensor, mask: torch.Tensor, least: torch.Tensor, scale: float) -> Any:
         """Probabilities in the dtype of `scores`; `mask` is true where they count, `least` stands elsewhere."""
         if torch.is_grad_enabled() and scores.requires_grad:
             self.differentiated += 1
@@ -34,7 +34,7 @@ class ScriptedSoftmax:
         return _interpreted(scores, mask, least, scale)
 
 
-def _interpreted(scores: Any, mask: Any, least: Any, scale: float) -> Any:
+def _interpreted(scores: torch.Tensor, mask: torch.Tensor, least: torch.Tensor, scale: float) -> Any:
     values = scores.to(torch.float32)
     values = values * scale
     values = torch.where(mask, values, least)
@@ -42,7 +42,7 @@ def _interpreted(scores: Any, mask: Any, least: Any, scale: float) -> Any:
     return values.to(scores.dtype)
 
 
-def _compiled(scores: Any, mask: Any, least: Any, scale: float, fused: bool) -> Any:
+def _compiled(scores: torch.Tensor, mask: torch.Tensor, least: torch.Tensor, scale: float, fused: bool) -> Any:
     upcast = scores.to(torch.float32)
     values = _MaskedSoftmax.apply(upcast, mask, least, scale, fused)  # type: ignore[no-untyped-call]
     del upcast
@@ -53,7 +53,9 @@ class _MaskedSoftmax(torch.autograd.Function):
     """Scale, mask and softmax; `fused`: no temporaries, neither here nor in backward."""
 
     @staticmethod
-    def forward(ctx: Any, upcast: Any, mask: Any, least: Any, scale: float, fused: bool) -> Any:
+    def forward(
+        ctx: Any, upcast: torch.Tensor, mask: torch.Tensor, least: torch.Tensor, scale: float, fused: bool
+    ) -> Any:
         scaled = upcast if fused else upcast * scale
         masked = torch.where(mask, scaled, least)
         del scaled
@@ -63,7 +65,7 @@ class _MaskedSoftmax(torch.autograd.Function):
         return result
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         _, mask, result = ctx.saved_tensors
         if ctx.fused:
             return gradients[0] * result, None, None, None, None
