@@ -39,7 +39,7 @@ from graph.keys import (
     shown,
     words,
 )
-from graph.models import catalogue
+from graph.models.lookup import configuration
 from traces.errors import ConfigError
 
 Head = Literal["", "causal-lm", "seq2seq-lm", "masked-lm", "sequence-classification", "image-classification"]
@@ -494,15 +494,9 @@ def _usual_dtype(case: Case) -> str:
 def _configuration(model: str) -> dict[str, Any]:
     """The configuration that `model` names; empty where there is none to read, as is said when the model is built."""
     try:
-        path = Path(model).expanduser()
-        known = catalogue.find(model)
-        if known is not None and not path.is_file():
-            return dict(catalogue.entries()[known]["config"])
-        path = path / "config.json" if path.is_dir() else path
-        document = json.loads(path.read_text("utf-8")) if path.is_file() else {}
-    except (OSError, ValueError, RuntimeError):
+        return {} if is_function(model) else configuration(model).document
+    except ConfigError:
         return {}
-    return document if isinstance(document, dict) else {}
 
 
 def _plain(value: Any) -> Any:

@@ -30,6 +30,7 @@ COMMANDS: Final = {
     "compare": "Compare two traces, snapshots or results: what grew, and where.",
     "check": "Hold a run against a memory budget and a baseline, for CI.",
     "verify": "Replay a torch snapshot's causes and compare every consequence.",
+    "models": "List the models that are known, with their parameters and names.",
     "gpus": "List the GPUs that are known, with their memory and names.",
     "convert": "Convert between trace formats, snapshots and timelines.",
 }

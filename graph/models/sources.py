@@ -31,9 +31,9 @@ from graph.keys import is_function
 from graph.loop.inputs import DTYPES, Input, arguments, hosts, training_batch
 from graph.loop.losses import chunked, in_parts, like_transformers_4_29
 from graph.model import ModelFacts
-from graph.models import catalogue
 from graph.models.adapters import with_lora
 from graph.models.architectures import Architecture, architecture, facts, trained, transformers
+from graph.models.lookup import configuration
 from graph.models.mixtures import shares
 from graph.models.modalities import Fed, feed, takes_more_than_text
 from graph.models.transformers_4_29.attention import like_transformers_4_29 as like_old_attention
@@ -105,51 +105,13 @@ def build(case: Case) -> Built:
             ready()
         if is_function(case.model):
             return _from_function(case)
-        document, place = read_configuration(case.model)
-        return _from_configuration(case, document, place)
+        found = configuration(case.model)
+        built = _from_configuration(case, found.document, found.place)
+        built.assumptions = (*filter(None, (found.note,)), *built.assumptions)
+        return built
 
 
 # ------------------------------------------------------------------------------------------- configurations
-
-
-def read_configuration(model: str) -> tuple[dict[str, Any], str]:
-    """The configuration that `model` names, and where it stands ("catalogue: gpt2", or the path of the file).
-
-    `model` is a name of the catalogue, the path of a JSON file, or of a folder with a config.json. Raises ConfigError.
-    """
-    known = catalogue.find(model)
-    path = Path(model).expanduser()
-    if known is not None and not path.is_file():
-        return catalogue.configuration(known), f"catalogue: {known}"
-    if path.is_dir():
-        path = path / "config.json"
-    elif not path.exists() and path.suffix != ".json" and not model.startswith((".", "/", "~")):
-        near = ", ".join(repr(one) for one in catalogue.nearest(model))
-        raise ConfigError(
-            f"model {model[:80]!r} is neither in the catalogue{f' (near it: {near})' if near else ''} nor a path of a "
-            "config.json nor module:function; nothing is downloaded"
-        )
-    return _read(path), str(path)
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        text = path.read_text("utf-8")
-    except FileNotFoundError:
-        raise ConfigError(f"{path}: no such file; the configuration of a model is needed there") from None
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read ({error.strerror})") from None
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path}: byte {error.start} is not UTF-8; a config.json is text") from None
-    try:
-        document = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"{path}, line {error.lineno}, column {error.colno}: not JSON ({error.msg})") from None
-    except RecursionError:
-        raise ConfigError(f"{path}: nested too deeply for a model's configuration") from None
-    if not isinstance(document, dict):
-        raise ConfigError(f"{path}: a configuration is a JSON object, not {type(document).__name__}")
-    return document
 
 
 def transformers_config(document: Mapping[str, Any], place: str) -> Any:

@@ -38,19 +38,13 @@ def axes_of(case: Case) -> dict[str, int]:
 
 def document_of(case: Case) -> dict[str, Any]:
     """The configuration of the case's model, as its config.json has it; empty where it has none."""
-    import json
+    from graph.keys import is_function
+    from graph.models.lookup import configuration
 
-    from graph.models import catalogue
-
-    path = Path(case.model).expanduser()
-    path = path / "config.json" if path.is_dir() else path
-    if not path.is_file():
-        return catalogue.configuration(case.model) if catalogue.find(case.model) else {}
     try:
-        found = json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError):
+        return {} if is_function(case.model) else configuration(case.model).document
+    except ConfigError:
         return {}
-    return found if isinstance(found, dict) else {}
 
 
 def repository_of(case: Case) -> str:
@@ -63,7 +57,9 @@ def repository_of(case: Case) -> str:
     if path.is_dir():
         return str(path.resolve())
     known = catalogue.find(case.model)
-    return str(catalogue.entries()[known]["repository"]) if known else ""
+    if known is None:
+        return ""
+    return case.model if "/" in case.model else str(catalogue.entries()[known]["repository"])
 
 
 def why_not(case: Case) -> str:

@@ -58,10 +58,10 @@ class Probe:
 
     def first(self) -> int:
         """The micro-batch to begin with."""
-        from graph.models.sources import read_configuration
+        from graph.models.lookup import configuration
 
         try:
-            return prime_for(sizes_in(read_configuration(str(self.keys["model"]))[0]))
+            return prime_for(sizes_in(configuration(str(self.keys["model"])).document))
         except LLMemError:  # a function of the user's own
             return PRIMES[0]
 
