@@ -10,12 +10,10 @@ A program that needs another one adds it with `register`.
 
 from __future__ import annotations
 
-import json
 import math
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, dataclass, field
-from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, get_args
 
@@ -143,9 +141,9 @@ class Case:
         aliases=("bnb_4bit_use_double_quant",),
     )
     attn: Literal["sdpa", "eager", "default"] = declared(
-        "sdpa",
+        "default",
         PRECISION,
-        "Attention that transformers is asked for; default: none.",
+        "Attention that transformers is asked for; default: none, and so sdpa where the model has it, else eager.",
         only=(_CONFIGURATION,),
         hints=("attention",),
         aliases=("attn_implementation",),
@@ -154,7 +152,7 @@ class Case:
         False,
         PRECISION,
         "Keys and values of grouped heads are repeated before sdpa, as transformers before 4.48 did.",
-        only=(_CONFIGURATION, Only("attn", ("sdpa",))),
+        only=(_CONFIGURATION, Only("attn", ("sdpa", "default"))),
     )
     batch: Count = declared(
         1,

@@ -20,7 +20,7 @@ import numpy as np
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 from graph.check import check
-from graph.dag import NUMBERS, ROLES, attributes, edge_rows, edges, loaded_rows, operator_rows
+from graph.dag import NUMBERS, ROLES, attributes, edge_rows, edges, loaded_rows, operator_rows, to_networkx
 from graph.model import FORMAT, VERSION, Accesses, Operators, StepGraph, Storages, TensorInfo
 from traces.collecting import uncollected
 from traces.errors import ConfigError, TraceError
@@ -28,8 +28,8 @@ from traces.files import read_bytes, write_atomically
 from traces.forms.document import DECODE_ERRORS, encode, fault
 from traces.text import path_text, quoted
 
-#: What the name of a file may end in.
-ENDINGS: Final = (".json", ".json.gz")
+#: What the name of a file may end in; of the last two kinds only the view is written, for other tools.
+ENDINGS: Final = (".json", ".json.gz", ".graphml", ".dot")
 
 _COMPRESSION: Final = 4  # twice as fast as the usual 6, for a tenth more bytes
 
@@ -135,11 +135,16 @@ class _Head(Struct):
 def save(graph: StepGraph, path: str | os.PathLike[str], *, force: bool = False) -> None:
     """Write a step graph to a file, gzipped if its name ends in `.json.gz`; whole or not at all.
 
+    A name that ends in `.graphml` or `.dot` gets the view alone (`graph.exports`), which is not read back.
     Raises ConfigError for another ending, OutputError where the file exists (without `force`) or cannot be written,
     TraceError for a graph that does not hold together.
     """
     check_ending(path)
     check(graph)
+    if os.fspath(path).lower().endswith(ENDINGS[2:]):
+        from graph.exports import export
+
+        return export(to_networkx(graph), path, force=force)
     with uncollected(), write_atomically(path, force=force) as file:
         if os.fspath(path).lower().endswith(".gz"):
             with gzip.GzipFile("", "wb", _COMPRESSION, cast(Any, file), mtime=0) as stream:
@@ -151,7 +156,7 @@ def save(graph: StepGraph, path: str | os.PathLike[str], *, force: bool = False)
 def check_ending(path: str | os.PathLike[str]) -> None:
     """ConfigError if the name of a file is not one of a step graph's."""
     if not os.fspath(path).lower().endswith(ENDINGS):
-        raise ConfigError(f"{path_text(path)}: the name of a step graph's file must end in {' or '.join(ENDINGS)}")
+        raise ConfigError(f"{path_text(path)}: the name of a step graph's file must end in {', '.join(ENDINGS)}")
 
 
 def _write(graph: StepGraph, file: IO[bytes]) -> None:

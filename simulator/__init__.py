@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from simulator import neighbours as neighbours  # first: `traces` below is the one beside this package
 from traces.lazy import lazy
 
 if TYPE_CHECKING:

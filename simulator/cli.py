@@ -23,6 +23,7 @@ from traces.errors import LLMemError
 COMMANDS: Final = {
     "run": "Replay a trace or snapshot and report the memory of every rank.",
     "capture": "Run a model's training step without a GPU and keep it as a graph.",
+    "graph": "Ask a captured graph what waits for what, and what to recompute.",
     "estimate": "Work out what a run of a model needs of its GPU, without one.",
     "select": "Find the method and micro-batch for a model on given GPUs.",
     "sweep": "Estimate many cases, on all cores, resumable.",
@@ -116,9 +117,9 @@ def _show_version(ctx: click.Context, option: click.Parameter, asked: bool) -> N
     from importlib.metadata import PackageNotFoundError, version
 
     try:
-        click.echo(f"llmem {version('llmem')}")
+        click.echo(f"vramsim {version('vramsim')}")
     except PackageNotFoundError:
-        click.echo("llmem, not installed")
+        click.echo("vramsim, not installed")
     ctx.exit()
 
 

@@ -33,7 +33,7 @@ def with_lora(
     try:
         from peft import LoraConfig, get_peft_model
     except ImportError as error:
-        raise ConfigError(f"key 'lora': needs peft ({error}); pip install 'llmem[torch]'") from None
+        raise ConfigError(f"key 'lora': needs peft ({error}); pip install 'vramsim[torch]'") from None
     options: dict[str, Any] = {"r": rank, "lora_alpha": 16, "task_type": _TASKS.get(head)}
     if targets:
         options["target_modules"] = targets[0] if targets == ("all-linear",) else list(targets)

@@ -21,7 +21,7 @@ from typing import Any, Final, NamedTuple
 from traces.errors import ConfigError
 
 #: Words that tell how a model was tuned or is stored, not its shape.
-_IDLE: Final = frozenset("instruct it chat hf pt thinking latest bf16 fp16 f16 meta".split())
+_IDLE: Final = frozenset(["instruct", "it", "chat", "hf", "pt", "thinking", "latest", "bf16", "fp16", "f16", "meta"])
 #: What ends the names of quantised copies.
 _QUANTISED: Final = re.compile(
     r"[-_.:](?:unsloth|bnb|[2-8]bit|gguf|ggml|awq|gptq|hqq|exl[23]|mlx|qat|(?:nv)?fp[48]|int[48]|mxfp4|w\d+a\d+"

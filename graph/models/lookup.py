@@ -90,7 +90,7 @@ def _read(path: Path) -> dict[str, Any]:
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: byte {error.start} is not UTF-8; a config.json is text") from None
     try:
-        document = json.loads(text)
+        document = json.loads(text, object_hook=_float_or_object)
     except json.JSONDecodeError as error:
         raise ConfigError(f"{path}, line {error.lineno}, column {error.colno}: not JSON ({error.msg})") from None
     except RecursionError:
@@ -98,3 +98,9 @@ def _read(path: Path) -> dict[str, Any]:
     if not isinstance(document, dict):
         raise ConfigError(f"{path}: a configuration is a JSON object, not {type(document).__name__}")
     return document
+
+
+def _float_or_object(found: dict[str, Any]) -> Any:
+    """`{"__float__": "Infinity"}`, as transformers writes the floats that JSON has no word for, is that float."""
+    text = found.get("__float__")
+    return float(text) if len(found) == 1 and text in ("Infinity", "-Infinity", "NaN") else found

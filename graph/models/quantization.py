@@ -70,7 +70,7 @@ def ready() -> Any:
     try:
         import bitsandbytes
     except ImportError as error:
-        raise ConfigError(f"bitsandbytes is needed ({error}); pip install 'llmem[torch]'") from None
+        raise ConfigError(f"bitsandbytes is needed ({error}); pip install 'vramsim[torch]'") from None
     _with_cuda_kernels()
     return bitsandbytes
 

@@ -11,13 +11,10 @@ import difflib
 import functools
 import importlib
 import inspect
-import json
 import os
-import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Final
 
@@ -31,8 +28,10 @@ from graph.keys import is_function
 from graph.loop.inputs import DTYPES, Input, arguments, hosts, training_batch
 from graph.loop.losses import chunked, in_parts, like_transformers_4_29
 from graph.model import ModelFacts
+from graph.models import own_modules
 from graph.models.adapters import with_lora
 from graph.models.architectures import Architecture, architecture, facts, trained, transformers
+from graph.models.given import MODULES, without_weights
 from graph.models.lookup import configuration
 from graph.models.mixtures import shares
 from graph.models.modalities import Fed, feed, takes_more_than_text
@@ -103,6 +102,8 @@ def build(case: Case) -> Built:
             from graph.models.quantization import ready
 
             ready()
+        if case.model in MODULES:
+            return _from_module(case, *MODULES[case.model])
         if is_function(case.model):
             return _from_function(case)
         found = configuration(case.model)
@@ -136,17 +137,25 @@ def transformers_config(document: Mapping[str, Any], place: str) -> Any:
 
 
 def _from_configuration(case: Case, document: dict[str, Any], place: str) -> Built:
-    chosen = architecture(case, transformers_config(document, place), place)
+    def make(chosen: Architecture) -> Any:
+        if chosen.head == "image-classification" and not {"num_labels", "id2label"} & set(document):
+            chosen.config.num_labels = _IMAGE_CLASSES
+        return _model(case, chosen, place)
+
+    return _configured(case, transformers_config(document, place), place, make)
+
+
+def _configured(case: Case, found: Any, place: str, make: Callable[[Architecture], Any]) -> Built:
+    """A model of transformers by its configuration; `make` builds it."""
+    chosen = architecture(case, found, place)
     config, head = chosen.config, chosen.head
-    if head == "image-classification" and not {"num_labels", "id2label"} & set(document):
-        config.num_labels = _IMAGE_CLASSES
     if case.dec_seq is not None and head not in ("seq2seq-lm", ""):
         raise ConfigError(f"key 'dec_seq': {place} is {head}, which has no decoder beside its encoder; use 'seq'")
     fed = Fed(())
     usual = head and (case.head or head == "image-classification" or not takes_more_than_text(chosen.kind))
     if usual and case.task == "train":
         fed = Fed(training_batch(case, head, config, place))
-    module = _model(case, chosen, place)
+    module = make(chosen)
     module.tie_weights()
     if not usual and case.task == "train":
         fed = feed(case, module, place)
@@ -190,7 +199,7 @@ def prepare(built: Built, case: Case, device: str = "meta") -> None:
 
 def _model(case: Case, chosen: Architecture, place: str) -> Any:
     options: dict[str, Any] = {"dtype": DTYPES[case.dtype]}
-    if case.attn != "default":
+    if case.repeat_kv or case.attn != "default":
         options["attn_implementation"] = repeated_sdpa() if case.repeat_kv else case.attn
     try:
         with torch.device("meta"):
@@ -343,7 +352,10 @@ def _from_function(case: Case) -> Built:
     only shapes and dtypes count, others keep their values. The loss is `loss(output)` where given, else the output
     itself, its `loss`, or its first element.
     """
-    module, inputs, loss, values = _called(case)
+    return _of_user(case, *_called(case))
+
+
+def _of_user(case: Case, module: torch.nn.Module, inputs: Any, loss: Any, values: Values) -> Built:
     module = module.to(DTYPES[case.dtype]) if case.dtype != "fp32" else module
     leaves, structure = tree_flatten_with_path(_nested(inputs, case))
     names = ["/".join(str(getattr(key, "key", getattr(key, "idx", key))) for key in path) for path, _ in leaves]
@@ -359,6 +371,18 @@ def _from_function(case: Case) -> Built:
     built = Built(module, getattr(module, "config", None), "", batch, loss_of, case.model, facts(module))
     module.train(case.task == "train")
     return built
+
+
+def _from_module(case: Case, module: Any, inputs: Any) -> Built:
+    """A module that the caller has: with example inputs as a user's function, else by its configuration."""
+    module = without_weights(module)
+    if inputs is not None:
+        return _of_user(case, module, inputs, None, Values(id))
+    asked = [key for key in ("quant", "repeat_kv", "attn") if key in case.document()]
+    if asked:
+        raise ConfigError(f"key '{asked[0]}': the module is built already; build it so")
+    module.config.architectures = [type(module).__name__]
+    return _configured(case, module.config, case.model, lambda chosen: module.to(DTYPES[case.dtype]))
 
 
 def _called(case: Case) -> tuple[Any, Any, Any, Values]:
@@ -377,7 +401,7 @@ def _called(case: Case) -> tuple[Any, Any, Any, Values]:
                 f"parameter, which gets the value of the key, or leave the key out"
             )
     try:
-        with on_meta() as values:
+        with own_modules.of(os.getcwd()).first(), on_meta() as values:
             made = make(**{key: value for key, value in known.items() if key in given})
     except LLMemError:
         raise
@@ -394,11 +418,9 @@ def _called(case: Case) -> tuple[Any, Any, Any, Values]:
 
 def _function(name: str, function: str, model: str) -> Callable[..., Any]:
     here = os.getcwd()
-    added = here not in sys.path
-    if added:
-        sys.path.insert(0, here)
     try:
-        module = importlib.import_module(name)
+        with own_modules.of(here).first():
+            module = importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name and (name == error.name or name.startswith(error.name + ".")):
             raise ConfigError(
@@ -407,9 +429,6 @@ def _function(name: str, function: str, model: str) -> Callable[..., Any]:
         raise CaptureError(f"model {model}: importing {name} failed: {_line(error)}") from None
     except Exception as error:
         raise CaptureError(f"model {model}: importing {name} raised {type(error).__name__}: {_line(error)}") from None
-    finally:
-        if added and here in sys.path:
-            sys.path.remove(here)
     found = getattr(module, function, None)
     if not callable(found):
         near = difflib.get_close_matches(

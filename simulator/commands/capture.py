@@ -11,7 +11,9 @@ from simulator.commands.case_options import MODEL_HELP, CaseCommand, case_from, 
 
 @click.command("capture", cls=CaseCommand, epilog=MODEL_HELP)
 @click.argument("model", metavar="MODEL")
-@click.option("-o", "--output", metavar="FILE", help="Write the step graph (.json or .json.gz, node-link JSON).")
+@click.option(
+    "-o", "--output", metavar="FILE", help="Write the graph: .json or .json.gz (for `graph`), .graphml, .dot."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print the summary as one JSON document instead of tables.")
 @click.option("--force", is_flag=True, help="Replace FILE if it exists.")
 @click.option("-q", "--quiet", is_flag=True, help="No progress on stderr.")

@@ -28,25 +28,27 @@ _SHORT = {"load": "load", "forward": "fwd", "backward": "bwd", "optimizer": "ste
 def phase_spans(machine: Machine) -> tuple[PhaseSpan, ...]:
     """The phases of a rank, from each `phase` event to the next."""
     events = machine.program.events
-    marks = np.flatnonzero(events.op == Op.PHASE)
-    stops = [*marks[1:].tolist(), len(events)][: len(marks)]
-    names, steps = events.strings("name"), events.ints("step")
+    at_marks = np.flatnonzero(events.op == Op.PHASE)
+    marks, steps = at_marks.tolist(), events.ints("step")[at_marks].tolist()
+    stops = [*marks[1:], len(events)][: len(marks)]
+    names = events.strings("name")
     return tuple(
-        PhaseSpan(names.get(int(mark)) or "", int(steps[mark]) if steps[mark] >= 0 else None, int(mark), stop)
-        for mark, stop in zip(marks, stops, strict=True)
+        PhaseSpan(names.get(mark) or "", step if step >= 0 else None, mark, stop)
+        for mark, step, stop in zip(marks, steps, stops, strict=True)
     )
 
 
 def phase_peaks(machine: Machine, spans: tuple[PhaseSpan, ...]) -> tuple[PhasePeak, ...]:
     """Peaks of every phase; phases of the same key (several micro-batches of a step) are taken together."""
+    if not spans:
+        return ()
     found: dict[str, PhasePeak] = {}
     ends = _first_and_last(spans)
-    out = machine.out
-    for span in spans:
-        window = out[span.start : span.stop]
-        peak = int(window[:, engine.OUT_ALLOCATED].max())
-        reserved = int(window[:, engine.OUT_RESERVED].max())
-        left = int(window[-1, engine.OUT_ALLOCATED])
+    starts = [span.start for span in spans]  # each ends where the next one starts, and the last with the events
+    columns = machine.out[:, engine.OUT_ALLOCATED], machine.out[:, engine.OUT_RESERVED]
+    peaks, reserves = (np.maximum.reduceat(column, starts).tolist() for column in columns)
+    lefts = columns[0][[span.stop - 1 for span in spans]].tolist()
+    for span, peak, reserved, left in zip(spans, peaks, reserves, lefts, strict=True):
         for key in _phase_keys(span, ends):
             before = found.get(key)
             if before is not None:
@@ -103,25 +105,27 @@ def alive_after(machine: Machine, index: int) -> Alive:
     """The allocations that were alive (not freed) after event `index`; -1: before the first."""
     program = machine.program
     count = len(program.ids)
-    born = np.full(count, len(program) + 1, dtype=np.int64)
-    died = np.full(count, len(program) + 1, dtype=np.int64)
-    requested = np.zeros(count, dtype=np.int64)
-    allocs = np.flatnonzero(program.ops == Op.ALLOC)
-    born[program.idents[allocs]] = allocs
-    requested[program.idents[allocs]] = program.args[allocs]
-    frees = np.flatnonzero(program.ops == Op.FREE)
-    died[program.idents[frees]] = frees
+    born = np.full(count, -1, dtype=np.int64)
+    alive = np.zeros(count, dtype=np.bool_)
+    early: dict[int, int] = {}
     position = {int(ident): i for i, ident in enumerate(program.ids)} if program.initial.segments else {}
     for segment in program.initial.segments:
         for block in segment.blocks:
             if block.id is not None:
                 i = position[block.id]
-                born[i], requested[i] = -1, block.requested
-                if block.state == "active_pending_free":
-                    died[i] = -1
+                early[i] = block.requested
+                alive[i] = block.state != "active_pending_free"
+    ops, idents = program.ops[: index + 1], program.idents[: index + 1]
+    allocs = np.flatnonzero(ops == Op.ALLOC)
+    born[idents[allocs]] = allocs
+    alive[idents[allocs]] = True
+    alive[idents[np.flatnonzero(ops == Op.FREE)]] = False
     got = machine.ids[:count, 1]
-    ids = np.flatnonzero((born <= index) & (died > index) & (got > 0))
-    return Alive(ids, requested[ids], got[ids], born[ids])
+    ids = np.flatnonzero(alive & (got > 0))
+    events, requested = born[ids], np.zeros(len(ids), dtype=np.int64)
+    requested[events >= 0] = program.args[events[events >= 0]]
+    requested[events < 0] = [early[i] for i in ids[events < 0].tolist()]
+    return Alive(ids, requested, got[ids], events)
 
 
 def _categories(machine: Machine, alive: Alive) -> tuple[Int64Array, list[str]]:

@@ -312,8 +312,40 @@ class RankResult:
         return self.peak_reserved + sum(term.bytes for term in self.outside)
 
 
-@dataclass(frozen=True)
-class Result:
+class Shown:
+    """How a result shows itself in Python and in a notebook (`simulator.reports.notebook`)."""
+
+    def _replayed(self) -> Result:
+        raise NotImplementedError
+
+    def _title(self) -> str:
+        raise NotImplementedError
+
+    def __repr__(self) -> str:
+        from simulator.reports.verdict import headline
+
+        return f"<{type(self).__name__} {self._title()}: {headline(self._replayed())}>"
+
+    def _repr_html_(self) -> str:
+        from simulator.reports.notebook import html_of
+
+        return html_of(self._replayed(), self._title())
+
+    def to_pandas(self, rank: int | None = None) -> Any:
+        """Memory after every event as a pandas DataFrame: of one rank, or of that which decides."""
+        from simulator.reports.notebook import frame_of
+
+        return frame_of(self._replayed(), rank)
+
+    def plot(self, rank: int | None = None) -> Any:
+        """Memory over the events in matplotlib: the Axes, of one rank, or of that which decides."""
+        from simulator.reports.notebook import plot_of
+
+        return plot_of(self._replayed(), self._title(), rank)
+
+
+@dataclass(frozen=True, repr=False)
+class Result(Shown):
     """The result of a replay: one `RankResult` a distinct event sequence, worst (largest device total) first."""
 
     ranks: tuple[RankResult, ...]
@@ -322,6 +354,12 @@ class Result:
     metadata: Mapping[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     schema_version: int = SCHEMA_VERSION
+
+    def _replayed(self) -> Result:
+        return self
+
+    def _title(self) -> str:
+        return str(self.metadata.get("name") or f"of {len(self.ranks)} kinds of rank")
 
     @property
     def verdict(self) -> Verdict:

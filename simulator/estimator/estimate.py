@@ -11,14 +11,17 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from simulator.engine.result import OutsideTerm, RankResult, Result, Verdict
+from simulator.engine.result import OutsideTerm, RankResult, Result, Shown, Verdict
 from traces.errors import ConfigError
 from traces.model import Trace
 
 if TYPE_CHECKING:
+    from torch.nn import Module
+
     from graph.case import Case
     from graph.loop.method import Method
     from graph.model import StepGraph
@@ -61,8 +64,8 @@ Capture = Callable[["Case"], "StepGraph"]
 Progress = Callable[[str, int, int], None]
 
 
-@dataclass(frozen=True)
-class Estimate:
+@dataclass(frozen=True, repr=False)
+class Estimate(Shown):
     """What a case needs: its replay beside what lies outside the allocator (`simulator.estimator.judging`), and the
     trace.
 
@@ -79,6 +82,12 @@ class Estimate:
     min_fit: int | None = None
     step: StepTime | GenerationTime | None = None
     closed: tuple[ClosedForm, ...] = ()
+
+    def _replayed(self) -> Result:
+        return self.result
+
+    def _title(self) -> str:
+        return str(self.case["model"])
 
     @property
     def verdict(self) -> Verdict:
@@ -133,8 +142,9 @@ class Estimate:
 
 
 def estimate(
-    case: Case | Mapping[str, Any],
+    case: Case | Mapping[str, Any] | str | Module,
     *,
+    inputs: Any = None,
     context: Context = "auto",
     min_memory: bool = False,
     events: bool = False,
@@ -147,21 +157,23 @@ def estimate(
     time_steps: bool = False,
     interconnect: str = "",
     estimators: Iterable[str] = (),
+    **keys: Any,
 ) -> Estimate:
     """What a training or inference run needs of its GPU, worked out without one.
 
-    `case` is a `graph.case.Case` or a mapping of its keys. `context` are the bytes of the device that are not PyTorch's
-    ("auto": the table of `simulator.estimator.outside`, with its ranges; 0: none). `min_memory` also finds the smallest
-    device. `events`, `log`, `snapshot`, `picture` and `analyse` are those of `simulator.replay`. `capture` makes the
-    graph of a case (default: `captured`); `progress(phase, step, operators)` is called from time to time while the
-    default one does. `time_steps` gives kernels and collectives durations, so that memory in use on several streams
-    comes back in simulated time, and finds the time of a step; the GPUs meet over `interconnect`
+    `case` is a `graph.case.Case`, a mapping of its keys, the name of a model, or an `nn.Module`: one of transformers,
+    or any with example `inputs` (a mapping of keyword arguments, a sequence, or one tensor), of which shapes and dtypes
+    count. `keys` are keys of the case: `estimate("gpt2", batch=8)`. `context` are the bytes of the device that are not
+    PyTorch's ("auto": the table of `simulator.estimator.outside`, with its ranges; 0: none). `min_memory` also finds
+    the smallest device. `events`, `log`, `snapshot`, `picture` and `analyse` are those of `simulator.replay`.
+    `capture` makes the graph of a case (default: `captured`); `progress(phase, step, operators)` is called from time to
+    time while the default one does. `time_steps` gives kernels and collectives durations, so that memory in use on
+    several streams comes back in simulated time, and finds the time of a step; the GPUs meet over `interconnect`
     (`strategies.timing.Clock.connected`). `estimators` are closed forms to stand beside the simulation
     (`simulator.estimator.closed_form`).
 
     Raises ConfigError for a bad case, CaptureError where its model cannot be captured, and what `replay` raises.
     """
-    from graph.case import Case
     from simulator.engine.min_memory import smallest_memory
     from simulator.estimator.closed_form import closed_forms
     from simulator.estimator.judging import judged, with_context
@@ -170,28 +182,45 @@ def estimate(
     from strategies.lowering import lower
 
     started = time.perf_counter()
-    asked = case if isinstance(case, Case) else Case.of(case)
-    _check(asked, context)
+    with _asked(case, inputs, keys) as asked:
+        _check(asked, context)
 
-    def graph_of(part: Case, method: Method | None) -> StepGraph:
-        return captured(part, progress, method) if capture is None else capture(part)
+        def graph_of(part: Case, method: Method | None) -> StepGraph:
+            return captured(part, progress, method) if capture is None else capture(part)
 
-    clock = _clock(asked, interconnect) if time_steps else None
-    trace = lower(asked, capture=graph_of, clock=clock)
-    terms = outside_of(asked, context, communicators(trace))
-    found = judged(trace, terms, analyse=analyse, events=events, log=log, snapshot=snapshot, picture=picture)
-    aside = bytes_of(found.ranks[0].outside)
-    trace = with_context(trace, aside)
-    return Estimate(
-        case=asked.document(),
-        result=found,
-        trace=trace,
-        assumptions=(*_about_gpu(asked), *trace.metadata.get("assumptions", ())),
-        min_fit=smallest_memory(trace) + aside if min_memory else None,
-        step=of_case(trace, asked, found) if time_steps else None,
-        closed=closed_forms(asked, estimators, aside),
-        seconds=time.perf_counter() - started,
-    )
+        clock = _clock(asked, interconnect) if time_steps else None
+        trace = lower(asked, capture=graph_of, clock=clock)
+        terms = outside_of(asked, context, communicators(trace))
+        found = judged(trace, terms, analyse=analyse, events=events, log=log, snapshot=snapshot, picture=picture)
+        aside = bytes_of(found.ranks[0].outside)
+        trace = with_context(trace, aside)
+        return Estimate(
+            case=asked.document(),
+            result=found,
+            trace=trace,
+            assumptions=(*_about_gpu(asked), *trace.metadata.get("assumptions", ())),
+            min_fit=smallest_memory(trace) + aside if min_memory else None,
+            step=of_case(trace, asked, found) if time_steps else None,
+            closed=closed_forms(asked, estimators, aside),
+            seconds=time.perf_counter() - started,
+        )
+
+
+@contextmanager
+def _asked(case: Any, inputs: Any, keys: Mapping[str, Any]) -> Iterator[Case]:
+    """The case that was asked for; a module that was given is known by its name meanwhile."""
+    from graph.case import Case
+
+    if inputs is None and isinstance(case, str | Case | Mapping):
+        found = {"model": case} if isinstance(case, str) else case.document() if isinstance(case, Case) else case
+        yield case if isinstance(case, Case) and not keys else Case.of({**found, **keys})
+        return
+    if isinstance(case, str | Case | Mapping):
+        raise ConfigError("'inputs' are for an nn.Module; a module:function returns its own")
+    with _needs_torch():
+        from graph.models.given import named
+    with named(case, inputs) as given:
+        yield Case.of({**given, **keys})
 
 
 def answer(
@@ -267,15 +296,22 @@ def captured(case: Case, progress: Progress | None = None, method: Method | None
 
 def capture_of(case: Case, progress: Progress | None = None, method: Method | None = None) -> StepGraph:
     """The graph of a case, captured; ConfigError where torch or transformers is not installed."""
-    try:
+    with _needs_torch():
         from graph.recorder.capture import capture
+    return capture(case, progress=progress, method=method)
+
+
+@contextmanager
+def _needs_torch() -> Iterator[None]:
+    """ConfigError, with what to install, where an import inside finds no torch or transformers."""
+    try:
+        yield
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] not in NEEDED:
             raise
         raise ConfigError(
-            f"{error.name} is not installed, which runs the model's code; install it with: pip install 'llmem[torch]'"
+            f"{error.name} is not installed, which runs the model's code; install it with: pip install 'vramsim[torch]'"
         ) from None
-    return capture(case, progress=progress, method=method)
 
 
 def forget_graphs() -> None:

@@ -301,7 +301,7 @@ def dask_executor(address: str, *, timeout: float = 20) -> Iterator[tuple[Execut
     try:
         cluster: Any = importlib.import_module("dask.distributed")
     except ImportError:
-        raise ConfigError("--dask needs dask; install it with: pip install 'llmem[dask]'") from None
+        raise ConfigError("--dask needs dask; install it with: pip install 'vramsim[dask]'") from None
     try:
         client = cluster.Client(address, timeout=timeout, set_as_default=False)
     except (OSError, ValueError, TimeoutError) as error:

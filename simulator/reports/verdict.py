@@ -32,6 +32,11 @@ def summary(result: Result) -> str:
     return "; ".join([text, *_reasons(rank)])
 
 
+def headline(result: Result) -> str:
+    """The verdict in words, and what it rests on."""
+    return f"{WORDS[result.verdict]}: {summary(result)}"
+
+
 def label_of(ranks: Sequence[int]) -> str:
     """`rank 3`, or `ranks 0-3`."""
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {format_ranks(ranks)}"

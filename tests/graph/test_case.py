@@ -24,7 +24,7 @@ DOCUMENTED: dict[str, Any] = {
     "dtype": "fp32",
     "autocast": "",
     "quant": "",
-    "attn": "sdpa",
+    "attn": "default",
     "batch": 1,
     "seq": 512,
     "dec_seq": None,

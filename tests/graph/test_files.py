@@ -112,7 +112,7 @@ def test_files_are_not_replaced_unasked(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["graph", "graph.npz", "graph.gz", "graph.json.bz2"])
 def test_other_endings_are_refused(tmp_path: Path, name: str) -> None:
-    with pytest.raises(ConfigError, match=r"must end in \.json or \.json\.gz"):
+    with pytest.raises(ConfigError, match=r"must end in \.json, \.json\.gz, \.graphml, \.dot"):
         save(example(), tmp_path / name)
     assert list(tmp_path.iterdir()) == []
 

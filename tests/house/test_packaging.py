@@ -70,7 +70,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[zipfile.ZipFile]
 
 def test_wheel_holds_the_packages_and_their_data(wheel: zipfile.ZipFile) -> None:
     names = set(wheel.namelist())
-    assert {name.split("/")[0] for name in names} == {*PACKAGES, f"llmem-{PROJECT['version']}.dist-info"}
+    assert {name.split("/")[0] for name in names} == {"vramsim", *PACKAGES, f"vramsim-{PROJECT['version']}.dist-info"}
     for package in PACKAGES:
         assert f"{package}/py.typed" in names
         expected = {str(path.relative_to(ROOT)) for path in sources(package)}
@@ -113,7 +113,7 @@ def test_estimates_without_torch_say_what_is_missing(tmp_path: Path) -> None:
     block = "import sys; sys.modules.update(dict.fromkeys(('torch', 'networkx', 'transformers')))"
     shown = python("-c", f"{block}; from simulator.cli import main; main(['estimate', 'gpt2'])")
     assert shown.returncode == 1
-    assert "pip install 'llmem[torch]'" in shown.stderr, shown.stderr
+    assert "pip install 'vramsim[torch]'" in shown.stderr, shown.stderr
     assert len(shown.stderr.splitlines()) == 1
 
 
@@ -202,7 +202,7 @@ def readme_commands() -> Iterator[list[str]]:
 
 def ours(words: list[str]) -> list[str] | None:
     """The arguments of a call of this project's command line, or None for another command."""
-    if Path(words[0]).name == "llmem":
+    if Path(words[0]).name in PROJECT["scripts"]:
         return words[1:]
     if Path(words[0]).name.startswith("python") and words[1:3] == ["-m", "simulator"]:
         return words[3:]

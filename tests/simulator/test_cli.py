@@ -137,7 +137,7 @@ def test_every_command_is_listed_and_has_its_own_help() -> None:
 
 
 def test_version() -> None:
-    assert call("--version").stdout.startswith("llmem")
+    assert call("--version").stdout.startswith("vramsim")
 
 
 @pytest.mark.parametrize(

@@ -187,7 +187,7 @@ def _pyarrow(path: str | os.PathLike[str]) -> tuple[Any, Any]:
         import pyarrow.parquet
     except ImportError:
         raise OutputError(
-            f"{path_text(path)}: Parquet needs pyarrow: pip install 'llmem[parquet]' (or write .csv or .npz)"
+            f"{path_text(path)}: Parquet needs pyarrow: pip install 'vramsim[parquet]' (or write .csv or .npz)"
         ) from None
     return pyarrow, pyarrow.parquet
 

@@ -6,6 +6,7 @@ import csv
 import gzip
 import io
 import json
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from graph.errors import CaptureError
 from graph.loop import losses
 from graph.loop.inputs import hosts
 from graph.models import catalogue
-from graph.models.sources import Built, build, saved_operators
+from graph.models.sources import Built, build, read_configuration, saved_operators, transformers_config
 from traces.errors import ConfigError, LLMemError
 
 TRAINING = DATA / "training"
@@ -311,7 +312,7 @@ def test_sequence_longer_than_positions(configured: Any) -> None:
 
 
 def test_what_transformers_refuses(configured: Any) -> None:
-    assert "no attn 'sdpa' for bloom; use 'eager' or 'default'" in said(CaptureError, model="bloom-560m")
+    assert "no attn 'sdpa' for bloom; use 'eager' or 'default'" in said(CaptureError, model="bloom-560m", attn="sdpa")
     assert "transformers has no masked-lm of gpt2" in said(CaptureError, model="gpt2", head="masked-lm")
     assert "config.json" in said(CaptureError, model=configured({**TINY, "num_key_value_heads": 0}), seq=8)
 
@@ -400,3 +401,35 @@ def test_own_function_that_is_wrong() -> None:
     tensors = {name: host.to("meta") for name, host in wide.host()}
     with pytest.raises(CaptureError, match=r"gives \(2, 4\), not a scalar loss"):
         wide.forward(wide.module, tensors)
+
+
+@pytest.mark.parametrize("kind", ["bamba", "falcon_h1", "mamba2", "nemotron_h", "granitemoehybrid"])
+def test_a_configuration_with_infinity_as_transformers_writes_it(tmp_path: Path, kind: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    written = transformers.AutoConfig.for_model(kind)
+    written.save_pretrained(tmp_path)
+    text = (tmp_path / "config.json").read_text()
+    if "__float__" not in text:  # a release that writes it otherwise: as the others wrote it
+        written.time_step_limit = (0.0, math.inf)
+        written.save_pretrained(tmp_path)
+        text = (tmp_path / "config.json").read_text()
+    assert '"__float__": "Infinity"' in text
+    document, place = read_configuration(str(tmp_path))
+    assert document["time_step_limit"] == [0.0, math.inf]
+    assert transformers_config(document, place).model_type == kind
+
+
+def test_an_object_that_only_resembles_a_float_stays_one(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"a": {"__float__": "1.5"}, "b": {"__float__": "NaN", "more": 1}}')
+    assert read_configuration(str(tmp_path))[0] == {"a": {"__float__": "1.5"}, "b": {"__float__": "NaN", "more": 1}}
+
+
+@pytest.mark.parametrize(("kind", "expected"), [("bloom", "eager"), ("gpt2", "sdpa"), ("gpt_oss", "eager")])
+def test_attention_is_what_transformers_chooses(tmp_path: Path, kind: str, expected: str) -> None:
+    sizes = {
+        "bloom": {"hidden_size": 32, "n_layer": 1, "n_head": 2, "vocab_size": 50},
+        "gpt2": {"n_embd": 32, "n_layer": 1, "n_head": 2, "vocab_size": 50},
+        "gpt_oss": {"hidden_size": 32, "num_hidden_layers": 1, "vocab_size": 50, "num_local_experts": 2},
+    }
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind, **sizes[kind]}))
+    assert build(Case(str(tmp_path), seq=8)).module.config._attn_implementation == expected

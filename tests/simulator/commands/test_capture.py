@@ -199,7 +199,7 @@ def test_without_output_only_the_summary(tmp_path: Path, graph: StepGraph) -> No
     [
         ((), 2, "Missing argument 'MODEL'"),
         (("gpt2", "--nothing"), 2, "No such option"),
-        (("gpt2", "-o", "graph.txt"), 1, "must end in .json or .json.gz"),
+        (("gpt2", "-o", "graph.txt"), 1, "must end in .json, .json.gz, .graphml, .dot"),
         (("gpt2", "-o", "/no/such/graph.json"), 1, "there is no folder /no/such"),
         (("gpt2", "--strategy", "ddp", "--world", "2"), 1, "--strategy ddp: a step graph is of one GPU"),
         (("gpt2", "--attn", "flash"), 1, "--attn: 'flash' should be one of 'sdpa', 'eager', 'default'"),
@@ -218,7 +218,7 @@ def test_without_torch_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     outcome = call("gpt2")
     assert outcome.exit_code == 1
     assert outcome.stderr == (
-        "error: torch is not installed, which runs the model's code; install it with: pip install 'llmem[torch]'\n"
+        "error: torch is not installed, which runs the model's code; install it with: pip install 'vramsim[torch]'\n"
     )
 
 

@@ -161,10 +161,9 @@ def test_arguments_follow_the_case() -> None:
     arguments = json.loads(found["training_args.json"])
     assert (arguments["per_device_train_batch_size"], arguments["gradient_accumulation_steps"]) == (6, 2)
     assert arguments["gradient_checkpointing_kwargs"] == {"use_reentrant": True}
-    assert json.loads(found["sft_args.json"])["model_init_kwargs"] == {
-        "dtype": "bfloat16",
-        "attn_implementation": "sdpa",
-    }
+    assert json.loads(found["sft_args.json"])["model_init_kwargs"] == {"dtype": "bfloat16"}  # as transformers chooses
+    eager = files({**BASE, "strategy": "fsdp2", "attn": "eager"})
+    assert json.loads(eager["sft_args.json"])["model_init_kwargs"]["attn_implementation"] == "eager"
     last = json.loads(files({**BASE, "strategy": "ddp", "grad_sync": "last"})["training_args.json"])
     assert "accelerator_config" not in last
 
