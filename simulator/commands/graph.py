@@ -132,7 +132,7 @@ def _nanoseconds(graph: StepGraph) -> Any:
 
 def _recompute(graph: StepGraph, view: nx.MultiDiGraph) -> Iterator[Answer]:
     from graph.queries import recompute
-    from simulator.allocator.settings import format_bytes
+    from traces.units import format_bytes
 
     found = recompute(view)
     said = f"keep {format_bytes(found.kept)} instead of {format_bytes(found.now)} for backward"
@@ -142,7 +142,7 @@ def _recompute(graph: StepGraph, view: nx.MultiDiGraph) -> Iterator[Answer]:
 
 
 def _total(words: str, graph: StepGraph, storages: Sequence[int]) -> str:
-    from simulator.allocator.settings import format_bytes
+    from traces.units import format_bytes
 
     size = sum(int(graph.storages.bytes[storage]) for storage in storages)
     return f"{words} {len(storages)} tensors, {format_bytes(size)}"
@@ -182,9 +182,9 @@ def _render(answers: Sequence[Answer]) -> None:
 
 
 def _cell(name: str, value: Any) -> str:
-    from simulator.allocator.settings import format_bytes
     from simulator.commands.capture_report import format_count
     from traces.text import one_line
+    from traces.units import format_bytes
 
     if name == "bytes":
         return format_bytes(value)

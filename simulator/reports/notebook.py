@@ -5,10 +5,10 @@ from __future__ import annotations
 from html import escape
 from typing import Any
 
-from simulator.allocator.settings import format_bytes
 from simulator.engine.result import RankResult, Result
 from simulator.reports.verdict import headline, label_of
 from traces.errors import ConfigError
+from traces.units import format_bytes
 
 _COLUMNS = ("allocated", "active", "reserved")
 
