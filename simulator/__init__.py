@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from simulator.estimator.estimate import estimate as estimate
     from simulator.estimator.sweep import sweep as sweep
     from simulator.reports.html.page import write_html as write_html
-    from simulator.reports.terminal import render_json as render_json
-    from simulator.reports.terminal import render_table as render_table
+    from simulator.reports.run import render_json as render_json
+    from simulator.reports.run import render_table as render_table
     from simulator.snapshots.reader import read as read
     from simulator.snapshots.verify import verify as verify
     from simulator.what_if.stress import stress as stress
@@ -52,8 +52,8 @@ __all__ = lazy(
         "parse_conf": "allocator.conf",
         "parse_release": "allocator.releases",
         "read": "snapshots.reader",
-        "render_json": "reports.terminal",
-        "render_table": "reports.terminal",
+        "render_json": "reports.run",
+        "render_table": "reports.run",
         "replay": "engine.replay",
         "smallest_memory": "engine.min_memory",
         "stress": "what_if.stress",

@@ -53,6 +53,15 @@ class Kind(enum.Flag):
     """Shards of parameters may be kept on the host."""
 
 
+class Axis(enum.StrEnum):
+    """Dimensions of a mesh of ranks, outermost first, by their names in a case."""
+
+    STAGES = "pp"
+    REPLICAS = "dp"
+    SHARDS = "fsdp2"
+    TENSOR = "tp"
+
+
 class Share(enum.Enum):
     """How `select` tries a method: not at all, with samples for each rank, or with samples that all ranks share."""
 

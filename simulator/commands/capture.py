@@ -52,7 +52,8 @@ def command(model: str, output: str | None, as_json: bool, force: bool, quiet: b
     if as_json:
         print_json(document(summary))
     else:
-        from simulator.commands.capture_report import render_summary
+        from simulator.commands.capture_report import document_of
+        from simulator.reports import terminal
 
-        render_summary(summary)
+        terminal.render(document_of(summary))
     return 0

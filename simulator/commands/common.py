@@ -8,6 +8,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, Final
 
 from traces.errors import ConfigError, LLMemError
@@ -116,6 +117,16 @@ def print_json(document: dict[str, Any]) -> None:
     """Print one JSON document, and nothing else, on stdout: with line breaks, unless it has very many ranks."""
     few = len(document.get("ranks", ())) <= MANY_RANKS
     sys.stdout.write(json.dumps(document, indent=1 if few else None, default=str) + "\n")
+
+
+def show(report: ModuleType, found: object, as_json: bool) -> None:
+    """Print a result on stdout, as JSON or in tables, both as the module of `simulator.reports` for it has them."""
+    if as_json:
+        print_json(report.render_json(found))
+    else:
+        from simulator.reports import terminal
+
+        terminal.render(report.document_of(found))
 
 
 def sizes(memory: str | None, context: str | None) -> tuple[int | None, int | None]:

@@ -33,9 +33,9 @@ def command(
 ) -> int:
     """Compare A with B: figures, phases, and which categories, modules and tensors grew."""
     from simulator.allocator.releases import parse_release
-    from simulator.commands.common import announce, print_json, working
+    from simulator.commands.common import announce, show, working
     from simulator.comparison.compare import Limit, compare, load
-    from simulator.reports.compare import render_json, render_markdown, render_table
+    from simulator.reports import compare as report
     from simulator.reports.outputs import check_output
 
     if as_json and as_markdown:
@@ -49,15 +49,12 @@ def command(
         one, two = (load(path, release=release, picture=html is not None) for path in (before, after))
         found = compare(one, two, limit)
     if html is not None:
-        from simulator.reports.html.compare import render_compare
-        from simulator.reports.html.document import write_page
+        from simulator.reports.html import page
 
-        write_page(render_compare(found), html, force=force)
+        page.write(report.document_of(found), html, force=force)
     announce((*found.before.notes, *found.after.notes), quiet)
-    if as_json:
-        print_json(render_json(found))
-    elif as_markdown:
-        click.echo(render_markdown(found))
+    if as_markdown:
+        click.echo(report.render_markdown(found))
     else:
-        render_table(found)
+        show(report, found, as_json)
     return 4 if found.regressions() else 0

@@ -43,7 +43,7 @@ def command(
 ) -> int:
     """Work out what a run of MODEL needs of its GPU: no GPU, no weights, nothing downloaded."""
     from simulator.commands.case_options import assumed, case_from
-    from simulator.commands.common import announce, context_size, print_json, working
+    from simulator.commands.common import announce, context_size, show, working
     from traces.text import one_line
 
     if interconnect is not None and not timing:
@@ -53,7 +53,7 @@ def command(
     written.check(model)
 
     from simulator.estimator.estimate import estimate
-    from simulator.reports.estimate import render_json, render_table
+    from simulator.reports import estimate as report
     from simulator.reports.verdict import exit_code
 
     name = one_line(model)
@@ -71,8 +71,5 @@ def command(
     with working("writing", quiet):
         written.write(found.result, found.trace)
     announce((*assumed(options), *found.assumptions, *found.result.notes), quiet)
-    if as_json:
-        print_json(render_json(found))
-    else:
-        render_table(found)
+    show(report, found, as_json)
     return exit_code(found.verdict)

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     import networkx as nx
 
     from graph.model import StepGraph
+    from simulator.reports.document import Block
 
 #: Rows of a table on screen; `--json` has all.
 MOST: Final = 30
@@ -111,7 +112,7 @@ def _answers(graph: StepGraph, view: nx.MultiDiGraph, asked: Mapping[str, Any]) 
 def _critical_path(graph: StepGraph, view: nx.MultiDiGraph, by: str) -> Answer:
     from graph.queries import critical_path
     from simulator.commands.capture_report import format_count
-    from simulator.reports.terminal import format_time
+    from simulator.reports.run import format_time
 
     cost = (_nanoseconds(graph) if by == "time" else graph.operators.flops).tolist()
     path = critical_path(view, cost)
@@ -166,19 +167,22 @@ def _operator_rows(view: nx.MultiDiGraph, nodes: Iterable[int]) -> list[dict[str
 
 
 def _render(answers: Sequence[Answer]) -> None:
-    from simulator.reports.terminal import add_row, print_parts, table_of
+    from simulator.reports import terminal
+    from simulator.reports.document import Document, Section
 
-    parts: list[Any] = []
-    for _, said, rows in answers:
-        columns = list(rows[0]) if rows else []
-        numbers = [place for place, name in enumerate(columns) if isinstance(rows[0][name], int)]
-        table = table_of(said, *columns, right=numbers)
-        for row in rows[:MOST]:
-            add_row(table, *(_cell(name, value) for name, value in row.items()))
-        parts += [table if rows else said]
-        parts += [f"and {len(rows) - MOST:,} more; --json has all"] if len(rows) > MOST else []
-        parts.append("")
-    print_parts(parts[:-1])
+    blocks = [_block(said, rows) for _, said, rows in answers]
+    terminal.render(Document("", "", sections=(Section("", tuple(blocks)),)))
+
+
+def _block(said: str, rows: Sequence[Mapping[str, Any]]) -> Block:
+    from simulator.reports.document import Lines, Table
+
+    if not rows:
+        return Lines((said,))
+    cells = tuple(tuple(_cell(name, value) for name, value in row.items()) for row in rows[:MOST])
+    more = f"and {len(rows) - MOST:,} more; --json has all" if len(rows) > MOST else ""
+    numbers = [place for place, value in enumerate(rows[0].values()) if isinstance(value, int)]
+    return Table(said, tuple(rows[0]), cells, numbers, more)
 
 
 def _cell(name: str, value: Any) -> str:

@@ -39,7 +39,7 @@ def command(
     """Replay TRACE (a trace, or a torch memory snapshot) and report the memory of every rank."""
     from simulator.allocator.conf import conf_from_environment, parse_conf
     from simulator.allocator.releases import parse_release
-    from simulator.commands.common import announce, print_json, sizes, working
+    from simulator.commands.common import announce, show, sizes, working
     from traces.model import DEFAULT_RELEASE
     from traces.text import path_text
 
@@ -61,7 +61,7 @@ def command(
     chosen = None if ranks is None else parse_ranks(ranks, (rank for group in source.ranks for rank in group.ranks))
 
     from simulator.engine.replay import replay
-    from simulator.reports.terminal import render_json, render_table
+    from simulator.reports import run as report
     from simulator.reports.verdict import WORDS, exit_code
 
     with working("replaying", quiet, compiles=True):
@@ -79,8 +79,5 @@ def command(
     announce(result.notes, quiet)  # those of reading the trace among them
     if shown.verdict != result.verdict:
         announce((f"the verdict of a rank that is not shown: {WORDS[result.verdict]}",), quiet)
-    if as_json:
-        print_json(render_json(shown))
-    else:
-        render_table(shown)
+    show(report, shown, as_json)
     return exit_code(result.verdict)

@@ -54,8 +54,8 @@ def command(
     """Find the fastest method and its largest micro-batch for MODEL on these GPUs."""
     from graph.case import KEYS
     from simulator.commands.case_options import case_from
-    from simulator.commands.common import context_size, print_json
-    from simulator.reports.select import render_json, render_table
+    from simulator.commands.common import context_size, show
+    from simulator.reports import select as report
     from simulator.selector.select import Asked
 
     check_workers(executor, dask)
@@ -70,10 +70,7 @@ def command(
     _check_files(html, config, force)
     asked = Asked(case.document(), cards, policy, global_batch, margin, context=outside)
     found, interrupted = _selected(asked, (jobs, executor, dask), quiet)
-    if as_json:  # before files are drawn and written: this much is safe
-        print_json(render_json(found))
-    else:
-        render_table(found)
+    show(report, found, as_json)  # before files are drawn and written: this much is safe
     sys.stdout.flush()
     if html is not None:
         _draw(found, html, force, quiet)
@@ -133,11 +130,11 @@ def _selected(asked: Asked, who: tuple[int | None, str | None, str | None], quie
 
 def _draw(found: Selection, html: str, force: bool, quiet: bool) -> None:
     from simulator.commands.common import working
-    from simulator.reports.html.document import write_page
-    from simulator.reports.html.select import drawn, render_select
+    from simulator.reports.html import page
+    from simulator.reports.select import document_of, drawn
 
     with working("drawing", quiet):
-        write_page(render_select(found, drawn(found)), html, force=force)
+        page.write(document_of(found, drawn(found)), html, force=force)
 
 
 def _configure(found: Selection, folder: Path, force: bool, quiet: bool) -> None:

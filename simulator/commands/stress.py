@@ -60,9 +60,9 @@ def command(
     quiet: bool,
 ) -> int:
     """Replay TRACE (a trace, or a torch memory snapshot) under many circumstances, and say which setting helps."""
-    from simulator.commands.common import announce, print_json, progress_bar, sizes, working
+    from simulator.commands.common import announce, progress_bar, show, sizes, working
+    from simulator.reports import stress as report
     from simulator.reports.outputs import check_ending, check_output
-    from simulator.reports.stress import render_json, render_table
     from simulator.what_if.stress import Axes, Interrupted, grid, stress
     from traces.text import path_text
 
@@ -117,17 +117,14 @@ def command(
         go_on = f"; the same command goes on from {path_text(appended)}" if appended is not None else ""
         print(f"note: interrupted: {rest}{go_on}", file=sys.stderr)
     if html is not None:
-        from simulator.reports.html.document import write_page
-        from simulator.reports.html.stress import drawn, render_html
+        from simulator.reports.html import page
 
         with working("drawing", quiet):
-            write_page(render_html(found, drawn(found, source, outside)), html, force=force)
+            shown = report.document_of(found, report.drawn(found, source, outside), report.MOST_ON_PAGE)
+            page.write(shown, html, force=force)
     if written is not None:
         _write(found, written, force)
-    if as_json:
-        print_json(render_json(found))
-    else:
-        render_table(found)
+    show(report, found, as_json)
     if interrupted:
         return 130
     best = found.best()

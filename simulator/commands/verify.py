@@ -18,20 +18,17 @@ def command(snapshot: str, release: str | None, as_json: bool, quiet: bool) -> i
     Exit code 1 if the replay differs anywhere.
     """
     from simulator.allocator.releases import parse_release
-    from simulator.commands.common import announce, print_json, working
+    from simulator.commands.common import announce, show, working
     from traces.text import path_text
 
     if release is not None:
         parse_release(release)
 
-    from simulator.reports.verify import render_json, render_table
+    from simulator.reports import verify as reports
     from simulator.snapshots.verify import verify
 
     with working(f"verifying {path_text(os.path.basename(snapshot))}", quiet, compiles=True):
         report = verify(snapshot, release=release)
     announce(report.notes, quiet)
-    if as_json:
-        print_json(render_json(report))
-    else:
-        render_table(report)
+    show(reports, report, as_json)
     return 0 if report.ok else 1

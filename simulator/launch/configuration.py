@@ -8,15 +8,15 @@ arguments of transformers' Trainer and of TRL's SFTTrainer. Of a file that is no
 from __future__ import annotations
 
 import json
-import shlex
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 from graph.dtypes import NAMES
 from graph.optimizers import OPTIMIZERS
-from simulator.launch.training_script import axes_of, script, why_not
+from simulator.launch.training_script import axes_of, deepspeed_runs, script, templates, why_not
 from strategies import registry
 from strategies.parallel.fsdp import Flattened, Sharded
+from strategies.strategy import Axis
 from traces.release import version_of
 
 if TYPE_CHECKING:
@@ -59,15 +59,11 @@ def absent(case: Mapping[str, Any] | Case) -> dict[str, str]:
     found = {
         "train.py": why_not(asked),
         "accelerate.yaml": _no_launcher(asked),
-        "deepspeed.json": "" if _deepspeed(asked) else "the method is not one of DeepSpeed's",
+        "deepspeed.json": "" if deepspeed_runs(asked) else "the method is not one of DeepSpeed's",
         "training_args.json": trainer,
         "sft_args.json": trainer or _no_sft(asked),
     }
     return {name: reason for name, reason in found.items() if reason}
-
-
-def _deepspeed(case: Case) -> bool:
-    return registry.find(case).launch.distributed_type == "DEEPSPEED"
 
 
 def _megatron(case: Case) -> bool:
@@ -77,9 +73,9 @@ def _megatron(case: Case) -> bool:
 def _no_launcher(case: Case) -> str:
     """Why accelerate cannot start a case as it was simulated."""
     axes = axes_of(case)
-    if "pp" in axes:
+    if Axis.STAGES in axes:
         return "accelerate cuts no pipeline of stages"
-    if {"dp", "tp"} == set(axes):
+    if {Axis.REPLICAS, Axis.TENSOR} == set(axes):
         return "accelerate has no replicas of tensor-parallel ranks without FSDP2's shards"
     return registry.find(case).launch.no_accelerate
 
@@ -109,54 +105,18 @@ def _no_sft(case: Case) -> str:
 
 def launch(case: Case) -> str:
     """A script that starts the run: the environment, then `torchrun` (its arguments go to `train.py`)."""
-    lines = ["#!/usr/bin/env bash"]
     nodes, each = machines(case)
-    if nodes > 1:
-        lines += [
-            f"# Starts the training script on the {each} GPUs of this machine; run it on all {nodes} machines, with",
-            "# MASTER_ADDR set to the address of one of them.",
-        ]
-    else:
-        lines.append(f"# Starts the training script on {each} GPU{'s' if each > 1 else ''} of this machine.")
-    lines += ["set -euo pipefail", 'cd "$(dirname "$0")"']
-    if case.alloc_conf:
-        old = version_of(case.release) < (2, 9)  # the new name is known from 2.9 on
-        name = "PYTORCH_CUDA_ALLOC_CONF" if old else "PYTORCH_ALLOC_CONF"
-        lines.append(f"export {name}={shlex.quote(case.alloc_conf)}")
-    lines += [f"# {line}" for line in _remarks(case)]
-    return "\n".join([*lines, _command(case)]) + "\n"
-
-
-def _remarks(case: Case) -> list[str]:
-    """What the start script says of the other files."""
-    missing = absent(case)
-    lines = []
-    if "train.py" in missing:
-        lines.append(f"train.py is yours: {missing['train.py']}.")
-    if "accelerate.yaml" not in missing:
-        lines.append('With accelerate instead: accelerate launch --config_file accelerate.yaml train.py "$@"')
-        if _distributed_type(case) == "FSDP" and case.autocast and "fsdp2" in axes_of(case):
-            lines.append(
-                f"  (the Trainer under it reduces gradients in {case.autocast}; simulated, and in train.py: fp32)"
-            )
-    if "sft_args.json" not in missing:
-        loaded = " --load_in_4bit" if case.quant == "nf4" else " --load_in_8bit" if case.quant == "int8" else ""
-        adapters = f" --use_peft --lora_r {case.lora}" if case.lora else ""
-        names = f" --lora_target_modules {' '.join(case.lora_targets)}" if case.lora_targets else ""
-        lines.append("With TRL instead: trl sft --config sft_args.json --accelerate_config accelerate.yaml \\")
-        lines.append(f"  --model_name_or_path MODEL --dataset_name YOUR_DATA{loaded}{adapters}{names}")
-    return lines
-
-
-def _command(case: Case) -> str:
-    nodes, each = machines(case)
-    if case.world == 1 and not _deepspeed(case):
-        return 'python train.py "$@"'
-    where = "--standalone"
-    if nodes > 1:
-        endpoint = '"${MASTER_ADDR:?set it to the address of one machine}:29500"'
-        where = f"--nnodes={nodes} --rdzv-backend=c10d --rdzv-endpoint={endpoint}"
-    return f'torchrun {where} --nproc-per-node={each} train.py "$@"'
+    context = {
+        "case": case,
+        "nodes": nodes,
+        "each": each,
+        "torchrun": case.world > 1 or deepspeed_runs(case),
+        # the new name is known from 2.9 on
+        "variable": "PYTORCH_CUDA_ALLOC_CONF" if version_of(case.release) < (2, 9) else "PYTORCH_ALLOC_CONF",
+        "missing": absent(case),
+        "reduces_short": case.autocast and _distributed_type(case) == "FSDP" and Axis.SHARDS in axes_of(case),
+    }
+    return templates().get_template("launch.sh.j2").render(context)
 
 
 def machines(case: Case) -> tuple[int, int]:
@@ -211,7 +171,7 @@ def _distributed_type(case: Case) -> str:
         return kind
     if case.world == 1:
         return "NO"
-    return "FSDP" if "fsdp2" in axes_of(case) else kind
+    return "FSDP" if Axis.SHARDS in axes_of(case) else kind
 
 
 def _fsdp(case: Case) -> dict[str, Any]:
@@ -235,7 +195,7 @@ def _megatron_lm(case: Case) -> dict[str, Any]:
         "megatron_lm_tp_degree": case.world,
         "megatron_lm_pp_degree": 1,
         "megatron_lm_num_micro_batches": case.accum,
-        "megatron_lm_sequence_parallelism": case.strategy.endswith("-sp"),
+        "megatron_lm_sequence_parallelism": getattr(registry.find(case), "sequence", False),
         "megatron_lm_recompute_activations": bool(case.checkpointing),
         "megatron_lm_use_distributed_optimizer": False,
         "megatron_lm_gradient_clipping": case.clip,
@@ -245,9 +205,9 @@ def _megatron_lm(case: Case) -> dict[str, Any]:
 def _split(case: Case) -> dict[str, int]:
     """accelerate's ParallelismConfig: the sizes of the mesh, where FSDP2's shards are not its only dimension."""
     axes = axes_of(case)
-    if "fsdp2" not in axes or len(axes) == 1:
+    if Axis.SHARDS not in axes or len(axes) == 1:
         return {}
-    names = {"dp": "dp_replicate_size", "fsdp2": "dp_shard_size", "tp": "tp_size"}
+    names = {Axis.REPLICAS: "dp_replicate_size", Axis.SHARDS: "dp_shard_size", Axis.TENSOR: "tp_size"}
     return {f"parallelism_config_{name}": axes.get(axis, 1) for axis, name in names.items()}
 
 
@@ -272,9 +232,9 @@ def training_arguments(case: Case) -> dict[str, Any]:
     }
     if found["gradient_checkpointing"]:
         found["gradient_checkpointing_kwargs"] = {"use_reentrant": case.checkpointing == "reentrant"}
-    if case.accum > 1 and case.grad_sync == "each" and case.world > 1 and not _deepspeed(case):
+    if case.accum > 1 and case.grad_sync == "each" and case.world > 1 and not deepspeed_runs(case):
         found["accelerator_config"] = {"gradient_accumulation_kwargs": {"sync_each_batch": True}}
-    if _deepspeed(case):
+    if deepspeed_runs(case):
         found["deepspeed"] = "deepspeed.json"
         found["bf16"] = found["bf16"] or case.dtype == "bf16"
         found["fp16"] = found["fp16"] or case.dtype == "fp16"
@@ -286,7 +246,7 @@ def sft_arguments(case: Case) -> dict[str, Any]:
     model: dict[str, Any] = {"dtype": NAMES[case.dtype]}
     if case.attn != "default":
         model["attn_implementation"] = case.attn
-    if "tp" in axes_of(case):
+    if Axis.TENSOR in axes_of(case):
         model["tp_plan"] = "auto"
     return {**training_arguments(case), "max_length": case.seq, "packing": True, "model_init_kwargs": model}
 

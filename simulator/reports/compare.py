@@ -1,21 +1,19 @@
-"""Reports of `compare` and `check`: tables for a terminal, Markdown for pull requests, JSON; pure functions."""
+"""Reports of `compare` and `check`: the document of a comparison, its Markdown and JSON; all pure functions."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, Literal
 
-from simulator.comparison.compare import COUNTS, Change, Comparison, Pair, growth
+from simulator.comparison.compare import COUNTS, Change, Comparison, Figures, Pair, growth
 from simulator.engine.ranks import format_ranks
-from simulator.reports.terminal import add_row, print_parts, table_of
+from simulator.reports.document import Bar, Block, Chart, Document, Lines, Section, Table
+from simulator.reports.markdown import body, escaped
 from simulator.reports.verdict import WORDS
 from traces.text import one_line
 from traces.units import format_bytes
 
 if TYPE_CHECKING:
-    from rich.console import Console, RenderableType
-    from rich.table import Table
-
     from simulator.comparison.check import Check
 
 SCHEMA_VERSION: Final = 1
@@ -92,20 +90,64 @@ def shown(comparison: Comparison) -> tuple[list[Pair], int]:
     return pairs[:MOST_PAIRS], max(len(pairs) - MOST_PAIRS, 0)
 
 
-def tables(pair: Pair) -> Iterable[tuple[str, str, list[tuple[str, ...]]]]:
-    """Title, heading of the first column and rows of every table of a pair."""
-    yield "", "figure", [_cells(change) for change in pair.figures()]
+def document_of(comparison: Comparison) -> Document:
+    """For each pair of ranks its figures, phases, and what grew; a page has bars of both sides as well."""
+    pairs, hidden = shown(comparison)
+    before, after = comparison.before, comparison.after
+    several = len(comparison.pairs) > 1
+    grown = bool(comparison.regressions()) and after.verdict != "oom"
+    rest = f"and {hidden} more pairs of ranks, which grew less"
+    return Document(
+        subject=f"{before.name} to {after.name}",
+        lead=verdict(comparison),
+        badge="regression" if grown else after.verdict,
+        facts=(f"before: {before.kind}", f"after: {after.kind}"),
+        sections=(
+            *(
+                Section(f"rank {format_ranks(pair.after.ranks, 40)}" if several else "", tuple(_blocks(pair)))
+                for pair in pairs
+            ),
+            *([Section("", (Lines((rest,)),))] if hidden else []),
+        ),
+        notes=(*before.notes, *after.notes),
+        results=tuple(
+            (f"{words}: {side.name}", side.result)
+            for side, words in ((before, "before"), (after, "after"))
+            if side.result is not None
+        ),
+    )
+
+
+def _blocks(pair: Pair) -> Iterator[Block]:
+    yield _table("", "figure", [_cells(change) for change in pair.figures()])
+    if pair.before.categories and pair.after.categories:
+        bars = (Bar(words, _parts(side)) for words, side in (("before", pair.before), ("after", pair.after)))
+        yield Chart(_TITLES["categories"], tuple(bars))
     phases = pair.phases()
     if phases:
-        yield "Peak allocated by phase", "phase", [_cells(peak, name) for name, peak, _ in phases]
+        bars = (
+            Bar(f"{name}, {side}", ((side, value),))
+            for name, peak, _ in phases
+            for side, value in (("before", peak.before or 0), ("after", peak.after or 0))
+        )
+        yield Chart("Peak allocated by phase", tuple(bars))
+        yield _table("Peak allocated by phase", "phase", [_cells(peak, name) for name, peak, _ in phases])
         moved = [_cells(left, name) for name, _, left in phases if left.difference]
         if moved:
-            yield "Left allocated at the end of a phase", "phase", moved
+            yield _table("Left allocated at the end of a phase", "phase", moved)
     for what, title in _TITLES.items():
         changes = pair.changes(what)
         if changes:
             part = "" if what == "categories" or (pair.before.whole and pair.after.whole) else ", of the largest"
-            yield title + part, _SINGULAR[what], [_cells(change, change.name) for change in changes[:MOST_ROWS]]
+            yield _table(title + part, _SINGULAR[what], [_cells(change, change.name) for change in changes[:MOST_ROWS]])
+
+
+def _parts(side: Figures) -> tuple[tuple[str, float], ...]:
+    return tuple(sorted(side.categories.items()))  # in one order on both sides
+
+
+def _table(title: str, first: str, rows: Sequence[tuple[str, ...]]) -> Table:
+    return Table(title, (first, "before", "after", "change", ""), tuple(rows), right=range(1, 5))
 
 
 # ----------------------------------------------------------------------------------------------------------- JSON
@@ -141,74 +183,13 @@ def _change(change: Change) -> dict[str, Any]:
     return {"before": change.before, "after": change.after, "difference": change.difference, "share": change.share}
 
 
-# --------------------------------------------------------------------------------------------------------- tables
-
-
-def render_table(comparison: Comparison, console: Console | None = None) -> None:
-    """Print what came of it, and for each pair of ranks its figures, phases, and what grew."""
-    print_parts(_parts(comparison), console)
-
-
-def _parts(comparison: Comparison) -> Iterable[RenderableType]:
-    yield f"{one_line(comparison.before.name)} to {one_line(comparison.after.name)}: {verdict(comparison)}"
-    pairs, hidden = shown(comparison)
-    for pair in pairs:
-        if len(comparison.pairs) > 1:
-            yield f"\nrank {format_ranks(pair.after.ranks, 40)}"
-        for title, first, rows in tables(pair):
-            yield ""
-            yield _table(title, first, rows)
-    if hidden:
-        yield f"and {hidden} more pairs of ranks, which grew less"
-
-
-def _table(title: str, first: str, rows: Iterable[Sequence[str]]) -> Table:
-    table = table_of(title, first, "before", "after", "change", "", right=range(1, 5))
-    for row in rows:
-        add_row(table, *row)
-    return table
-
-
 # ------------------------------------------------------------------------------------------------------- Markdown
 
 
 def render_markdown(comparison: Comparison) -> str:
     """The comparison as Markdown for a pull request: figures at once, all else folded."""
     mark = "" if comparison.limit is None else "❌ " if comparison.regressions() else "✅ "
-    return f"### {mark}Memory: {_escaped(verdict(comparison))}\n\n{_body(comparison)}"
-
-
-def _body(comparison: Comparison) -> str:
-    """What stands under the heading."""
-    lines: list[str] = []
-    names = f"`{_code(comparison.before.name)}` to `{_code(comparison.after.name)}`"
-    pairs, hidden = shown(comparison)
-    for pair in pairs:
-        rank = f", rank {format_ranks(pair.after.ranks, 40)}" if len(comparison.pairs) > 1 else ""
-        lines += [names + rank, ""]
-        for place, (title, first, rows) in enumerate(tables(pair)):
-            if place == 0:
-                lines += _markdown(first, rows)
-            else:
-                lines += [f"<details><summary>{title}</summary>", "", *_markdown(first, rows), "</details>", ""]
-    if hidden:
-        lines += [f"and {hidden} more pairs of ranks, which grew less", ""]
-    return "\n".join(lines)
-
-
-def _markdown(first: str, rows: Iterable[Sequence[str]]) -> list[str]:
-    head = [f"| {first} | before | after | change | |", "| --- | ---: | ---: | ---: | ---: |"]
-    return [*head, *("| " + " | ".join(map(_escaped, row)) + " |" for row in rows), ""]
-
-
-def _escaped(text: str) -> str:
-    """Text that is nothing but text in a table of Markdown."""
-    text = " ".join(text.split()).replace("&", "&amp;").replace("<", "&lt;")
-    return "".join("\\" + letter if letter in "\\|`*_[]" else letter for letter in text)
-
-
-def _code(text: str) -> str:
-    return one_line(text).replace("`", "'")
+    return f"### {mark}Memory: {escaped(verdict(comparison))}\n\n{body(document_of(comparison))}"
 
 
 # ---------------------------------------------------------------------------------------------------------- check
@@ -252,7 +233,7 @@ def check_json(check: Check) -> dict[str, Any]:
 def check_markdown(check: Check) -> str:
     """The check as Markdown for a pull request."""
     mark = "✅" if check.exit_code == 0 else "❌"
-    text = f"### {mark} {_escaped(check_line(check).removeprefix('check: '))}\n"
+    text = f"### {mark} {escaped(check_line(check).removeprefix('check: '))}\n"
     if check.comparison is not None:
-        text += "\n" + _body(check.comparison)
+        text += "\n" + body(document_of(check.comparison))
     return text

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
-from simulator.reports import terminal as report
+from simulator.reports import run
+from simulator.reports.document import Block, Document, Lines, Size, Table
 from simulator.reports.verdict import WORDS
 from traces.text import one_line
 from traces.units import format_bytes
 
 if TYPE_CHECKING:
-    from rich.console import Console, RenderableType
-    from rich.table import Table
-
     from simulator.estimator.estimate import Estimate
     from simulator.estimator.step_time import GenerationTime, StepTime
 
@@ -28,7 +27,7 @@ def render_json(estimate: Estimate) -> dict[str, Any]:
     """
     from graph.case import Case
 
-    replayed = report.render_json(estimate.result)
+    replayed = run.render_json(estimate.result)
     whole = Case.of(estimate.case, any_strategy=True).whole()
     return {
         **estimate.document(),
@@ -38,20 +37,19 @@ def render_json(estimate: Estimate) -> dict[str, Any]:
     }
 
 
-def render_table(estimate: Estimate, console: Console | None = None) -> None:
-    """Print the case, the verdict and the tables of its replay."""
-    report.print_parts(_head(estimate), console)
-    report.render_table(estimate.result, console)
+def document_of(estimate: Estimate) -> Document:
+    """The document of its replay under a line that says the case, with the time and the terms of other estimators."""
+    found = run.document_of(estimate.result)
+    return replace(found, subject=case_line(estimate.case), head=(*found.head, *_extra(estimate)))
 
 
-def _head(estimate: Estimate) -> Iterable[RenderableType]:
-    yield case_line(estimate.case)
-    if estimate.facts:
-        yield facts_line(estimate.facts)
+def _extra(estimate: Estimate) -> Iterator[Block]:
+    lines = [facts_line(estimate.facts)] if estimate.facts else []
     if estimate.step is not None:
-        yield _time(estimate.step)
+        lines.append(_time(estimate.step))
     if estimate.min_fit is not None:
-        yield f"smallest GPU: {format_bytes(estimate.min_fit)} ({estimate.min_fit:,} B)"
+        lines.append(f"smallest GPU: {format_bytes(estimate.min_fit)} ({estimate.min_fit:,} B)")
+    yield Lines(tuple(lines))
     if estimate.closed:
         yield _closed(estimate)
 
@@ -63,21 +61,21 @@ def _time(step: StepTime | GenerationTime) -> str:
     speed = f"{step.tokens_per_second:,.0f} tokens/s"
     if not isinstance(step, StepTime):
         rest = f", then {speed}" if step.tokens else ""
-        return f"first token: {report.format_time(step.first_token_ns)}{rest} (a model, not a measurement)"
+        return f"first token: {run.format_time(step.first_token_ns)}{rest} (a model, not a measurement)"
     per_gpu = f", {step.tokens_per_second / step.ranks:,.0f} a GPU" if step.ranks > 1 else ""
-    return f"step time: {report.format_time(step.step_ns)}, {speed}{per_gpu} (a model, not a measurement)"
+    return f"step time: {run.format_time(step.step_ns)}, {speed}{per_gpu} (a model, not a measurement)"
 
 
 def _closed(estimate: Estimate) -> Table:
     """Closed-form estimates beside the simulation: the device's total, and the terms of each."""
-    table = report.table_of("Estimators", "estimator", "device total", "terms")
     ours = max(rank.device_total for rank in estimate.result.ranks)
     note = "reserved by the worst rank, and what is outside"
-    report.add_row(table, "simulation", format_bytes(ours) if estimate.verdict != "oom" else WORDS["oom"], note)
-    for one in estimate.closed:
-        terms = ", ".join(f"{name} {format_bytes(size)}" for name, size in one.terms.items())
-        report.add_row(table, one.name, format_bytes(one.total), terms)
-    return table
+    total = Size(ours) if estimate.verdict != "oom" else WORDS["oom"]
+    others = (
+        (one.name, Size(one.total), ", ".join(f"{name} {format_bytes(size)}" for name, size in one.terms.items()))
+        for one in estimate.closed
+    )
+    return Table("Estimators", ("estimator", "device total", "terms"), (("simulation", total, note), *others))
 
 
 def case_line(case: Mapping[str, Any]) -> str:

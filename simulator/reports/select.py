@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from simulator.reports.document import Bar, Cell, Chart, Document, Lines, Section, Size, Table
 from simulator.reports.verdict import WORDS
 from traces.text import one_line
 from traces.units import format_bytes
@@ -11,9 +12,10 @@ from traces.units import format_bytes
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from rich.console import Console
-
+    from simulator.engine.result import Result
     from simulator.selector.select import Outcome, Selection
+
+    Drawn = tuple[tuple[str, Result], ...]
 
 _COLUMNS = ("method", "verdict", "batch", "samples", "reserved", "left", "step", "tokens/s")
 
@@ -113,24 +115,65 @@ def lines(found: Selection) -> Iterator[str]:
         yield f"not finished: {', '.join(found.unfinished)}"
 
 
-def _cells(one: Outcome) -> tuple[str, ...]:
-    if not one.fits:
-        return (
+def document_of(found: Selection, results: Drawn = ()) -> Document:
+    """The ranked table and what is to be said about it; a page draws bars of memory and of speed, and `results`."""
+    asked = found.asked
+    said = list(lines(found))
+    return Document(
+        subject=_title(found),
+        lead=said[0],
+        named=found.winner is not None,
+        badge="oom" if found.winner is None else found.winner.verdict,
+        facts=(f"ranked by {asked.policy}", f"{asked.margin:.0%} of each GPU kept free", f"{found.seconds:.1f} s"),
+        head=(*_charts(found), Table("", _COLUMNS, tuple(map(_cells, found.outcomes)), right=range(2, len(_COLUMNS)))),
+        sections=(Section("", (Lines(tuple(said[1:])),)),) if said[1:] else (),
+        results=results,
+    )
+
+
+def drawn(found: Selection) -> Drawn:
+    """The winner and the runner-up at their largest micro-batch, replayed with what a page draws of them."""
+    from simulator.estimator.estimate import estimate
+
+    shown = [one for one in (found.winner, found.runner_up) if one is not None]
+    context = found.asked.context
+    return tuple((one.name, estimate(one.case, context=context, picture=True, analyse=False).result) for one in shown)
+
+
+def _charts(found: Selection) -> Iterator[Chart]:
+    """Peak allocated and reserved of the worst rank with the limit, also of methods that lack some; and the speed."""
+    memory = tuple(
+        Bar(
             one.name,
-            "" if one.error else one.verdict,
-            "-",
-            "",
-            format_bytes(one.peak_reserved) if one.peak_reserved else "",
-            "",
-            "",
-            "",
+            (("allocated", one.peak_allocated), ("free", max(0, one.peak_reserved - one.peak_allocated))),
+            mark=one.limit or None,
+            remark=f"micro-batch {one.batch}" if one.fits else "one sample does not fit",
         )
+        for one in found.outcomes
+        if one.peak_reserved and not one.error
+    )
+    speed = tuple(
+        Bar(one.name, (("tokens/s", round(one.tokens_per_second)),), remark=f"{one.step_seconds:.3f} s a step")
+        for one in found.outcomes
+        if one.fits and one.tokens_per_second
+    )
+    caption = "Of the worst rank: allocated bytes at their peak, what reserved bytes have beyond them at theirs (free)."
+    if memory:
+        yield Chart("Memory by method", memory, caption=caption)
+    if speed:
+        yield Chart("Tokens per second, as predicted", speed, unit="number")
+
+
+def _cells(one: Outcome) -> tuple[Cell, ...]:
+    verdict = "" if one.error else one.verdict
+    if not one.fits:
+        return (one.name, verdict, "-", "", Size(one.peak_reserved) if one.peak_reserved else "", "", "", "")
     return (
         one.name,
-        one.verdict,
+        verdict,
         f"{one.accum} x {one.batch}" if one.accum > 1 else str(one.batch),
         str(one.samples),
-        format_bytes(one.peak_reserved),
+        Size(one.peak_reserved),
         _signed(one.slack),
         f"{one.step_seconds:.3f} s",
         f"{one.tokens_per_second:,.0f}",
@@ -142,20 +185,3 @@ def _title(found: Selection) -> str:
     kinds = {name: asked.gpus.count(name) for name in dict.fromkeys(asked.gpus)}
     cards = " + ".join(f"{count} x {name}" for name, count in kinds.items())
     return f"{one_line(str(asked.keys.get('model', '')))} on {cards}"
-
-
-def render_table(found: Selection, console: Console | None = None) -> None:
-    """Print the ranked table and what is to be said about it."""
-    from simulator.reports.terminal import add_row, print_parts, table_of
-
-    table = table_of(_title(found), *_COLUMNS, right=range(2, len(_COLUMNS)))
-    for one in found.outcomes:
-        add_row(table, *_cells(one))
-    print_parts((table, "", *lines(found)), console)
-
-
-def render_html(found: Selection) -> str:
-    """The page of a selection (`simulator.reports.html.select`)."""
-    from simulator.reports.html.select import render_select
-
-    return render_select(found)

@@ -1,26 +1,40 @@
-"""Reports of `stress`: tables and bars for a terminal and a JSON document, both pure functions of a `Stress`."""
+"""Reports of `stress`: a document with bars of every setting, and JSON, both pure functions of a `Stress`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
-from simulator.reports.terminal import add_row, print_parts, table_of
+from simulator.reports.document import (
+    Bar,
+    Block,
+    Cell,
+    Chart,
+    Document,
+    Dots,
+    Section,
+    Share,
+    Size,
+    Style,
+    Table,
+)
+from simulator.reports.run import CAUSES
 from traces.text import one_line
 from traces.units import format_bytes
 
 if TYPE_CHECKING:
-    from rich.console import Console, RenderableType
-    from rich.table import Table
-
+    from simulator.engine.result import Result
     from simulator.what_if.stress import Outcome, Row, Stress
     from simulator.what_if.variants import Variant
+    from traces.model import Trace
+
+    Drawn = tuple[tuple[str, Result], ...]
 
 SCHEMA_VERSION: Final = 1
 #: Rows of a table; the best ones are kept, and the trace's own.
 MOST_ROWS: Final = 24
-#: Characters of a bar.
-WIDE: Final = 36
+MOST_ON_PAGE: Final = 200
 
 _SHORT: Final = {
     "expandable_segments": "expandable",
@@ -66,11 +80,11 @@ def ordered(stress: Stress) -> list[Row]:
     return sorted(rows, key=lambda row: (row.release != stress.release, -(row.memory or 1 << 62), row.rank()))
 
 
-def shown(stress: Stress) -> tuple[list[Row], int]:
+def shown(stress: Stress, most: int) -> tuple[list[Row], int]:
     """The rows to show, and how many there are besides: the best ones, and that of the trace's own settings."""
     rows = ordered(stress)
     base = stress.baseline()
-    kept = rows[:MOST_ROWS]
+    kept = rows[:most]
     if base is not None and base not in kept and base in rows:
         kept = [*kept[:-1], base]
     return kept, len(rows) - len(kept)
@@ -128,77 +142,111 @@ def _row(row: Row) -> dict[str, Any]:
     return {**where, "fits": row.fits, **figures, "fragmented": row.worst.fragmented, "min_fit": row.min_fit}
 
 
-# --------------------------------------------------------------------------------------------------------- tables
+# ------------------------------------------------------------------------------------------------------- document
 
 
-def render_table(stress: Stress, console: Console | None = None) -> None:
-    """Print the best setting, a row for each, bars of peak reserved, and how variants of the events differ."""
-    print_parts(_parts(stress), console)
-
-
-def _parts(stress: Stress) -> Iterable[RenderableType]:
-    yield verdict(stress)
-    rows, hidden = shown(stress)
-    if not rows:
-        yield from _failed(stress)
-        return
+def document_of(stress: Stress, results: Drawn = (), most: int = MOST_ROWS) -> Document:
+    """The best setting, a row for each of the `most` best, bars of peak reserved, how variants of the events differ."""
+    rows, hidden = shown(stress, most)
     best = stress.best()
     count = sum(len(row.outcomes) for row in stress.rows())
-    yield (
-        f"{count:,} {'replay' if count == 1 else 'replays'} of {stress.events:,} events, PyTorch {stress.release}, "
-        f"{format_bytes(stress.device_bytes)} GPU; * as traced"
+    sections: list[Block] = [*_failed(stress)]
+    if rows:
+        variants = {one.scenario.variant for row in rows for one in row.good}
+        table = replace(_figures(stress, rows, best), more=_MORE.format(hidden) if hidden else "")
+        more: list[Block] = [_spread(stress, rows), _variants(stress)] if len(variants) > 1 else []
+        sections = [table, _peaks(stress, rows), *more, *sections]
+    facts = (
+        f"{count:,} {'replay' if count == 1 else 'replays'} of {stress.events:,} events",
+        f"PyTorch {stress.release}",
+        f"{format_bytes(stress.device_bytes)} GPU; * as traced",
     )
-    yield ""
-    yield _figures(stress, rows, best)
-    if hidden:
-        yield f"and {hidden} more, none of them better (--json has all)"
-    yield ""
-    yield _bars(stress, rows)
-    variants = {one.scenario.variant for row in rows for one in row.good}
-    if len(variants) > 1:
-        yield ""
-        yield _variants(stress)
-    yield from _failed(stress)
+    return Document(
+        subject="",
+        title="Memory under other settings",
+        lead=verdict(stress),
+        badge="fits" if best is not None and best.fits else "oom",
+        facts=facts if rows else (),
+        sections=(Section("", tuple(sections)),) if sections else (),
+        notes=stress.notes,
+        results=results,
+    )
 
 
-def _failed(stress: Stress) -> Iterable[RenderableType]:
+_MORE: Final = "and {} more, none of them better (--json has all)"
+
+
+def drawn(stress: Stress, trace: Trace, context: int | None = None) -> Drawn:
+    """The trace as it is under its own settings and under the best ones, replayed with what a page draws of it."""
+    from simulator.engine.replay import prepare, replay
+
+    rows = [("own", stress.baseline()), ("best", stress.best())]
+    asked = {row.conf: (f"{what}: {name_of(row, stress)}", row) for what, row in rows if row is not None}
+    made = prepare(trace)
+    options: dict[str, Any] = {"context": context, "picture": True, "analyse": False}
+    return tuple(
+        (label, replay(made, conf=row.conf, release=row.release, memory=row.memory, **options))
+        for label, row in asked.values()
+    )
+
+
+def _failed(stress: Stress) -> Iterator[Table]:
     """The settings without figures, and why there are none."""
-    failed = [row for row in stress.rows() if row.error is not None]
-    if failed:
-        table = table_of("Without a result", "setting", "reason")
-        for row in failed[:MOST_ROWS]:
-            add_row(table, name_of(row, stress), row.error or "")
-        yield ""
-        yield table
+    rows = tuple((name_of(row, stress), row.error) for row in stress.rows() if row.error is not None)
+    if rows:
+        yield Table("Without a result", ("setting", "reason"), rows[:MOST_ROWS])
+
+
+def _label(row: Row, stress: Stress) -> str:
+    return name_of(row, stress) + (" *" if row.conf == stress.conf and row.memory is None else "")
 
 
 def _figures(stress: Stress, rows: Sequence[Row], best: Row | None) -> Table:
     sized = any(row.min_fit is not None for row in rows)
     names = ("setting", "reserved", "unasked", "retries", "OOMs", "calls", *(("smallest",) if sized else ()))
-    table = table_of("", *names, right=range(1, 7))
+    cells: list[tuple[Cell, ...]] = []
     for row in rows:
         reserved = row.most("peak_reserved")
-        cells = [
-            name_of(row, stress) + (" *" if row.conf == stress.conf and row.memory is None else ""),
-            format_bytes(reserved),
-            f"{100 * row.worst.fragmented / reserved:.1f}%" if reserved else "-",
-            *(str(row.most(name)) for name in ("num_alloc_retries", "num_ooms", "device_calls")),
-        ]
-        if sized:
-            cells.append(format_bytes(row.min_fit) if row.min_fit is not None else "-")
-        add_row(table, *cells, style="red" if not row.fits else "bold green" if row == best else "")
-    return table
+        smallest = "-" if row.min_fit is None else Size(row.min_fit)
+        counts = (str(row.most(name)) for name in ("num_alloc_retries", "num_ooms", "device_calls"))
+        unasked = Share(row.worst.fragmented, reserved)
+        cells.append((_label(row, stress), Size(reserved), unasked, *counts, *((smallest,) if sized else ())))
+    styles: dict[int, Style] = {
+        place: "bad" if not row.fits else "good" for place, row in enumerate(rows) if not row.fits or row == best
+    }
+    return Table("", names, tuple(cells), right=range(1, 7), styles=styles)
 
 
-def _bars(stress: Stress, rows: Sequence[Row]) -> Table:
-    table = table_of("Peak reserved: # asked for by tensors, - not", "setting", "")
-    top = max(row.most("peak_reserved") for row in rows) or 1
+def _peaks(stress: Stress, rows: Sequence[Row]) -> Chart:
+    """A bar for each setting: reserved bytes at their peak, by cause."""
+    rows = [row for row in rows if row.memory is None] or rows
+    used = [cause for cause in CAUSES if cause == "requested" or any(row.worst[cause] for row in rows)]
+    bars = tuple(
+        Bar(
+            name_of(row, stress),
+            tuple((CAUSES[cause], int(row.worst[cause])) for cause in used),
+            mark=row.min_fit,
+            alarm="" if row.fits else "OOM",
+        )
+        for row in rows
+    )
+    plain = "Peak reserved: # asked for by tensors, - not"
+    return Chart("Peak reserved, by cause", bars, mark="smallest GPU on which it runs", plain=plain)
+
+
+def _spread(stress: Stress, rows: Sequence[Row]) -> Dots:
+    """A dot for each variant of the events, on one line a setting."""
+    lines = []
     for row in rows:
-        asked = round(WIDE * row.worst["requested"] / top)
-        whole = round(WIDE * row.most("peak_reserved") / top)
-        end = "" if row.fits else " OOM"
-        add_row(table, name_of(row, stress), "#" * asked + "-" * max(whole - asked, 0) + end)
-    return table
+        ooms = sum(one["num_ooms"] > 0 for one in row.good)
+        said = f"{ooms} of {len(row.good)} OOM" if ooms else f"{len(row.good)} replays"
+        marks = tuple(
+            (kind, int(one["peak_reserved"]), one["num_ooms"] > 0)
+            for kind, outcomes in by_kind(row).items()
+            for one in outcomes
+        )
+        lines.append((_label(row, stress), said, marks))
+    return Dots("Peak reserved of every variant of the events", tuple(lines))
 
 
 def kind_of(variant: Variant) -> str:
@@ -219,15 +267,13 @@ def by_kind(row: Row) -> dict[str, list[Outcome]]:
 
 
 def _variants(stress: Stress) -> Table:
-    table = table_of("Peak reserved by variant of the events", *_VARIANTS, right=range(2, 6))
+    cells: list[tuple[Cell, ...]] = []
     rows = {row.conf: row for row in (stress.baseline(), stress.best()) if row is not None}
     for row in rows.values():
         for kind, outcomes in by_kind(row).items():
             peaks = sorted(int(one["peak_reserved"]) for one in outcomes)
-            sizes = (peaks[0], peaks[len(peaks) // 2], peaks[-1])
+            sizes = (Size(peaks[0]), Size(peaks[len(peaks) // 2]), Size(peaks[-1]))
             ooms = sum(one["num_ooms"] > 0 for one in outcomes)
-            add_row(table, short(row.conf), kind, *map(format_bytes, sizes), f"{ooms} of {len(outcomes)}")
-    return table
-
-
-_VARIANTS: Final = ("setting", "events", "least", "median", "most", "out of memory")
+            cells.append((short(row.conf), kind, *sizes, f"{ooms} of {len(outcomes)}"))
+    head = ("setting", "events", "least", "median", "most", "out of memory")
+    return Table("Peak reserved by variant of the events", head, tuple(cells), right=range(2, 6))

@@ -1,18 +1,13 @@
-"""Reports of `verify`: a table for a terminal and a JSON document, both pure functions of the `VerifyReport`."""
+"""The report of `verify`: its JSON and its document, both pure functions of the `VerifyReport`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from simulator.reports.terminal import add_row, print_parts, table_of
+from simulator.reports.document import Document, Lines, Size, Table
 from simulator.snapshots.verify import SCHEMA_VERSION, VerifyReport
 from traces.text import one_line
-from traces.units import format_bytes
-
-if TYPE_CHECKING:
-    from rich.console import Console, RenderableType
 
 
 def render_json(report: VerifyReport) -> dict[str, Any]:
@@ -27,23 +22,22 @@ def render_json(report: VerifyReport) -> dict[str, Any]:
     }
 
 
-def render_table(report: VerifyReport, console: Console | None = None) -> None:
-    """Print what `verify` found: one row a device, and below the first difference of each that has one."""
-    print_parts(_report(report), console)
-
-
-def _report(report: VerifyReport) -> Iterable[RenderableType]:
-    from rich.text import Text
-
-    verdict = Text("no divergence", "bold green") if report.ok else Text("diverges", "bold red")
-    conf = one_line(report.conf) or "default allocator settings"
-    yield Text.assemble(verdict, f": PyTorch {report.release}, {conf}")
-    table = table_of("", "device", "entries", "compared", "peak allocated", "peak reserved", right=range(6))
-    for rank in report.ranks:
-        sizes = (format_bytes(rank.peak_allocated), format_bytes(rank.peak_reserved))
-        add_row(table, str(rank.rank), str(rank.entries), str(rank.compared), *sizes)
-    yield table
-    for rank in report.ranks:
-        if rank.divergence is not None:
-            where = f"device {rank.rank}, entry {rank.divergence.entry}"
-            yield Text(f"{where}: {one_line(rank.divergence.text)}", "red")
+def document_of(report: VerifyReport) -> Document:
+    """One row a device, and below the first difference of each that has one."""
+    rows = tuple(
+        (str(rank.rank), str(rank.entries), str(rank.compared), Size(rank.peak_allocated), Size(rank.peak_reserved))
+        for rank in report.ranks
+    )
+    table = Table("", ("device", "entries", "compared", "peak allocated", "peak reserved"), rows, right=range(5))
+    found = tuple(
+        f"device {rank.rank}, entry {rank.divergence.entry}: {one_line(rank.divergence.text)}"
+        for rank in report.ranks
+        if rank.divergence is not None
+    )
+    return Document(
+        subject="",
+        says="no divergence" if report.ok else "diverges",
+        badge="fits" if report.ok else "oom",
+        lead=f"PyTorch {report.release}, {one_line(report.conf) or 'default allocator settings'}",
+        head=(table, Lines(found, style="bad")),
+    )

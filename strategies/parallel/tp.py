@@ -137,7 +137,7 @@ def parallelize(
     check_heads(module, size)
     found = False
     for layer in layers(module) if blocks is None else blocks:
-        plan = _plan(layer, sequence, size)
+        plan = layer_plan(layer, sequence, size)
         found = found or bool(plan)
         if sequence and plan and not any(path.rpartition(".")[2] in NORMS for path in plan):
             raise CaptureError(f"tp-sp knows norms called {', '.join(sorted(NORMS))}; this model has none of them")
@@ -147,12 +147,12 @@ def parallelize(
         names = ", ".join(sorted(COLUMNS | ROWS))
         raise CaptureError(f"tensor parallelism knows linear layers called {names}; this model has none of them")
     parts = dict(module.named_modules())
-    top = _top(module, sequence, local)
+    top = model_plan(module, sequence, local)
     absent = [path for path in top if path in parts and not any(True for _ in parts[path].parameters())]
     parallelize_module(module, mesh, {path: style for path, style in top.items() if path not in absent})
 
 
-def _plan(layer: torch.nn.Module, sequence: bool, size: int) -> dict[str, Any]:
+def layer_plan(layer: torch.nn.Module, sequence: bool, size: int) -> dict[str, Any]:
     """The plan of one block: path of a module in it -> how it is split."""
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.parallel import (
@@ -239,7 +239,7 @@ def fewer_heads(block: torch.nn.Module, size: int) -> list[torch.nn.Module]:
     return found
 
 
-def _top(module: torch.nn.Module, sequence: bool, local: bool = True) -> dict[str, Any]:
+def model_plan(module: torch.nn.Module, sequence: bool, local: bool = True) -> dict[str, Any]:
     """The plan of embedding, final norm and head."""
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel

@@ -80,6 +80,7 @@ def test_wheel_holds_the_packages_and_their_data(wheel: zipfile.ZipFile) -> None
         ROOT / "graph/models/catalogue.json",
         *(ROOT / "traces/samples").iterdir(),
         *(ROOT / "simulator/reports/html/static").iterdir(),
+        *(ROOT / "simulator").rglob("templates/*"),
     ]
     assert {str(path.relative_to(ROOT)) for path in data} <= names
     assert any(name.endswith("licenses/LICENSE") for name in names)
@@ -95,7 +96,7 @@ def test_wheel_asks_for_no_torch_unless_asked(wheel: zipfile.ZipFile) -> None:
     name = next(name for name in wheel.namelist() if name.endswith("METADATA"))
     asked = [line for line in wheel.read(name).decode().splitlines() if line.startswith("Requires-Dist:")]
     plain = [Requirement(line.split(":", 1)[1]).name for line in asked if "extra ==" not in line]
-    assert sorted(plain) == ["click", "msgspec", "numba", "numpy", "rich"]
+    assert sorted(plain) == ["click", "jinja2", "msgspec", "numba", "numpy", "rich"]
     assert any("torch==2.13" in line and "extra == 'torch'" in line for line in asked)
 
 
@@ -105,7 +106,7 @@ def test_help_imports_nothing_heavy() -> None:
     shown = python("-c", report)
     assert shown.returncode == 0, shown.stderr
     assert "Usage" in shown.stdout
-    heavy = {"torch", "numba", "llvmlite", "networkx", "transformers", "numpy", "rich", "pyarrow"}
+    heavy = {"torch", "numba", "llvmlite", "networkx", "transformers", "numpy", "rich", "jinja2", "pyarrow"}
     assert heavy & set(shown.stderr.split()) == set()
 
 

@@ -7,7 +7,7 @@ small modules of the tree are counted together.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from simulator.engine.result import Blocks, Moment, Picture, RankResult, Segments
-from simulator.reports.html.pieces import colour, size, stacked, text
+from simulator.reports.html.pieces import colour, stacked
 from simulator.reports.html.series import pack, shorten
 from traces.model import Int64Array
 
@@ -265,58 +265,64 @@ def _split(module: str) -> list[str]:
     return [part for part in module.split(".", MAX_DEPTH) if part] or [module]
 
 
-def tree(rank: RankResult, room: Room) -> str:
-    """The tree at the peak of allocated bytes as nested, collapsible lists; nothing without a picture."""
+@dataclass(frozen=True, slots=True)
+class Branch:
+    """A line of the tree, with what is inside; `largest` has the bytes of the largest module beside it."""
+
+    name: str
+    bytes: int
+    count: int
+    categories: tuple[tuple[str, int], ...] = ()
+    largest: int = 0
+    inner: tuple[Branch, ...] = ()
+    open: bool = False
+
+    @property
+    def words(self) -> str:
+        """The shares of categories."""
+        return ", ".join(f"{what.replace('_', ' ')} {total / self.bytes:.0%}" for what, total in self.categories)
+
+    @property
+    def bar(self) -> str:
+        """The bar of categories."""
+        return stacked([(colour(what), total) for what, total in self.categories], self.largest)
+
+
+def tree(rank: RankResult, room: Room) -> tuple[Branch, ...]:
+    """The tree at the peak of allocated bytes; nothing without a picture."""
     picture = rank.picture
     if picture is None:
-        return ""
+        return ()
     moment = next((one for one in picture.moments if "peak allocated" in one.labels), None)
     if moment is None or not len(moment.blocks.address):
-        return ""
+        return ()
     root = tree_of(picture, moment)
-    left = [room.nodes]
-    return f"<ul class=tree>{_branches(root, root.bytes, 0, left)}</ul>"
+    return tuple(_branches(root, root.bytes, 0, [room.nodes]))
 
 
-def _branches(node: Node, whole: int, depth: int, left: list[int]) -> str:
+def _branches(node: Node, whole: int, depth: int, left: list[int]) -> Iterator[Branch]:
     ordered = sorted(node.parts.items(), key=lambda item: -item[1].bytes)
     largest = ordered[0][1].bytes if ordered else 0
     shown = [item for item in ordered if item[1].bytes >= LEAST_SHARE * whole][: max(0, left[0])]
     left[0] -= len(shown)
     if all(_LAYER.fullmatch(name) for name, _ in shown):  # layers, in their order
         shown.sort(key=lambda item: int(item[0]))
-    html = "".join(_branch(name, part, (whole, largest), depth, left) for name, part in shown)
-    rest = [part for _, part in ordered[len(shown) :]]  # the smallest
-    if rest:
-        total, count = sum(part.bytes for part in rest), sum(part.count for part in rest)
-        html += f"<li><div class=row><span>{len(rest):,} smaller</span><i></i>{size(total)}{_count(count)}</div></li>"
-    return html
+    for name, part in shown:
+        yield _branch(name, part, (whole, largest), depth, left)
+    if rest := [part for _, part in ordered[len(shown) :]]:  # the smallest
+        yield Branch(f"{len(rest):,} smaller", sum(one.bytes for one in rest), sum(one.count for one in rest))
 
 
-def _branch(name: str, node: Node, scale: tuple[int, int], depth: int, left: list[int]) -> str:
+def _branch(name: str, node: Node, scale: tuple[int, int], depth: int, left: list[int]) -> Branch:
     """One module; `scale` has the bytes of the whole tree and of its largest sibling."""
     whole, largest = scale
     while len(node.parts) == 1:  # a chain is one line
         (below, only), *_ = node.parts.items()
         name, node = (f"{name}: {below}" if not only.parts and "." in below else f"{name}.{below}"), only
-    bar = stacked([(colour(what), total) for what, total in _by_size(node)], largest)
-    words = ", ".join(f"{what.replace('_', ' ')} {total / node.bytes:.0%}" for what, total in _by_size(node))
-    row = f'<span title="{text(words, 300)}">{text(name, 100)}</span>{bar}{size(node.bytes)}{_count(node.count)}'
-    if not node.parts:
-        return f"<li><div class=row>{row}</div></li>"
+    inner = list(_branches(node, whole, depth + 1, left))
     own = node.bytes - sum(part.bytes for part in node.parts.values())
-    itself = ""
-    if own:
-        count = node.count - sum(part.count for part in node.parts.values())
-        itself = f"<li><div class=row><span>(itself)</span><i></i>{size(own)}{_count(count)}</div></li>"
-    inner = itself + _branches(node, whole, depth + 1, left)
-    start = " open" if depth == 0 and node.bytes >= whole / 4 and len(node.parts) <= MAX_OPEN else ""
-    return f"<li><details{start}><summary class=row>{row}</summary><ul>{inner}</ul></details></li>"
-
-
-def _by_size(node: Node) -> list[tuple[str, int]]:
-    return sorted(node.by_category.items(), key=lambda item: -item[1])
-
-
-def _count(count: int) -> str:
-    return f"<small>{count:,} block{'s' * (count != 1)}</small>"
+    if inner and own:
+        inner.insert(0, Branch("(itself)", own, node.count - sum(part.count for part in node.parts.values())))
+    start = depth == 0 and node.bytes >= whole / 4 and len(node.parts) <= MAX_OPEN
+    categories = sorted(node.by_category.items(), key=lambda item: -item[1])
+    return Branch(name, node.bytes, node.count, tuple(categories), largest, tuple(inner), start)

@@ -12,7 +12,7 @@ from typing import Final
 import numpy as np
 
 from simulator.engine.result import RankResult
-from simulator.reports.html.pieces import card, text
+from simulator.reports.html.pieces import templates
 from traces.model import Int64Array
 from traces.timelines.timeline import Timeline
 from traces.units import format_bytes
@@ -37,21 +37,28 @@ def overlay(runs: Sequence[Run]) -> str:
     limit = max(line.limit_bytes for line in lines)
     top = max(most, limit if 3 * most >= limit else 0) * 1.04
     targets = _targets(lines)
-    paths = "".join(
-        f"<g class=k-{place}>{_path(line, _places(line, targets), top)}</g>" for place, line in enumerate(lines)
-    )
-    words = [f"{label}: {format_bytes(rank.peak_reserved)} reserved at most" for label, rank in shown]
-    keys = "".join(f"<li><i class='swatch k-{place}'></i>{text(word)}</li>" for place, word in enumerate(words))
-    picture = (
-        f'<svg viewBox="0 0 {COLUMNS} {LINES}" preserveAspectRatio=none role=img aria-label="{text("; ".join(words))}">'
-        f"{_bands(targets)}{_rules(top)}{paths}{_limit(limit, top)}</svg>"
-    )
     same = len({len(line) for line in lines}) == 1
-    how = "phase by phase" if targets is not None else "event by event" if same else "by their share of all events"
-    caption = f"Lines are reserved bytes, areas allocated ones{_said(limit, top)}; the runs are aligned {how}."
-    body = f"<div class=over>{_scale(top)}<div>{_names(lines[0], targets)}{picture}</div></div>"
-    legend = f"<ul class=legend>{keys}</ul>"
-    return card("Memory over time, on one axis", f"{legend}{body}<p class=caption>{caption}</p>", kind="wide")
+    return (
+        templates()
+        .get_template("overlay.html.j2")
+        .render(
+            runs=[
+                {"words": f"{label}: {format_bytes(rank.peak_reserved)} reserved at most", **_paths(line, targets, top)}
+                for (label, rank), line in zip(shown, lines, strict=True)
+            ],
+            ticks=[(tick / top, format_bytes(round(tick)).replace(".00", "")) for tick in _ticks(top)],
+            phases=_phases(lines[0], targets),
+            limit=limit,
+            top=top,
+            columns=COLUMNS,
+            lines=LINES,
+            how="phase by phase"
+            if targets is not None
+            else "event by event"
+            if same
+            else "by their share of all events",
+        )
+    )
 
 
 # Where an event stands ------------------------------------------------------------------------------------------------
@@ -83,12 +90,13 @@ def _places(line: Timeline, targets: Int64Array | None) -> Int64Array:
 # Pieces of the picture ------------------------------------------------------------------------------------------------
 
 
-def _path(line: Timeline, places: Int64Array, top: float) -> str:
+def _paths(line: Timeline, targets: Int64Array | None, top: float) -> dict[str, str]:
     """The area of allocated bytes and the line of reserved ones."""
+    places = _places(line, targets)
     starts = np.flatnonzero(np.diff(places, prepend=-1))
     steps = [_steps(column, places[starts], starts, top) for column in (line.allocated, line.reserved)]
     area, top_line = (f"M0 {LINES}{one}H{COLUMNS}" for one in steps)
-    return f'<path class=area d="{area}V{LINES}Z"/><path class=line d="{top_line}"/>'
+    return {"area": f"{area}V{LINES}Z", "line": top_line}
 
 
 def _steps(column: Int64Array, places: Int64Array, starts: Int64Array, top: float) -> str:
@@ -104,30 +112,13 @@ def _steps(column: Int64Array, places: Int64Array, starts: Int64Array, top: floa
     return "".join(drawn)
 
 
-def _bands(targets: Int64Array | None) -> str:
-    """Every second phase, shaded."""
+def _phases(line: Timeline, targets: Int64Array | None) -> list[tuple[str, float, float]]:
+    """Name, left edge and width of the phases, as shares of the whole; none where they are too many."""
     if targets is None or len(targets) > MOST_PHASES:
-        return ""
-    edges = (targets * (COLUMNS / max(1, int(targets[-1])))).tolist()
-    pairs = list(itertools.pairwise(edges[1:]))
-    return "".join(
-        f'<rect class=band x="{left:.1f}" width="{right - left:.1f}" height="{LINES}"/>' for left, right in pairs[1::2]
-    )
-
-
-def _names(line: Timeline, targets: Int64Array | None) -> str:
-    """The names of the phases above the picture, each as wide as its phase; none where they are too many."""
-    if targets is None or len(targets) > MOST_PHASES:
-        return ""
-    shares = (targets * (100 / max(1, int(targets[-1])))).tolist()
-    names = []
-    for place, span in enumerate(line.phases):
-        wide = shares[place + 2] - shares[place + 1]
-        name = span.name if span.step is None else f"{span.name} {span.step}"
-        if wide >= 3:
-            style = f"left:{shares[place + 1]:.2f}%;width:{wide:.2f}%"
-            names.append(f'<span style="{style}" title="{text(name, 60)}">{text(name, 60)}</span>')
-    return f"<div class=phases aria-hidden=true>{''.join(names)}</div>"
+        return []
+    edges = (targets[1:] / max(1, int(targets[-1]))).tolist()
+    names = (span.name if span.step is None else f"{span.name} {span.step}" for span in line.phases)
+    return [(name, left, end - left) for name, (left, end) in zip(names, itertools.pairwise(edges), strict=True)]
 
 
 def _ticks(top: float) -> list[float]:
@@ -135,25 +126,3 @@ def _ticks(top: float) -> list[float]:
     while top / step > 5:
         step *= 2
     return [step * number for number in range(int(top / step) + 1)]
-
-
-def _rules(top: float) -> str:
-    heights = (LINES * (1 - tick / top) for tick in _ticks(top))
-    return "".join(f'<line class=rule x2="{COLUMNS}" y1="{y:.0f}" y2="{y:.0f}"/>' for y in heights)
-
-
-def _scale(top: float) -> str:
-    marks = (
-        f'<span style="bottom:{100 * tick / top:.1f}%">{format_bytes(round(tick)).replace(".00", "")}</span>'
-        for tick in _ticks(top)
-    )
-    return f"<div class=scale aria-hidden=true>{''.join(marks)}</div>"
-
-
-def _limit(limit: int, top: float) -> str:
-    y = LINES * (1 - limit / top)
-    return f'<line class=limit x2="{COLUMNS}" y1="{y:.0f}" y2="{y:.0f}"/>' if limit <= top else ""
-
-
-def _said(limit: int, top: float) -> str:
-    return f", the dashed line is the limit of {format_bytes(limit)}" if limit <= top else ""

@@ -1,63 +1,73 @@
-"""Pieces of HTML that the pages are made of: text made safe, sizes, tables, cards, and stacked bars."""
+"""What templates ask of plain values: text made safe, sizes and shares, and the arithmetic of bars."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
-from html import escape
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Final
 
+import jinja2
+from markupsafe import Markup
+
+from simulator.reports.document import Bar, Cell, Chart, Dots, Share, Size, Table
 from simulator.reports.html.series import shorten
 from traces.model import CATEGORIES
 from traces.units import format_bytes
 
+#: Rows that a chart or a table shows; the rest is counted.
+MAX_ROWS: Final = 400
 
-def text(value: str, length: int = 160) -> str:
+
+@functools.cache
+def templates() -> jinja2.Environment:
+    """The templates of pages, and the functions here as their filters."""
+    found = jinja2.Environment(
+        loader=jinja2.PackageLoader("simulator.reports.html"),
+        undefined=jinja2.StrictUndefined,
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    found.globals["most"] = MAX_ROWS
+    own = (amount, begin, cell, colour, colours, column, scale, size, span, stack, stacked, told, total)
+    found.filters |= {one.__name__: one for one in own}
+    found.filters |= {"said": text, "short": shorten, "kind": lambda block: type(block).__name__}
+    return found
+
+
+def text(value: str, length: int = 160) -> Markup:
     """Text of the trace: shortened, escaped, and kept from turning the direction of what stands around it."""
-    return f"<bdi>{escape(shorten(value, length))}</bdi>" if not value.isascii() else escape(shorten(value, length))
+    short = shorten(value, length)
+    return Markup("{}" if short.isascii() else "<bdi>{}</bdi>").format(short)
 
 
-def badge(kind: str, words: str) -> str:
-    """The verdict as a badge, in the colours of its kind."""
-    return f'<span class="badge {kind}">{capital(words)}</span> '
-
-
-def capital(words: str) -> str:
+def begin(words: str) -> str:
     """Words that begin a line."""
     return words[:1].upper() + words[1:]
 
 
-def size(count: int) -> str:
+def size(count: int) -> Markup:
     """A size for people, with the exact number on hover."""
-    return f'<span class=n title="{count:,} bytes">{format_bytes(count)}</span>'
+    return Markup('<span class=n title="{:,} bytes">{}</span>').format(count, format_bytes(count))
 
 
-def card(title: str, body: str, *, kind: str = "") -> str:
-    """A box with a heading (ready HTML, both)."""
-    return f'<div class="card {kind}"><h3>{title}</h3>{body}</div>'
+def cell(value: Cell) -> Markup:
+    """A cell of a table."""
+    if isinstance(value, Size):
+        return size(value.bytes)
+    if isinstance(value, Share):
+        width = 100 * value.part / value.whole if value.whole else 0.0
+        kind = Markup(" class={}").format(colour(value.category)) if value.category else ""
+        bar = Markup('<svg class=bar aria-hidden=true><rect{} width="{:.2f}%" height="100%"/></svg>')
+        return text(str(value)) + bar.format(kind, width)
+    if isinstance(value, int | float):
+        return text(amount(value, "number"))
+    return text(value or "", 300).replace(".", Markup(".<wbr>")).replace("_", Markup("_<wbr>"))
 
 
-def table(head: Sequence[str], rows: Iterable[Sequence[str]], *, texts: int = 1, words: Collection[int] = ()) -> str:
-    """A table of ready HTML cells; the first `texts` columns and those in `words` hold words, the others numbers."""
-    kinds = [
-        " class=long" if column == 0 else "" if column < texts or column in words else " class=num"
-        for column in range(len(head))
-    ]
-    top = "".join(f"<th scope=col{kind}>{name}</th>" for kind, name in zip(kinds, head, strict=True))
-    body = "".join(
-        "<tr>" + "".join(f"<td{kind}>{cell}</td>" for kind, cell in zip(kinds, row, strict=True)) + "</tr>"
-        for row in rows
-    )
-    return f"<table><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table>"
-
-
-def shares(head: Sequence[str], rows: Sequence[tuple[str, int]], whole: int, *, coloured: bool = False) -> str:
-    """A table of parts of `whole`, each with a bar (`coloured`: in the colour of its category)."""
-    cells = []
-    for name, count in rows:
-        share = 100 * count / whole if whole else 0.0
-        kind = f" class={colour(name)}" if coloured else ""
-        bar = f'<svg class=bar aria-hidden=true><rect{kind} width="{share:.2f}%" height="100%"/></svg>'
-        cells.append((text(name.replace("_", " ") if coloured else name), size(count), f"{share:.1f} %{bar}"))
-    return table(head, cells)
+def column(table: Table, place: int) -> Markup:
+    """The class of a column's cells."""
+    return Markup(" class=num" if table.numeric(place) else " class=long" if place == 0 else "")
 
 
 def colour(name: str, place: int = 0) -> str:
@@ -65,21 +75,54 @@ def colour(name: str, place: int = 0) -> str:
     return f"c-{name}" if name in (*CATEGORIES, "free") else f"c-{place % 8}"
 
 
-def stacked(parts: Sequence[tuple[str, float]], whole: float, *, mark: float | None = None) -> str:
+def colours(chart: Chart) -> dict[str, str]:
+    """The colour of every part of a chart."""
+    names = dict.fromkeys(what for bar in chart.bars[:MAX_ROWS] for what, _ in bar.parts)
+    return {name: colour(name, place) for place, name in enumerate(names)}
+
+
+def total(bar: Bar) -> float:
+    """All parts of a bar together."""
+    return sum(value for _, value in bar.parts)
+
+
+def scale(chart: Chart) -> float:
+    """Where the scale of a chart ends."""
+    return max((max(total(bar), bar.mark or 0.0) for bar in chart.bars[:MAX_ROWS]), default=0.0)
+
+
+def span(dots: Dots) -> tuple[int, int]:
+    """The least and the largest value of all dots."""
+    values = [value for _, _, row in dots.rows for _, value, _ in row]
+    return min(values, default=0), max(values, default=0)
+
+
+def told(bar: Bar, unit: str) -> str:
+    """The parts of a bar in words."""
+    return ", ".join(f"{what} {amount(value, unit)}" for what, value in bar.parts if value)
+
+
+def amount(value: float, unit: str) -> str:
+    """A number of bytes, or of something else."""
+    if unit == "bytes":
+        return format_bytes(round(value))
+    return f"{value:,.0f}" if abs(value) >= 1000 or value == int(value) else f"{value:.4g}"
+
+
+def stack(bar: Bar, kinds: Mapping[str, str], whole: float) -> Markup:
+    """A bar of a chart."""
+    return stacked([(kinds[what], value) for what, value in bar.parts], whole, mark=bar.mark)
+
+
+def stacked(parts: Sequence[tuple[str, float]], whole: float, *, mark: float | None = None) -> Markup:
     """A horizontal bar of parts on a scale that ends at `whole`: (CSS class, size) each; `mark` is a line across."""
-    scale = 100 / whole if whole > 0 else 0.0
+    ratio = 100 / whole if whole > 0 else 0.0
     at, drawn = 0.0, []
     for kind, value in parts:
-        width = max(0.0, value) * scale
+        width = max(0.0, value) * ratio
         if width > 0:
             drawn.append(f'<rect class="{kind}" x="{at:.2f}%" width="{width:.2f}%" height="100%"/>')
         at += width
-    if mark is not None and 0 <= mark * scale <= 100:
-        drawn.append(f'<line class=mark x1="{mark * scale:.2f}%" x2="{mark * scale:.2f}%" y1="0" y2="100%"/>')
-    return f"<svg class=stack aria-hidden=true>{''.join(drawn)}</svg>"
-
-
-def key(parts: Sequence[tuple[str, str]]) -> str:
-    """What the colours mean: (CSS class, word) each."""
-    items = "".join(f'<li><i class="swatch {kind}"></i>{text(word)}</li>' for kind, word in parts)
-    return f"<ul class=legend>{items}</ul>"
+    if mark is not None and 0 <= mark * ratio <= 100:
+        drawn.append(f'<line class=mark x1="{mark * ratio:.2f}%" x2="{mark * ratio:.2f}%" y1="0" y2="100%"/>')
+    return Markup(f"<svg class=stack aria-hidden=true>{''.join(drawn)}</svg>")

@@ -21,8 +21,9 @@ from graph.files import load
 from graph.model import StepGraph
 from graph.summary import summarize
 from simulator.cli import main
-from simulator.commands.capture_report import format_count, render_summary
+from simulator.commands.capture_report import document_of, format_count
 from simulator.commands.case_options import OPTION_KEYS, CaseCommand, assumed, case_from, case_options
+from simulator.reports import terminal
 from tests.places import ROOT
 from tests.support.made_graphs import Maker, assert_equal, example
 from traces.errors import ConfigError
@@ -236,7 +237,7 @@ def test_help_imports_nothing_heavy() -> None:
 
 def rendered(graph: StepGraph, width: int = 100) -> str:
     console = Console(file=io.StringIO(), width=width)
-    render_summary(summarize(graph), console)
+    terminal.render(document_of(summarize(graph)), console)
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
 

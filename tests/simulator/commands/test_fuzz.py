@@ -26,7 +26,7 @@ from hypothesis import strategies as st
 
 from simulator.cli import main
 from simulator.engine.replay import replay
-from simulator.reports.terminal import CAUSES
+from simulator.reports.run import CAUSES
 from tests.places import ROOT
 from tests.simulator.reports.test_report import SCHEMA
 from tests.simulator.snapshots.test_fuzz import SMALL, change, odd_values, places

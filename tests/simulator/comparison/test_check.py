@@ -12,7 +12,7 @@ import simulator.estimator.estimate as estimation
 import traces
 from simulator.cli import main
 from simulator.engine.replay import replay
-from simulator.reports.terminal import render_json
+from simulator.reports.run import render_json
 from tests.simulator.what_if.test_stress import training
 from tests.support.step_graphs import stub
 

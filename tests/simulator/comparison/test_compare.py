@@ -13,9 +13,8 @@ import traces
 from simulator.cli import main
 from simulator.comparison.compare import Change, Figures, Limit, Side, compare, load, module_of, unwrapped
 from simulator.engine.replay import replay
-from simulator.reports.compare import render_json, render_markdown, verdict
-from simulator.reports.html.compare import sheet_of
-from simulator.reports.terminal import render_json as result_json
+from simulator.reports.compare import document_of, render_json, render_markdown, verdict
+from simulator.reports.run import render_json as result_json
 from simulator.snapshots.reader import read
 from tests.places import ROOT
 from tests.simulator.what_if.test_stress import training
@@ -183,8 +182,11 @@ def test_many_regressions_are_told_in_one_line() -> None:
         "regression over 5%: rank 7: peak reserved grew by +80.00% (100 B to 180 B); rank 6: peak reserved grew by "
         "+70.00% (100 B to 170 B); rank 5: peak reserved grew by +60.00% (100 B to 160 B); and 5 more"
     )
-    assert sheet_of(found).badge == "regression"
+    assert document_of(found).badge == "regression"
     assert render_markdown(found).count("###") == 1
+    assert render_markdown(found).count("| figure |") == 8
+    nine = Side("c", "answer", tuple(Figures((n,), "fits", {"peak_reserved": 1}) for n in range(9)))
+    assert render_markdown(compare(nine, nine)).rstrip().endswith("and 1 more pairs of ranks, which grew less")
 
 
 def test_out_of_memory_is_a_regression(tmp_path: Path) -> None:

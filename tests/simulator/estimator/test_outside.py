@@ -11,7 +11,7 @@ from graph.case import Case
 from graph.hardware.gpus import GPUS, gpu
 from simulator.engine.result import OutsideTerm
 from simulator.estimator.outside import communicator_terms, outside_of, outside_terms
-from simulator.reports.terminal import range_and_source
+from simulator.reports.run import range_of
 from simulator.selector.select import Asked, outside
 
 MIB = 1 << 20
@@ -81,5 +81,5 @@ def test_every_communicator_has_its_buffers() -> None:
 
 def test_a_remark_tells_the_range() -> None:
     term = OutsideTerm("CUDA context", 500 * MIB, "measured once", 400 * MIB, 600 * MIB)
-    assert range_and_source(term) == "400.00 MiB to 600.00 MiB; measured once"
-    assert range_and_source(OutsideTerm("context", 1, "as given")) == "as given"
+    assert range_of(term) == "400.00 MiB to 600.00 MiB"
+    assert range_of(OutsideTerm("context", 1, "as given")) == ""

@@ -119,6 +119,12 @@ def test_quantized_models_are_loaded_so() -> None:
     assert ".to(DEVICE)" not in text
 
 
+@pytest.mark.parametrize("keys", [{"strategy": "fsdp2-offload"}, {"strategy": "fsdp2", "offload": "parameters"}])
+def test_shards_on_the_host_are_asked_for(keys: dict[str, Any]) -> None:
+    text = script(Case.of({"model": "opt-1.3b", "world": 2, **keys}))
+    assert '"offload_policy": CPUOffloadPolicy(pin_memory=DEVICE == "cuda"),' in text
+
+
 def test_no_script_is_one_line() -> None:
     case = Case.of({"model": "gpt2", "strategy": "pp", "world": 2})
     with pytest.raises(ConfigError, match="no training script: pipeline stages") as caught:

@@ -13,9 +13,9 @@ import pytest
 
 from simulator.engine.replay import replay
 from simulator.engine.result import Result
-from simulator.reports.html.page import MAX_PAGE, write_html
+from simulator.reports.document import Bar, Chart, Document, Table
+from simulator.reports.html.page import MAX_PAGE, write, write_html
 from simulator.reports.html.series import shorten
-from simulator.reports.html.sheet import Bar, Chart, Grid, Sheet, write_sheet
 from tests.support.browser import Browser, find_chromium
 from tests.support.handmade import GIB, busy_trace, out_of_memory, rank_result, result, timeline
 from traces.units import format_bytes
@@ -369,7 +369,7 @@ def test_a_million_events_with_blocks_open_quickly(
     if runs == 1:
         write_html(million, path)
     else:
-        write_sheet(Sheet("both", "The same twice.", results=(("before", million), ("after", million))), path)
+        write(Document("both", "The same twice.", results=(("before", million), ("after", million))), path)
     assert path.stat().st_size <= MAX_PAGE
     browser.view(1280, 900)
     started = time.monotonic()
@@ -402,11 +402,15 @@ def test_pictures_print_in_ink(browser: Browser, tmp_path: Path, pictured: Resul
 @pytest.mark.parametrize("width", [1280, 390])
 def test_a_sheet_is_drawn(browser: Browser, tmp_path: Path, pictured: Result, width: int) -> None:
     bars = tuple(Bar(name, (("parameter", GIB), ("activation", 2 * GIB)), mark=4.0 * GIB) for name in ("fsdp2", "ddp"))
-    parts = (Chart("Peaks", bars), Grid("Methods", ("method", "batch"), (("fsdp2", 8), ("ddp", 1)), strong=(0,)))
-    sheet = Sheet(
-        "opt-1.3b", "fsdp2 is fastest.", "fits", parts=parts, results=(("fsdp2", pictured), ("ddp", pictured))
+    parts = (Chart("Peaks", bars), Table("Methods", ("method", "batch"), (("fsdp2", 8), ("ddp", 1))))
+    sheet = Document(
+        "opt-1.3b",
+        "fsdp2 is fastest.",
+        badge="fits",
+        head=parts,
+        results=(("fsdp2", pictured), ("ddp", pictured)),
     )
-    write_sheet(sheet, tmp_path / "sheet.html")
+    write(sheet, tmp_path / "sheet.html")
     browser.view(width, 900, dark=False)
     browser.open(tmp_path / "sheet.html")
     healthy(browser)
@@ -421,7 +425,7 @@ def test_a_sheet_is_drawn(browser: Browser, tmp_path: Path, pictured: Result, wi
 
 
 def test_a_sheet_without_results(browser: Browser, tmp_path: Path) -> None:
-    write_sheet(Sheet("nothing", "Nothing was finished."), tmp_path / "sheet.html")
+    write(Document("nothing", "Nothing was finished."), tmp_path / "sheet.html")
     browser.view(1280, 900)
     browser.open(tmp_path / "sheet.html")
     assert browser.faults() == []

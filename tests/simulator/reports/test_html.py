@@ -20,14 +20,14 @@ from simulator.comparison.compare import compare, side_of_replay
 from simulator.engine.replay import replay
 from simulator.estimator import estimate as estimation
 from simulator.estimator.devices import device
-from simulator.reports.html.compare import render_compare
+from simulator.reports import compare as comparison
+from simulator.reports import select
+from simulator.reports.document import Bar, Chart, Document, Size, Table
 from simulator.reports.html.moments import FREE, Room, path_of, tree_of
 from simulator.reports.html.overlay import COLUMNS, LINES, overlay
-from simulator.reports.html.page import MAX_PAGE, MAX_RANKS, render_html, write_html
-from simulator.reports.html.select import drawn, render_select
+from simulator.reports.html.page import MAX_PAGE, MAX_RANKS, render, render_html, write, write_html
 from simulator.reports.html.series import MAX_OOMS, pack, series, shorten, thin
-from simulator.reports.html.sheet import Bar, Chart, Grid, Sheet, Size, render_sheet, write_sheet
-from simulator.reports.terminal import CAUSES
+from simulator.reports.run import CAUSES
 from simulator.selector.select import Asked, Outcome, Selection
 from tests.support.handmade import GIB, busy_trace, out_of_memory, rank_result, result, timeline
 from tests.support.step_graphs import stub
@@ -177,7 +177,7 @@ def test_figures_are_those_of_the_result() -> None:
 
 def test_fragmentation_rows_sum_to_reserved() -> None:
     text = render_html(result(rank_result(timeline(5_000))))
-    card = text[text.index("Reserved at its peak") :].split("</table>")[0]
+    card = text[text.index("Reserved memory at its peak") :].split("</table>")[0]
     parts = [int(count.replace(",", "")) for count in re.findall(r'title="([\d,]+) bytes"', card)]
     assert sum(parts) == rank_result(timeline(5_000)).fragmentation.reserved
 
@@ -360,24 +360,25 @@ def test_endless_and_hostile_paths_stay_text() -> None:
 
 def test_a_sheet_sets_methods_side_by_side() -> None:
     one = replay(busy_trace(500), picture=True)
-    sheet = Sheet(
+    document = Document(
         "opt-1.3b",
         "fsdp2 is fastest.",
+        named=True,
         badge="fits",
         facts=("4 GPUs",),
-        parts=(
+        head=(
             Chart("Peaks", (Bar("fsdp2", (("parameter", 1 << 30), ("slack", 2 << 30)), mark=4 << 30, remark=HOSTILE),)),
-            Grid(
+            Table(
                 "Methods",
                 ("method", "peak", "fits"),
                 (("fsdp2", Size(3 << 30), "yes"), (HOSTILE, 7, None)),
-                strong=(0,),
+                styles={0: "good"},
             ),
         ),
         results=(("fsdp2", one), ("ddp", one)),
         notes=("a note",),
     )
-    page = Page(render_sheet(sheet))
+    page = Page(render(document))
     assert len(page.scripts) == 4
     assert not any(tag == "img" for tag, _ in page.tags)
     assert [rank["label"] for rank in page.data["ranks"]] == ["fsdp2", "ddp"]
@@ -390,9 +391,9 @@ def test_a_sheet_sets_methods_side_by_side() -> None:
 
 
 def test_write_sheet(tmp_path: Path) -> None:
-    write_sheet(Sheet("t", "l"), tmp_path / "a.html")
+    write(Document("t", "l"), tmp_path / "a.html")
     with pytest.raises(OutputError, match="force"):
-        write_sheet(Sheet("t", "l"), tmp_path / "a.html")
+        write(Document("t", "l"), tmp_path / "a.html")
 
 
 def test_a_selection_is_set_side_by_side() -> None:
@@ -404,7 +405,7 @@ def test_a_selection_is_set_side_by_side() -> None:
         Outcome("ddp", {}, 4, peak_allocated=5 * GIB, peak_reserved=5 * GIB, limit=4 * GIB, remedies=("offload",)),
         Outcome("pp", {}, 1, error="layers < stages"),
     )
-    page = Page(render_select(Selection(asked, outcomes, seconds=1.0)))
+    page = Page(render(select.document_of(Selection(asked, outcomes, seconds=1.0))))
     assert page.scripts == []
     for word in ("opt-1.3b on 4 x V100-16GB", "micro-batch 8", "with offload", "layers < stages", "Fits"):
         assert word in page.text
@@ -417,7 +418,11 @@ def test_a_selection_draws_methods_over_time() -> None:
     found = Selection(Asked({"model": "m"}, ("T4-16GB",) * 2), outcomes)
     ranks = rank_result(timeline(300)), rank_result(timeline(400, seed=1), names=[HOSTILE])
     page = Page(
-        render_select(found, tuple((one.name, result(rank)) for one, rank in zip(outcomes, ranks, strict=True)))
+        render(
+            select.document_of(
+                found, tuple((one.name, result(rank)) for one, rank in zip(outcomes, ranks, strict=True))
+            )
+        )
     )
     assert [rank["label"] for rank in page.data["ranks"]] == ["ddp", "tp"]
     assert "Memory over time, on one axis" in page.text
@@ -429,7 +434,7 @@ def test_methods_are_drawn_beside_what_lies_outside(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(estimation, "captured", lambda case, progress=None, method=None: stub(case))
     keys = {"model": "m", "gpu": "T4-16GB"}
     outcomes = (Outcome("single", keys, 1, batch=2, worst=(0,), tokens_per_second=1.0),)
-    ((name, found),) = drawn(Selection(Asked({"model": "m"}, ("T4-16GB",), context=3 * GIB), outcomes))
+    ((name, found),) = select.drawn(Selection(Asked({"model": "m"}, ("T4-16GB",), context=3 * GIB), outcomes))
     assert (name, found.verdict) == ("single", "fits")
     assert found.ranks[0].timeline.limit_bytes == device("T4-16GB").total_bytes - 3 * GIB
     assert found.ranks[0].picture is not None
@@ -450,7 +455,7 @@ def test_a_comparison_is_set_side_by_side(pictured: bool) -> None:
     runs = [busy_trace(500, live=live) for live in (50, 100)]
     replays = [replay(trace, picture=pictured) for trace in runs]
     sides = [side_of_replay(*one, name) for one, name in zip(zip(replays, runs, strict=True), "ab", strict=True)]
-    page = Page(render_compare(compare(sides[0], sides[1])))
+    page = Page(render(comparison.document_of(compare(sides[0], sides[1]))))
     assert len(page.scripts) == (4 if pictured else 0)
     assert ("Memory over time, on one axis" in page.text) is pictured
     if pictured:
@@ -532,7 +537,7 @@ def test_the_case_of_an_estimate_is_told() -> None:
 
 def test_many_ranks_of_both_sides_are_drawn() -> None:
     one = result(*(rank_result(timeline(20, ranks=[place])) for place in range(50)))
-    page = Page(render_sheet(Sheet("t", "l", results=(("before", one), ("after", one)))))
+    page = Page(render(Document("t", "l", results=(("before", one), ("after", one)))))
     labels = [rank["label"].partition(":")[0] for rank in page.data["ranks"]]
     assert labels == ["before"] * (MAX_RANKS // 2) + ["after"] * (MAX_RANKS // 2)
     assert "The 32 worst event sequences of each are drawn; 36 others peak lower." in page.text

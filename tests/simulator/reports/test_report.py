@@ -16,9 +16,10 @@ from rich.console import Console
 
 from simulator.engine.ranks import format_ranks, only_ranks, parse_ranks
 from simulator.engine.result import OutOfMemory, RankResult, Report, Result
-from simulator.reports.terminal import CAUSES, MOST_RANKS, render_json, render_table
+from simulator.reports import terminal
+from simulator.reports.run import CAUSES, MOST_RANKS, render_json, render_table
+from simulator.reports.verify import document_of
 from simulator.reports.verify import render_json as verify_json
-from simulator.reports.verify import render_table as verify_table
 from simulator.snapshots.verify import Divergence, VerifiedRank, VerifyReport
 from tests.places import DATA
 from tests.support.handmade import GIB, MIB, out_of_memory, rank_result, result, timeline
@@ -72,6 +73,25 @@ def test_plain_when_asked_or_without_a_terminal(
     render_table(two_kinds_of_rank(), Console(force_terminal=True, width=80, file=terminal, color_system="truecolor"))
     assert "\x1b[31m" not in terminal.getvalue()
     assert "\x1b[91m" not in terminal.getvalue()
+
+
+def test_names_stay_whole_in_a_pipe(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+    name = "model.layers.31.mlp.down_proj.weight.exp_avg_sq.local"
+    render_table(result(rank_result(timeline(30), names=[name])))
+    assert name in capsys.readouterr().out
+
+
+def test_the_report_goes_from_the_verdict_to_the_sources() -> None:
+    made = rank_result(timeline(30))
+    uncertain = replace(made.outside[0], low=1, high=2)
+    text = text_of(result(replace(made, outside=(uncertain,))))
+    parts = (
+        *("fits: ", "rank ", "peak allocated", "Peak by phase", "Alive at the peak, by category"),
+        *("Largest tensors alive", "Reserved memory at its peak", "Outside the allocator"),
+    )
+    places = [text.index(part) for part in parts]
+    assert places == sorted(places)
 
 
 def test_an_ascii_terminal_is_served() -> None:
@@ -239,7 +259,7 @@ def verified(divergence: Divergence | None) -> VerifyReport:
 
 def test_verify_without_divergence() -> None:
     report, file = verified(None), io.StringIO()
-    verify_table(report, Console(width=80, file=file))
+    terminal.render(document_of(report), Console(width=80, file=file))
     assert file.getvalue().startswith("no divergence: PyTorch 2.11, default allocator settings\n")
     assert verify_json(report)["verdict"] == "equal"
     assert verify_json(report)["ranks"][1]["divergence"] is None
@@ -250,7 +270,7 @@ def test_verify_with_a_divergence() -> None:
         verified(Divergence(70, "alloc of 512 bytes:\nrecorded at 0x7f00, replayed at 0x7e00")),
         io.StringIO(),
     )
-    verify_table(report, Console(width=200, file=file))
+    terminal.render(document_of(report), Console(width=200, file=file))
     assert "diverges" in file.getvalue()
     assert "device 1, entry 70: alloc of 512 bytes: recorded at 0x7f00, replayed at 0x7e00" in file.getvalue()
     assert json.loads(json.dumps(verify_json(report)))["ranks"][1]["divergence"]["entry"] == 70

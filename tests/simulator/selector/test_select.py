@@ -18,7 +18,8 @@ import pytest
 from click.testing import CliRunner
 
 from simulator.cli import main
-from simulator.reports.select import closeness, reason, render_html, render_json
+from simulator.reports.html import page
+from simulator.reports.select import closeness, document_of, reason, render_json
 from simulator.selector import select as selection
 from simulator.selector.batch_search import largest
 from simulator.selector.extrapolate import Line, prime_for, sizes_in
@@ -127,9 +128,9 @@ def test_throughput_ranks_and_says_why() -> None:
     assert "100.00 MiB left" in closeness(found.outcomes[0])
     assert "(-50.00 MiB to " in closeness(found.outcomes[0])
     assert render_json(found)["unfinished"] == ["late"]
-    page = render_html(found)
-    assert "<script" not in page
-    assert "it would fit with expandable_segments:True" in page
+    written = page.render(document_of(found))
+    assert "<script" not in written
+    assert "it would fit with expandable_segments:True" in written
 
 
 # --- sizes ---------------------------------------------------------------------------------------------------------

@@ -25,8 +25,8 @@ from simulator.cli import main
 from simulator.engine.machine import limit_of
 from simulator.engine.min_memory import smallest_memory
 from simulator.engine.replay import REMEDIES, prepare, replay
-from simulator.reports.html.stress import drawn, render_html
-from simulator.reports.stress import render_json, short
+from simulator.reports.html.page import render
+from simulator.reports.stress import document_of, drawn, render_json, short
 from simulator.snapshots.reader import read
 from simulator.what_if.stress import Axes, Interrupted, Scenario, Stress, grid, settings_for, stress
 from simulator.what_if.variants import Variant, movable_steps, vary
@@ -438,7 +438,7 @@ def test_the_document_has_a_row_for_each_setting() -> None:
 
 def test_the_page_escapes_what_a_trace_says() -> None:
     found = stress(training(), Axes(settings=[""]))
-    page = render_html(replace(found, notes=("<script>alert(1)</script>",)))
+    page = render(document_of(replace(found, notes=("<script>alert(1)</script>",))))
     assert "<script" not in page
     assert "&lt;script&gt;" in page
 
@@ -456,7 +456,7 @@ def test_the_page_draws_own_and_best_settings() -> None:
         row.most("peak_reserved") for row in (own, best)
     ]
     assert all(rank.picture is not None for _, result in pictures for rank in result.ranks)
-    page = render_html(found, pictures)
+    page = render(document_of(found, pictures))
     assert all(words in page for words in ("own: roundup 2", "best: default", "Memory over time, on one axis"))
 
 
@@ -466,7 +466,7 @@ def test_the_page_in_a_browser(tmp_path: Path) -> None:
     trace = training()
     found = stress(trace, axes, smallest=True)
     path = tmp_path / "page.html"
-    path.write_text(render_html(found, drawn(found, trace)))
+    path.write_text(render(document_of(found, drawn(found, trace))))
     chromium = find_chromium()
     assert chromium is not None
     with Browser(chromium, tmp_path / "profile") as browser:
