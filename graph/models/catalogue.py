@@ -74,7 +74,7 @@ def _keys() -> Mapping[str, str]:
     for name, entry in entries().items():
         for spelled in (name, entry["repository"], *entry.get("aliases", ())):
             found.setdefault(_key(_tail(spelled)), name)
-    return found
+    return {key: name for key, name in found.items() if key}
 
 
 def _tail(name: str) -> str:

@@ -32,7 +32,9 @@ def configuration(model: str) -> Configuration:
     spelled freely. Raises ConfigError.
     """
     known = catalogue.resolve(model)
-    path = Path(model).expanduser()
+    path = _path(model)
+    if path is None:
+        raise ConfigError(_unknown(model))
     if path.is_file() or (path.is_dir() and (known is None or known.note)):
         path = path / "config.json" if path.is_dir() else path
         return Configuration(_read(path), str(path))
@@ -45,6 +47,16 @@ def configuration(model: str) -> Configuration:
     if path.suffix == ".json" or model.startswith((".", "/", "~")):
         return Configuration(_read(path), str(path))
     raise ConfigError(_unknown(model))
+
+
+def _path(model: str) -> Path | None:
+    """`model` as a path; None where no path is spelled so."""
+    try:
+        path = Path(model).expanduser()
+        path.is_file()
+    except (OSError, RuntimeError, ValueError):
+        return None
+    return path
 
 
 def _unknown(model: str) -> str:
@@ -63,11 +75,13 @@ def _cached(model: str) -> Path | None:
     if not re.fullmatch(r"[\w.-]+(?:/[\w.-]+)?", model):
         return None
     folder = _hub() / f"models--{model.replace('/', '--')}"
+    held: list[Path] = []
+    main = ""
     try:
         held = sorted(folder.glob("snapshots/*/config.json"), key=lambda one: one.stat().st_mtime)
         main = (folder / "refs" / "main").read_text("utf-8").strip() if held else ""
     except (OSError, UnicodeDecodeError):
-        main = ""
+        pass
     return next((one for one in held if one.parent.name == main), held[-1] if held else None)
 
 

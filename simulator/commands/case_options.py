@@ -25,8 +25,8 @@ _Command = TypeVar("_Command", bound=Callable[..., Any])
 
 #: What the argument MODEL may be, for the end of the help.
 MODEL_HELP: Final = (
-    "MODEL is an id of the hub or another name of the catalogue (`llmem models`), an id in the Hub cache, the path of "
-    "a Hugging Face config.json (or its folder), or module:function, "
+    "MODEL is an id of the hub or another name of the catalogue (`llmem models`), an id in the Hub cache, a path of a "
+    "Hugging Face config.json (or its folder), or module:function, "
     "a function of your own that returns (nn.Module, example inputs) or (nn.Module, example inputs, loss function); "
     "--batch, --seq and --dtype reach it as arguments batch, seq and dtype where it has parameters of these names. "
     "Nothing is downloaded. Sizes: 80GB is 80 x 10^9 bytes, 80GiB is 80 x 2^30."
@@ -96,12 +96,12 @@ def case_from(model: str, options: Mapping[str, Any], *, any_strategy: bool = Fa
         case = Case.of({"model": model, **_given(options)}, where="options", any_strategy=any_strategy)
     except ConfigError as error:
         raise ConfigError(_in_options(str(error))) from None
+    from graph.hardware.gpus import gpu
     from graph.models.lookup import configuration
-    from simulator.estimator.devices import device
 
-    device(case.gpu)
+    gpu(case.gpu)
     if not is_function(case.model):
-        configuration(case.model)  # a name that nobody knows is said at once, before heavy packages are loaded
+        configuration(case.model)  # who names what nobody knows hears it at once, before heavy packages are loaded
     return case
 
 
