@@ -191,7 +191,13 @@ class Case:
     )
     every: Count = declared(1, LOOP, "Checkpoint every so many layers.", only=(Only("checkpointing"),))
     optimizer: str = declared(
-        "adamw", COMMON, "What updates the weights.", only=(_TRAIN,), aliases=("optim",), known=optimizers.spellings
+        "adamw",
+        COMMON,
+        "What updates the weights.",
+        only=(_TRAIN,),
+        metavar="NAME",
+        aliases=("optim",),
+        known=optimizers.spellings,
     )
     sgd_momentum: Number = declared(0.0, LOOP, "Momentum of sgd.", only=(Only("optimizer", ("sgd",)),))
     step_in_backward: bool = declared(
@@ -264,7 +270,12 @@ class Case:
 
     # several GPUs
     strategy: str = declared(
-        methods.ONE_GPU, COMMON, "How GPUs share the work.", hints=("stage",), known=methods.spellings
+        methods.ONE_GPU,
+        COMMON,
+        "How GPUs share the work.",
+        metavar="NAME",
+        hints=("stage",),
+        known=methods.spellings,
     )
     world: Count = declared(
         1, COMMON, "Number of GPUs.", hints=("stages", "ranks"), aliases=("nproc_per_node", "num_processes")

@@ -1,7 +1,5 @@
 """The command line: finds the command, and turns every error into one line and an exit code.
 
-Exit codes: 0 done and it fits; 1 bad input or the run failed; 2 usage; 3 predicted out of memory, or over the budget;
-4 regression over the threshold; 130 interrupted.
 With LLMEM_TRACEBACK=1 in the environment an unexpected error shows its traceback.
 """
 
@@ -37,6 +35,14 @@ COMMANDS: Final = {
 }
 
 INTERRUPTED: Final = 130
+EXIT_CODES: Final = {
+    0: "done and it fits, or is tight",
+    1: "bad input or the run failed; one line on standard error says why",
+    2: "usage",
+    3: "predicted out of memory, or over the budget",
+    4: "regression over the threshold",
+    INTERRUPTED: "interrupted",
+}
 
 
 class _Commands(click.Group):
@@ -123,13 +129,16 @@ def _show_version(ctx: click.Context, option: click.Parameter, asked: bool) -> N
     ctx.exit()
 
 
-@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
+_HELP: Final = "Predict the GPU memory of PyTorch programs without a GPU.\n\nExit codes: "
+
+
+@click.group(
+    cls=_Commands,
+    help=_HELP + "; ".join(f"{code} {meaning}" for code, meaning in EXIT_CODES.items()) + ".",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
 @click.option(
     "--version", is_flag=True, is_eager=True, expose_value=False, callback=_show_version, help="Show the version."
 )
 def main() -> None:
-    """Predict the GPU memory of PyTorch programs without a GPU.
-
-    Exit codes: 0 done and it fits; 1 bad input or the run failed; 2 usage; 3 predicted out of memory, or over the
-    budget; 4 regression over the threshold.
-    """
+    """The command line."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from graph.case import Case
-from strategies.rank_events import events_of
 from strategies.strategy import Capture, Kind, Launch, Lowered, Share, Strategy
-from strategies.timing.roofline import Speed
-from traces.model import RankEvents
+
+if TYPE_CHECKING:
+    from strategies.timing.roofline import Speed
 
 
 class OneGpu(Strategy):
@@ -14,6 +16,9 @@ class OneGpu(Strategy):
 
     def lower(self, case: Case, capture: Capture, speed: Speed | None, rank: int | None = None) -> Lowered:
         """The one rank."""
+        from strategies.rank_events import events_of
+        from traces.model import RankEvents
+
         graph = capture(case, None)
         return Lowered((RankEvents((0,), events_of(graph, speed, late=case.deferred == "late")),), {}, graph)
 

@@ -19,7 +19,7 @@ _MODULES: Final = (
     "strategies.parallel.pp",
     "strategies.megatron.megatron",
     "strategies.parallel.deepspeed",
-    "strategies.gemini.gemini",
+    "strategies.gemini.record",
 )
 #: The module of the method that a case's `mesh` describes.
 _MESH: Final = "strategies.parallel.meshes"

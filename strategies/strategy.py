@@ -1,6 +1,7 @@
 """A distributed method: one record of all that the rest of the project asks of it.
 
-A method is a subclass of `Strategy`, and the records of its variants. `strategies.registry` has all of them.
+A method is a subclass of `Strategy`, and the records of its variants. `strategies.registry` has all of them. The help
+of the command line asks for them, so modules of records import no numpy.
 """
 
 from __future__ import annotations
@@ -8,21 +9,22 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from graph.case import Case
 from graph.loop.method import Method
-from graph.model import StepGraph
 from strategies.parallel.native import Native
-from strategies.rank_events import events_of
-from strategies.timing.roofline import Speed
 from traces.errors import ConfigError
-from traces.model import RankEvents
+
+if TYPE_CHECKING:
+    from graph.model import StepGraph
+    from strategies.timing.roofline import Speed
+    from traces.model import RankEvents
 
 Ranks = tuple[tuple[int, ...], ...]
 Groups = Mapping[str, Ranks]
 #: Captures a case under a method (None: one GPU).
-Capture = Callable[[Case, Method | None], StepGraph]
+Capture = Callable[[Case, Method | None], "StepGraph"]
 
 
 #: GPUs of one machine.
@@ -169,6 +171,9 @@ class Strategy:
 
         Raises ConfigError for a case that it cannot run.
         """
+        from strategies.rank_events import events_of
+        from traces.model import RankEvents
+
         everyone = tuple(range(case.world))
         members = self.distinct(case) if rank is None else (everyone,)
         entries = []

@@ -31,7 +31,7 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 #: What `scripts/test --quick` leaves out: tests that take more than a second of CPU, as `--measure` finds them, and
 #: whole files that import torch.
 SLOW = Path(__file__).with_name("slow.txt")
-#: Why a test may be skipped where every package is installed. The README names each.
+#: Why a test may be skipped where every package is installed. CONTRIBUTING names each.
 NAMED = ("no Chromium", "root may", "no /dev/", "POSIX permissions", "--recordings names no folder")
 
 seconds: defaultdict[str, float] = defaultdict(float)

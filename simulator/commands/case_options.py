@@ -44,6 +44,11 @@ class CaseOption(click.Option):
         super().__init__(*names, **attributes)
         self.key = key
 
+    def get_help_record(self, ctx: click.Context) -> tuple[str, str] | None:
+        """What the help says; made when it is asked for, since it may name what other packages register."""
+        self.help = _help(self.key)
+        return super().get_help_record(ctx)
+
 
 class CaseCommand(click.Command):
     """A command with the options of a case: its help has them in their groups, the common ones first.
@@ -80,9 +85,9 @@ def case_options(command: _Command) -> _Command:
             command = click.option(_option(other), other, is_flag=True, default=None, hidden=True)(command)
         for other in key.about.aliases:
             command = click.option(_spelled(key, other), other, default=None, hidden=True)(command)
-        command = click.option(
-            _spelled(key, name), name, cls=CaseOption, key=key, default=None, metavar=_metavar(key), help=_help(key)
-        )(command)
+        command = click.option(_spelled(key, name), name, cls=CaseOption, key=key, default=None, metavar=_metavar(key))(
+            command
+        )
     return command
 
 

@@ -8,15 +8,12 @@ reentrant checkpointing, eager attention, the loss of transformers 4.29, release
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
 
 from graph.case import Case
 from graph.model import Int64Array, StepGraph
-from graph.optimizers import ADAMW, OPTIMIZERS
 from strategies.gemini.chunk_layout import ChunkConfig, ChunkLayout, layout, local_parameters, pack, search
 from strategies.gemini.chunk_moves import GROUP, WORLD, Gemini, Options
 from strategies.gemini.event_builder import EventBuilder
@@ -24,79 +21,40 @@ from strategies.gemini.skeleton import Skeleton
 from strategies.gemini.tensor_parallel import GROUP as TENSOR
 from strategies.gemini.tensor_parallel import GeminiTensorParallel
 from strategies.parallel.mesh import Mesh
-from strategies.strategy import Capture, Kind, Launch, Lowered, Share, Strategy
+from strategies.strategy import Capture, Lowered
 from strategies.timing.roofline import Speed
 from traces.errors import ConfigError
 from traces.model import RankEvents
 
 #: The axes that LLMem's methods have: one of data parallelism, and tp.
 AXES: Final = ("dp", "adp", "gemini", "cdp", "tp")
-#: What Gemini cannot do, or LLMem never did with it: key of the case, values that are possible, why.
-POSSIBLE: Final[Mapping[str, tuple[tuple[object, ...], str]]] = {
-    "dtype": (("fp16", "bf16"), "its chunks hold parameters in 16 bits beside an fp32 copy"),
-    "autocast": (("",), "its parameters are in 16 bits already"),
-    "quant": (("",), "its chunks hold no quantized weights"),
-    "lora": ((0,), "its chunks hold trainable parameters only"),
-    "accum": ((1,), "gradients overwrite the parameters in its chunks"),
-    "optimizer": (tuple(key for key, one in OPTIMIZERS.items() if one.path == ADAMW), "it has HybridAdam"),
-    "offload": (("",), "LLMem keeps its chunks on the GPU"),
-    "clip": ((0.0,), "LLMem does not clip"),
-}
 
 
-_LAUNCH = Launch(
-    no_accelerate="Colossal-AI has a launcher of its own",
-    no_script="Colossal-AI's GeminiPlugin is set up in a script of its own",
-)
-
-
-@dataclass(frozen=True)
-class GeminiChunks(Strategy):
-    """Chunks of Gemini: the graph of one GPU is rewritten for every rank."""
-
-    share: Share = Share.NO
-    launch: Launch = _LAUNCH
-    own_mesh: bool = True
-
-    def kinds(self, case: Case) -> Kind:
-        """Conventional data parallelism keeps all on every rank."""
-        return Kind.WHOLE if "cdp" in case.mesh else Kind.NONE
-
-    def micro_batches(self, case: Case) -> int:
-        """One for each rank of data parallelism."""
-        return max(1, case.world // case.mesh.get("tp", 1))
-
-    def refused(self, case: Case) -> Iterator[tuple[str, str]]:
-        """What Gemini cannot do, or LLMem never did with it."""
-        for key, (values, why) in POSSIBLE.items():
-            if getattr(case, key) not in values:
-                yield key, f"it takes {', '.join(map(repr, values))}: {why}"
-
-    def lower(self, case: Case, capture: Capture, speed: Speed | None, rank: int | None = None) -> Lowered:
-        """The events of every rank, equal ones once. Raises ConfigError for a mesh or model that it cannot have."""
-        axes = mesh_of(case)
-        graph = capture(case, None)
-        data, tensor = axes.world // axes.size("tp"), axes.size("tp")
-        skeleton = Skeleton.captured(graph)
-        frozen = [one.name for one in skeleton.parameters if not one.trainable]
-        if frozen:
-            raise ConfigError(
-                f"strategy 'gemini': {len(frozen)} parameters are frozen, {frozen[0]} the first; it trains all"
-            )
-        shapes = [(one.name, one.shape) for one in skeleton.parameters]
-        whole = axes.size("cdp") > 1
-        chunks = _whole(shapes, data, tensor) if whole else layout(shapes, data=data, tensor=tensor)
-        entries = []
-        for members in distinct(chunks):
-            out = EventBuilder()
-            if case.deferred == "late":
-                out.hold_events(True)
-            kind = GeminiTensorParallel if tensor > 1 else Gemini
-            walker = kind(skeleton, chunks, members[0], Options(), out)
-            if speed is not None:
-                walker.durations, walker.speed = _durations(graph, walker, speed), speed
-            entries.append(RankEvents(members, walker.run().events()))
-        return Lowered(tuple(entries), groups(data, tensor), graph)
+def lowered(case: Case, capture: Capture, speed: Speed | None) -> Lowered:
+    """The events of every rank, equal ones once. Raises ConfigError for a mesh or model that it cannot have."""
+    axes = mesh_of(case)
+    graph = capture(case, None)
+    data, tensor = axes.world // axes.size("tp"), axes.size("tp")
+    skeleton = Skeleton.captured(graph)
+    frozen = [one.name for one in skeleton.parameters if not one.trainable]
+    if frozen:
+        raise ConfigError(
+            f"strategy 'gemini': {len(frozen)} parameters are frozen, {frozen[0]} the first; it trains all"
+        )
+    shapes = [(one.name, one.shape) for one in skeleton.parameters]
+    whole = axes.size("cdp") > 1
+    chunks = _whole(shapes, data, tensor) if whole else layout(shapes, data=data, tensor=tensor)
+    entries = []
+    for members in distinct(chunks):
+        out = EventBuilder()
+        if case.deferred == "late":
+            out.hold_events(True)
+        kind = GeminiTensorParallel if tensor > 1 else Gemini
+        walker = kind(skeleton, chunks, members[0], Options(), out)
+        if speed is not None:
+            walker.durations, walker.speed = _durations(graph, walker, speed), speed
+        entries.append(RankEvents(members, walker.run().events()))
+    return Lowered(tuple(entries), groups(data, tensor), graph)
 
 
 def mesh_of(case: Case) -> Mesh:
@@ -141,15 +99,3 @@ def _whole(shapes: list[tuple[str, tuple[int, ...]]], data: int, tensor: int) ->
     parameters = local_parameters(shapes, data=data, tensor=tensor)
     configs = {degree: ChunkConfig(one.elements, True) for degree, one in search(parameters).items()}
     return ChunkLayout(configs, pack(parameters, configs), data, tensor)
-
-
-#: LLMem's own setting: Colossal-AI with transformers 4.29 and PyTorch 2.0. The GPU stays the user's.
-_USUAL = {
-    "dtype": "fp16",
-    "attn": "eager",
-    "checkpointing": "reentrant",
-    "loss": "transformers-4.29",
-    "attention_mask": True,
-    "release": "2.0",
-}
-STRATEGIES = (GeminiChunks("gemini", "Colossal-AI's chunks, as LLMem ran them", usual=_USUAL),)

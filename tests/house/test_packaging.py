@@ -12,7 +12,6 @@ import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
-import click
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
@@ -185,13 +184,17 @@ def test_constraints_pin_every_requirement() -> None:
         assert pins[canonicalize_name(wanted.name)] in wanted.specifier, text
 
 
-# README --------------------------------------------------------------------------------------------------------------
+# README and CONTRIBUTING ---------------------------------------------------------------------------------------------
+
+
+def told() -> str:
+    """What the README and CONTRIBUTING say."""
+    return "".join((ROOT / name).read_text("utf-8") for name in ("README.md", "CONTRIBUTING.md"))
 
 
 def readme_commands() -> Iterator[list[str]]:
-    """The commands of the README's `sh` blocks, word by word; a prompt, comments and settings before them apart."""
-    text = (ROOT / "README.md").read_text("utf-8")
-    for block in re.findall(r"```sh\n(.*?)```", text, re.DOTALL):
+    """The commands of `sh` blocks, word by word; a prompt, comments and settings before them apart."""
+    for block in re.findall(r"```sh\n(.*?)```", told(), re.DOTALL):
         for line in block.replace("\\\n", " ").splitlines():
             for part in re.split(r"&&|\|", line):
                 words = shlex.split(part, comments=True)
@@ -224,32 +227,7 @@ def test_readme_commands_exist() -> None:
     assert found
 
 
-def test_readme_options_and_samples_exist() -> None:
-    from simulator.cli import main
-
-    calls = [arguments for words in readme_commands() if (arguments := ours(words)) is not None]
-    assert any(arguments[0] == "run" for arguments in calls)
-    assert isinstance(main, click.Group)
-    for arguments in calls:
-        if arguments[0].startswith("-"):
-            continue
-        command = main.get_command(click.Context(main), arguments[0])
-        assert command is not None, arguments
-        options = {name for parameter in command.params for name in parameter.opts}
-        given = {word.split("=")[0] for word in arguments if word.startswith("--")}
-        assert given <= options, f"{arguments[0]} has no {sorted(given - options)}"
-        for word in arguments:
-            assert not word.startswith("traces/") or (ROOT / word).exists(), word
-
-
-def test_readme_links_lead_somewhere() -> None:
-    text = (ROOT / "README.md").read_text("utf-8")
-    for target in re.findall(r"\]\(([^)#:]+)\)", text):
-        assert (ROOT / target).exists(), target
-
-
 def test_scripts_are_safe_and_told() -> None:
-    readme = (ROOT / "README.md").read_text("utf-8")
     for path in [*(ROOT / "scripts").iterdir(), ROOT / ".ci/run"]:
         text = path.read_text("utf-8")
         assert text.startswith("#!/usr/bin/env bash\n# "), path
@@ -257,4 +235,4 @@ def test_scripts_are_safe_and_told() -> None:
         assert path.stat().st_mode & 0o111, path
     for line in (ROOT / ".ci/run").read_text("utf-8").splitlines():
         if "scripts/" in line:
-            assert line in readme, f"the README does not tell: {line}"
+            assert f"\n{line}\n" in told(), f"neither README nor CONTRIBUTING tells: {line}"

@@ -27,7 +27,7 @@ class Copies(Native):
         """The model as it is, beside the copies."""
         module = place_all(recorder, built)
         number = self.case.toy_copies  # type: ignore[attr-defined]
-        self.kept = [parameter.detach().clone() for _ in range(number) for parameter in module.parameters()]
+        self.spare = [parameter.detach().clone() for _ in range(number) for parameter in module.parameters()]
         return module
 
 
@@ -45,7 +45,7 @@ class ThreeStates(torch.optim.Optimizer):
     def __init__(self, parameters: Any, lr: float) -> None:
         super().__init__(parameters, {"lr": lr})
 
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Make the states at the first step, and nothing else."""
         for group in self.param_groups:
             for parameter in group["params"]:

@@ -14,7 +14,8 @@ from strategies import lower
 from strategies.gemini.chunk_layout import layout
 from strategies.gemini.chunk_moves import Gemini, Options
 from strategies.gemini.event_builder import EventBuilder
-from strategies.gemini.gemini import STRATEGIES, distinct, groups
+from strategies.gemini.gemini import distinct, groups
+from strategies.gemini.record import STRATEGIES
 from strategies.gemini.skeleton import Skeleton
 from strategies.gemini.tensor_parallel import GeminiTensorParallel
 from strategies.strategy import Lowered
