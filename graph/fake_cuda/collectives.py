@@ -17,9 +17,10 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import _create_work_from_future  # type: ignore[attr-defined]
 
 from graph.fake_cuda.device import Runtime
+from graph.fake_cuda.torch_private import fake_store, finished_work
+from graph.fake_cuda.torch_private import schemas as torch_schemas
 from graph.model import Kind
 from graph.recorder.list_sharding import equal_entries_once
 from graph.recorder.recorder import KIND_BITS
@@ -106,9 +107,7 @@ class Collectives:
 
     def install(self) -> None:
         """Put our kernels under torch.distributed's operators on CUDA tensors."""
-        schemas = {
-            schema.name: schema for schema in torch._C._jit_get_all_schemas() if schema.name.startswith("c10d::")
-        }
+        schemas = {schema.name: schema for schema in torch_schemas() if schema.name.startswith("c10d::")}
         for name in KINDS:
             schema = schemas.get(f"c10d::{name}")
             if schema is not None:
@@ -179,7 +178,7 @@ def _finished(tensors: list[torch.Tensor]) -> Any:
     """A work that is done, with `tensors` as its result."""
     future: Any = torch.futures.Future()
     future.set_result(tensors)
-    return _create_work_from_future(future)
+    return finished_work(future)
 
 
 class _Silent:
@@ -200,11 +199,9 @@ def process_group(
     runtime: Runtime, recorder: Recorder, rank: int, world: int, kept: frozenset[str] = frozenset()
 ) -> Iterator[Collectives]:
     """`torch.distributed` as rank `rank` of `world`, while inside; nobody waits for collectives of kinds `kept`."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
     collectives = Collectives(runtime, recorder, kept)
     with mock.patch.object(sys, "excepthook"):  # torch puts one with the rank there
-        dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
+        dist.init_process_group("fake", rank=rank, world_size=world, store=fake_store())
         try:
             collectives.install()
             with equal_entries_once():

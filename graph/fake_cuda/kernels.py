@@ -17,13 +17,12 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 import torchgen  # type: ignore[import-untyped]
-from torch._prims_common import is_non_overlapping_and_dense_or_false as is_dense
-from torch.utils._pytree import tree_leaves
 
 from graph.errors import CaptureError
 from graph.fake_cuda.memory import Layout, contiguous, set_storage
 from graph.fake_cuda.sdpa import corrected
 from graph.fake_cuda.shapes import Shapes
+from graph.fake_cuda.torch_private import BY_CPU_KERNEL, is_dense, tree_leaves
 from graph.fake_cuda.values import COUNTED
 
 if TYPE_CHECKING:
@@ -34,7 +33,6 @@ Kernel = Callable[..., Any]
 
 _broadcast: Final[Callable[..., torch.Size]] = torch.broadcast_shapes
 _CUDA: Final = torch.device("cuda", 0)
-_BY_CPU_KERNEL: Final = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 
 #: Operators whose CUDA and CPU kernels only write a tensor's sizes, strides and storage: the CPU's does for both.
 _METADATA_ONLY: Final = (
@@ -277,7 +275,7 @@ class Kernels:
         if name in self._special:
             return self._special[name](func)
         if name in _METADATA_ONLY:
-            return functools.partial(func.redispatch, _BY_CPU_KERNEL)
+            return functools.partial(func.redispatch, BY_CPU_KERNEL)
         return self._dynamic(func) if torch.Tag.dynamic_output_shape in func.tags else self._usual(func)
 
     def _usual(self, func: Operator) -> Kernel:

@@ -13,10 +13,12 @@ from __future__ import annotations
 import ctypes
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 import torch
+
+from graph.fake_cuda.torch_private import BY_CPU_KERNEL, from_dlpack
 
 #: A storage has this much of the address space to itself (256 GiB); larger ones take several slots.
 ADDRESS_BITS: Final = 38
@@ -85,7 +87,6 @@ _keep.restype, _keep.argtypes = None, [ctypes.py_object]
 _capsule = ctypes.pythonapi.PyCapsule_New
 _capsule.restype, _capsule.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
 _copy = ctypes.memmove
-_from_dlpack: Callable[[Any], torch.Tensor] = torch._C._from_dlpack
 
 
 class Layout:
@@ -187,7 +188,7 @@ class Memory:
             record.owner = None
         place = _take(_RECORD_BYTES)
         _copy(place, layout._address, _RECORD_BYTES)
-        tensor = _from_dlpack(_capsule(place, _CAPSULE, None))
+        tensor = from_dlpack(_capsule(place, _CAPSULE, None))
         return _viewed(tensor, layout) if layout._view else tensor
 
 
@@ -195,7 +196,6 @@ def ignore(storage: int) -> None:
     """Nobody wants to know."""
 
 
-_BY_CPU_KERNEL: Final = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 _as_strided = torch.ops.aten.as_strided.default.redispatch
 _set = torch.ops.aten.set_.source_Storage_storage_offset.redispatch
 
@@ -205,11 +205,11 @@ def _viewed(storage: torch.Tensor, layout: Layout) -> torch.Tensor:
     tensor = storage
     if layout.dtype is not torch.uint8:
         whole = storage.numel() // layout.dtype.itemsize * layout.dtype.itemsize
-        tensor = torch.ops.aten.view.dtype(_as_strided(_BY_CPU_KERNEL, storage, (whole,), (1,), 0), layout.dtype)
-    view: torch.Tensor = _as_strided(_BY_CPU_KERNEL, tensor, layout.shape, layout.strides, layout.offset)
+        tensor = torch.ops.aten.view.dtype(_as_strided(BY_CPU_KERNEL, storage, (whole,), (1,), 0), layout.dtype)
+    view: torch.Tensor = _as_strided(BY_CPU_KERNEL, tensor, layout.shape, layout.strides, layout.offset)
     return view
 
 
 def set_storage(tensor: torch.Tensor, source: torch.Tensor, shape: Sequence[int], strides: Sequence[int]) -> None:
     """Give `tensor` the storage of `source`, with this shape and these strides."""
-    _set(_BY_CPU_KERNEL, tensor, source.untyped_storage(), 0, shape, strides)
+    _set(BY_CPU_KERNEL, tensor, source.untyped_storage(), 0, shape, strides)

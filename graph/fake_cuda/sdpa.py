@@ -13,13 +13,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import Any, Final, Protocol
+
+import torch
 
 from graph.errors import CaptureError
+from graph.fake_cuda.torch_private import sdpa_order
 from graph.hardware.profile import Profile
-
-if TYPE_CHECKING:
-    import torch
 
 
 class Backend(IntEnum):
@@ -322,8 +322,6 @@ def attend(
     Tensors are (batch, heads, tokens, head); the result has the query's batch, heads and tokens and the value's head.
     Temporaries die in the order in which C++ drops them. Raises CaptureError where PyTorch finds no kernel.
     """
-    import torch
-
     aten = torch.ops.aten
     backend, needs_grad = _chosen(card, query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
     if backend is Backend.FLASH:
@@ -377,8 +375,6 @@ def _chosen(
     enable_gqa: bool = False,
 ) -> tuple[Backend, bool]:
     """The kernel for a call, and whether it is to keep what its derivative needs."""
-    import torch
-
     request = Request(
         Operand.of(query),
         Operand.of(key),
@@ -394,8 +390,6 @@ def _chosen(
 
 def _flags(card: Profile) -> Flags:
     """The switches as they are set now."""
-    import torch
-
     cuda: Any = torch.backends.cuda
     strict = torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
     return Flags(
@@ -404,7 +398,7 @@ def _flags(card: Profile) -> Flags:
         math=cuda.math_sdp_enabled(),
         cudnn=card.cudnn_sdp and cuda.cudnn_sdp_enabled(),
         deterministic=strict,
-        priority=tuple(Backend(value) for value in torch._C._get_sdp_priority_order()),
+        priority=tuple(Backend(value) for value in sdpa_order()),
     )
 
 
@@ -419,16 +413,12 @@ def _first(outputs: Sequence[torch.Tensor]) -> Any:
 
 def _padded_head(tensor: torch.Tensor) -> Any:
     """`tensor` with its last dimension padded to a multiple of 8 (`pad_last_dim`)."""
-    import torch
-
     missing = -tensor.shape[-1] % 8
     return torch.ops.aten.pad(tensor, [0, missing]) if missing else tensor
 
 
 def _additive(mask: torch.Tensor | None, dtype: torch.dtype) -> Any:
     """A boolean mask as one that is added: 0 where it is true, else minus infinity (`convert_boolean_attn_mask`)."""
-    import torch
-
     if mask is None or mask.dtype is not torch.bool:
         return mask
     aten = torch.ops.aten
@@ -437,8 +427,6 @@ def _additive(mask: torch.Tensor | None, dtype: torch.dtype) -> Any:
 
 def _aligned_bias(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> Any:
     """`mask` with rows aligned to 8 elements, padded if need be, and expanded to all heads (`preprocess_mask`)."""
-    import torch
-
     aten = torch.ops.aten
     if mask.stride(-1) != 1 or any(step % 8 for step in mask.stride()[:-1]):
         width = mask.shape[-1]
@@ -451,8 +439,6 @@ def corrected(name: str, outputs: Sequence[torch.Tensor], args: Sequence[Any], k
     rules for shapes say something else: random state of the efficient kernel is on the host, and cuDNN's makes no
     logsumexp if not asked to. Any other `outputs` are returned as they are.
     """
-    import torch
-
     if name == "aten._scaled_dot_product_efficient_attention.default":
         host = torch.empty((), dtype=torch.long, device="cpu")
         return (*outputs[:2], host, host)

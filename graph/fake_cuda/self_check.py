@@ -26,7 +26,7 @@ _WIDTH: Final = 48
 _TOKENS: Final = (2, 24)
 
 #: Births (+) and deaths (-) of storages by bytes, as PyTorch 2.13.0+cu130 asked its caching allocator for them
-#: (torch.cuda.memory._record_memory_history on the step below, without the workspace of cuBLAS). Births that follow one
+#: (its memory history of the step below, without the workspace of cuBLAS). Births that follow one
 #: another are sorted: two outputs of one kernel come in either order.
 _EXPECTED: Final = """
 +64 +96 +96 +160 +160 +192 +192 +192 +384 +3072 +4608 +4608 +4608 +4608 +7680 +7680 +7680 +7680 +7680 +7680 -4608

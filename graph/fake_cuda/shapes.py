@@ -5,17 +5,19 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
-from torch._meta_registrations import _create_grouped_mm_output_tensor
-from torch._subclasses.fake_tensor import (
+
+from graph.errors import CaptureError
+from graph.fake_cuda.torch_private import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensor,
     FakeTensorMode,
     UnsupportedOperatorException,
+    grouped_mm_output,
+    takes_numbers,
+    tree_leaves,
+    tree_map,
 )
-from torch.utils._pytree import tree_leaves, tree_map
-
-from graph.errors import CaptureError
 
 if TYPE_CHECKING:
     from graph.fake_cuda.torch_private import Operator
@@ -40,12 +42,13 @@ class Shapes:
         if self._mode is None:
             self._mode = FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=False)
         self.asked += 1
+        aten = torch.ops.aten
         func, args, kwargs = _stand_in(func, args, kwargs)
         with self._mode:
             fake_args = numbers_as_tensors(func, tuple(_fake(arg) for arg in args))
             fake_kwargs = {key: _fake(value) for key, value in kwargs.items()}
             try:
-                if func is torch.ops.aten._grouped_mm.default:  # its rule for shapes refuses all dtypes but bfloat16
+                if func is aten._grouped_mm.default:  # its rule for shapes refuses all dtypes but bfloat16
                     return _grouped(*fake_args, **fake_kwargs), fake_kwargs
                 return func(*fake_args, **fake_kwargs), fake_kwargs
             except (DynamicOutputShapeException, DataDependentOutputException) as error:
@@ -76,7 +79,7 @@ def _grouped(
     out_dtype: torch.dtype | None = None,
 ) -> Any:
     """The result of `_grouped_mm`, on CUDA for all floating-point dtypes (ATen/native/cuda/GroupedBlas.cpp)."""
-    return _create_grouped_mm_output_tensor(left, right, offs, out_dtype)  # type: ignore[no-untyped-call]
+    return grouped_mm_output(left, right, offs, out_dtype)  # type: ignore[no-untyped-call]
 
 
 def _stand_in(
@@ -117,7 +120,7 @@ def numbers_as_tensors(func: Operator, args: tuple[Any, ...]) -> tuple[Any, ...]
         for place, value in enumerate(args)
         if value.__class__ in (int, float) and isinstance(schema.arguments[place].type, torch.TensorType)
     ]
-    if not places or torch._C._should_allow_numbers_as_tensors(schema.name.removeprefix("aten::")):
+    if not places or takes_numbers(schema.name.removeprefix("aten::")):
         return args
     dtypes = [value.dtype for value in args if isinstance(value, torch.Tensor)]
     tensors = list(args)

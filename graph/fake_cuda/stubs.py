@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
+from graph.fake_cuda.torch_private import RAW_STREAM, fake_tensor
+
 if TYPE_CHECKING:
     from graph.fake_cuda.device import Runtime
 
@@ -303,12 +305,11 @@ def patched(runtime: Runtime) -> Iterator[None]:
     for part in ("memory", "random"):
         module = importlib.import_module(f"torch.cuda.{part}")
         changes += [(module, name, answer) for name, answer in answers.items() if hasattr(module, name)]
-    fake = importlib.import_module("torch._subclasses.fake_tensor")
     changes += [
-        (fake, "init_gpu_context", _nothing),
-        (fake.log, "disabled", True),  # it logs errors that are raised as well
+        (fake_tensor, "init_gpu_context", _nothing),
+        (fake_tensor.log, "disabled", True),  # it logs errors that are raised as well
         (torch.version, "cuda", torch.version.cuda or "13.0"),
-        (torch._C, "_cuda_getCurrentRawStream", lambda device: 0),
+        (*RAW_STREAM, lambda device: 0),
     ]
     changes += _Storages(runtime).changes()
     before = [(target, name, vars(target).get(name, _ABSENT)) for target, name, _ in changes]

@@ -1,11 +1,127 @@
-"""The private names of PyTorch that captures need, each in one place, with what it is for."""
+"""The private names of PyTorch that captures need, in one place, each with what it is for.
+
+A release without one of them is told in one line (UnsupportedTorch) when this module is imported, or where a name of a
+package that is loaded late is first asked for. Elsewhere only `graph.fake_cuda.device` (guards and hooks in C++) and
+`graph.fake_cuda.leftovers` (caches) name what is private.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, TypeAlias
+import contextlib
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
+
+import torch
+
+from graph.errors import UnsupportedTorch
 
 if TYPE_CHECKING:
     from torch._ops import OpOverload
 
+__all__ = [
+    "BY_CPU_KERNEL",
+    "RAW_STREAM",
+    "DataDependentOutputException",
+    "DynamicOutputShapeException",
+    "FakeTensor",
+    "FakeTensorMode",
+    "Operator",
+    "TorchDispatchMode",
+    "UnsupportedOperatorException",
+    "current_node",
+    "fake_store",
+    "fake_tensor",
+    "finished_work",
+    "flatten_dense",
+    "from_dlpack",
+    "graph_task",
+    "grouped_mm_output",
+    "is_dense",
+    "next_sequence_number",
+    "schemas",
+    "sdpa_order",
+    "softmax_backward",
+    "takes_numbers",
+    "tree_flatten",
+    "tree_flatten_with_path",
+    "tree_leaves",
+    "tree_map",
+    "tree_unflatten",
+    "unflatten_dense",
+    "with_plain_parameters",
+    "zero_all",
+]
+
 #: One overload of an operator, such as `aten.add.Tensor`; kernels and observers read its private `_schema`.
 Operator: TypeAlias = "OpOverload[..., Any]"
+
+
+@contextlib.contextmanager
+def _needed() -> Iterator[None]:
+    """UnsupportedTorch where a name is gone."""
+    try:
+        yield
+    except (ImportError, AttributeError) as error:
+        raise UnsupportedTorch(
+            f"PyTorch {torch.__version__} lacks what captures need: {str(error).partition(' (/')[0]}; PyTorch 2.13 is "
+            "what captures were checked with"
+        ) from error
+
+
+with _needed():
+    # In this order: a work of c10d that is done; shapes of results, as PyTorch's own rules say; parameters as one flat
+    # tensor and back; a mode that sees every operator; nested arguments and outputs, flat and back.
+    from torch._C._distributed_c10d import _create_work_from_future as finished_work  # type: ignore[attr-defined]
+    from torch._meta_registrations import _create_grouped_mm_output_tensor as grouped_mm_output
+    from torch._prims_common import is_non_overlapping_and_dense_or_false as is_dense
+    from torch._subclasses import fake_tensor
+    from torch._subclasses.fake_tensor import (
+        DataDependentOutputException,
+        DynamicOutputShapeException,
+        FakeTensor,
+        FakeTensorMode,
+        UnsupportedOperatorException,
+    )
+    from torch._utils import _flatten_dense_tensors as flatten_dense
+    from torch._utils import _unflatten_dense_tensors as unflatten_dense
+    from torch.utils._python_dispatch import TorchDispatchMode
+    from torch.utils._pytree import tree_flatten, tree_flatten_with_path, tree_leaves, tree_map, tree_unflatten
+
+    #: The node that autograd runs on this thread, None outside of backward; and the number that the next node gets.
+    current_node: Callable[[], Any] = torch._C._current_autograd_node
+    next_sequence_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
+    #: The number of the backward that runs on this thread, -1 outside of one.
+    graph_task: Callable[[], int] = torch._C._current_graph_task_id
+    #: A tensor of a DLPack capsule, which is taken over.
+    from_dlpack: Callable[[Any], torch.Tensor] = torch._C._from_dlpack
+    #: To call the CPU's kernel of an operator whatever its operands are.
+    BY_CPU_KERNEL: Final = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
+    #: Whether Python may call an operator of this name with numbers in place of tensors.
+    takes_numbers: Callable[[str], bool] = torch._C._should_allow_numbers_as_tensors
+    #: Numbers of the kernels of scaled_dot_product_attention, in the order in which they are tried.
+    sdpa_order: Callable[[], list[int]] = torch._C._get_sdp_priority_order
+    #: The schemas of all operators.
+    schemas: Callable[[], list[torch.FunctionSchema]] = torch._C._jit_get_all_schemas
+    #: The derivative of softmax, from (gradient, result, dimension, dtype of the input).
+    softmax_backward: Callable[[torch.Tensor, torch.Tensor, int, torch.dtype], torch.Tensor]
+    softmax_backward = torch._softmax_backward_data
+    #: Sets all tensors of a list to zero.
+    zero_all: Callable[[list[torch.Tensor]], None] = torch._foreach_zero_
+
+#: Where CUDA builds have the function that gives the number of the current stream, and its name; others lack it.
+RAW_STREAM: Final[tuple[ModuleType, str]] = (torch._C, "_cuda_getCurrentRawStream")
+
+
+def fake_store() -> Any:
+    """A store for a process group of the backend `fake`, which never meets others."""
+    with _needed():
+        from torch.testing._internal.distributed.fake_pg import FakeStore
+    return FakeStore()
+
+
+def with_plain_parameters(module: torch.nn.Module) -> None:
+    """Have a module of distributed tensors look to DistributedDataParallel like one of plain parameters."""
+    with _needed():
+        from torch.distributed.tensor.parallel.ddp import _pre_dp_module_transform
+    _pre_dp_module_transform(module)

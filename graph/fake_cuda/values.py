@@ -14,10 +14,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from graph.fake_cuda.shapes import numbers_as_tensors
+from graph.fake_cuda.torch_private import TorchDispatchMode, tree_flatten, tree_leaves, tree_unflatten
 
 if TYPE_CHECKING:
     from graph.fake_cuda.torch_private import Operator

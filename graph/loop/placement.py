@@ -15,7 +15,7 @@ def place(
 ) -> dict[str, int]:
     """Give every meta parameter and buffer of `module` a storage on the recorder's device; answers name -> storage.
 
-    torch.nn.Module._apply (torch/nn/modules/module.py) walks children first, then a module's parameters, then its
+    `Module._apply` (torch/nn/modules/module.py) walks children first, then a module's parameters, then its
     buffers, and moves a shared tensor once. A plain attribute that is a tensor stays on the host. Tensors for which
     `keep` holds are left alone. A tied parameter has one storage and several names.
     """

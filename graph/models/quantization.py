@@ -19,6 +19,7 @@ import torch
 from graph.case import Case
 from graph.errors import CaptureError
 from graph.fake_cuda import device as fake_cuda
+from graph.fake_cuda.torch_private import RAW_STREAM
 from graph.loop.inputs import DTYPES
 from traces.errors import ConfigError
 
@@ -81,17 +82,16 @@ def _with_cuda_kernels() -> None:
     loaded: Any = sys.modules.get(_CUDA_OPS)
     if loaded is None:
         before = extension.lib
-        native: Any = torch._C
-        absent = not hasattr(native, "_cuda_getCurrentRawStream")
+        absent = not hasattr(*RAW_STREAM)
         extension.lib = _Library(None)
         if absent:
-            native._cuda_getCurrentRawStream = _raw_stream
+            setattr(*RAW_STREAM, _raw_stream)
         try:
             loaded = importlib.import_module(_CUDA_OPS)
         finally:
             extension.lib = before
             if absent:
-                del native._cuda_getCurrentRawStream
+                delattr(*RAW_STREAM)
     elif not isinstance(loaded.lib, _Library):  # a real GPU is here: its functions stay behind ours
         loaded.lib = _Library(loaded.lib)
         for table in (value for name, value in vars(loaded).items() if name.startswith("str2optimizer")):
@@ -100,7 +100,7 @@ def _with_cuda_kernels() -> None:
     if not isinstance(loaded.CUBLAS_Context, _Contexts):
         loaded.CUBLAS_Context = _Contexts(loaded.CUBLAS_Context)
     loaded.torch = _NoOutliers()
-    loaded._get_raw_stream = functools.partial(_stream, getattr(torch._C, "_cuda_getCurrentRawStream", _raw_stream))
+    loaded._get_raw_stream = functools.partial(_stream, getattr(*RAW_STREAM, _raw_stream))
 
 
 class _NoOutliers:

@@ -19,10 +19,10 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
-from torch.utils._pytree import tree_flatten_with_path, tree_leaves, tree_unflatten
 
 from graph.case import KEYS, Case
 from graph.errors import CaptureError
+from graph.fake_cuda.torch_private import tree_flatten_with_path, tree_leaves, tree_unflatten
 from graph.fake_cuda.values import Values, on_meta
 from graph.keys import is_function
 from graph.loop.inputs import DTYPES, Input, arguments, hosts, training_batch

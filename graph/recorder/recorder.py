@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import torch
 
+from graph.fake_cuda.torch_private import current_node, next_sequence_number
 from graph.model import Kind, Role
 
 if TYPE_CHECKING:
@@ -33,8 +34,6 @@ _ACCUMULATE: Final = 1 << 62  # AccumulateGrad has the largest sequence number o
 #: How many views may stand between two operators for the second to say which module they are of.
 _NEAR: Final = 32
 
-_current_node: Final = torch._C._current_autograd_node
-_sequence_number: Final = torch._C._autograd._get_sequence_nr
 _grad_enabled: Final = torch.is_grad_enabled
 _get_ident: Final = threading.get_ident
 
@@ -229,11 +228,11 @@ class Recorder:
         origin = -1
         module = stack[-1] if stack else -1
         if role == _FORWARD:
-            self.forward_of[thread].setdefault(_sequence_number() - 1, (number, module))
+            self.forward_of[thread].setdefault(next_sequence_number() - 1, (number, module))
         elif role == _BACKWARD:
             if stack:
                 role = _RECOMPUTE
-                self.forward_of[thread].setdefault(_sequence_number() - 1, (number, module))
+                self.forward_of[thread].setdefault(next_sequence_number() - 1, (number, module))
             else:
                 origin, module = self._origin()
         signature = memo.note
@@ -268,7 +267,7 @@ class Recorder:
 
     def _origin(self) -> tuple[int, int]:
         """The forward operator and module behind what backward runs now."""
-        node: Any = _current_node()
+        node: Any = current_node()
         if node is None:
             return (-1, -1)
         number = node._sequence_nr()

@@ -1,4 +1,4 @@
-"""The final state of a replay in the layout of `torch.cuda.memory._snapshot()`, its log as the trace.
+"""The final state of a replay in the layout of PyTorch's memory snapshots, its log as the trace.
 
 Follows torch/cuda/memory.py and the viewer's rules: protocol-4 pickles of plain builtins (see traces.snapshot.writer).
 """

@@ -164,12 +164,12 @@ class MeshRank(Pipeline):
         from unittest import mock
 
         import torch.nn.parallel.distributed as parallel
-        from torch.distributed.tensor.parallel.ddp import _pre_dp_module_transform
 
         from graph.fake_cuda.collectives import without_logger
+        from graph.fake_cuda.torch_private import with_plain_parameters
 
         if self.tensor > 1:
-            _pre_dp_module_transform(module)
+            with_plain_parameters(module)
         over = self.mesh["dp" if "dp" in self.mesh.mesh_dim_names else "ddp"].get_group()
         with mock.patch.object(parallel, "_verify_param_shape_across_processes", return_value=None):
             wrapped = parallel.DistributedDataParallel(module, device_ids=[0], process_group=over)

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch.nn.functional import softmax
 
+from graph.fake_cuda.torch_private import softmax_backward
+
 
 class ScriptedSoftmax:
     """One compiled function, shared by all layers: it counts its calls without and with gradients."""
@@ -69,6 +71,6 @@ class _MaskedSoftmax(torch.autograd.Function):
         _, mask, result = ctx.saved_tensors
         if ctx.fused:
             return gradients[0] * result, None, None, None, None
-        gradient = torch._softmax_backward_data(gradients[0], result, -1, result.dtype)
+        gradient = softmax_backward(gradients[0], result, -1, result.dtype)
         gradient = gradient * mask.to(gradient.dtype)
         return gradient * ctx.scale, None, None, None, None

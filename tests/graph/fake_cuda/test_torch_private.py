@@ -1,0 +1,29 @@
+"""A PyTorch that lacks a private name that captures need is told in one line."""
+
+from __future__ import annotations
+
+import runpy
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from graph.errors import UnsupportedTorch  # noqa: E402
+from graph.fake_cuda import torch_private  # noqa: E402
+
+
+@pytest.mark.parametrize(
+    "name", ["torch.utils._pytree.tree_map", "torch._C._from_dlpack", "torch._utils._flatten_dense_tensors"]
+)
+def test_a_name_that_is_gone_is_named_in_one_line(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    assert torch_private.__file__ is not None
+    path = Path(torch_private.__file__)
+    runpy.run_path(str(path))  # nothing is missing yet
+    monkeypatch.delattr(name)
+    with pytest.raises(UnsupportedTorch) as caught:
+        runpy.run_path(str(path))
+    text = str(caught.value)
+    assert f"'{name.rpartition('.')[2]}'" in text
+    assert "\n" not in text
+    assert str(torch.__version__) in text
