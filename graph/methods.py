@@ -31,6 +31,10 @@ class Declared(Protocol):
         """Whether the mesh of a case is the method's own."""
 
     @property
+    def clones_dropout(self) -> bool:
+        """Whether a dropout of probability 0 gives a copy under it."""
+
+    @property
     def aliases(self) -> tuple[str, ...]:
         """Its other names."""
 
@@ -58,6 +62,11 @@ def usual(name: str) -> Mapping[str, Any]:
 def has_own_mesh(name: str) -> bool:
     """Whether a case's `mesh` has axes of the method's own."""
     return name != ONE_GPU and known()[name].own_mesh
+
+
+def clones_dropout(name: str) -> bool:
+    """Whether a dropout of probability 0 gives a copy of its input, not the input itself."""
+    return name != ONE_GPU and known()[name].clones_dropout
 
 
 def taking(scope: str) -> tuple[str, ...]:

@@ -115,6 +115,8 @@ class Strategy:
     """Axes of a mesh that bring what it takes."""
     own_mesh: bool = False
     """Whether the case's `mesh` has axes of the method's own."""
+    clones_dropout: bool = False
+    """Whether a dropout of probability 0 gives a copy of its input, as under Colossal-AI."""
     half_weights: bool = False
     """Whether its mixed precision has weights in 16 bits beside fp32 copies of its own, where others have autocast."""
     remedies: tuple[tuple[str, Mapping[str, Any]], ...] = ()

@@ -142,6 +142,6 @@ def transformers() -> Any:
     try:
         import transformers
     except ImportError as error:
-        raise ConfigError(f"transformers is needed to build models ({error}); pip install 'llmem[torch]'") from None
+        raise ConfigError(f"transformers is needed to build models ({error}); pip install 'vramsim[torch]'") from None
     transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     return transformers

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
+from graph import methods
 from graph.case import KEYS, Case
 from graph.errors import CaptureError
 from graph.fake_cuda.torch_private import tree_flatten_with_path, tree_leaves, tree_unflatten
@@ -193,7 +194,7 @@ def prepare(built: Built, case: Case, device: str = "meta") -> None:
             built.module.enable_input_require_grads()
         _checkpoint(built.module, case)
     if case.loss == "transformers-4.29" and case.attn == "eager":
-        like_old_attention(built.module, cloned=case.strategy == "gemini")
+        like_old_attention(built.module, cloned=methods.clones_dropout(case.strategy))
     built.module.train()
 
 

@@ -52,8 +52,8 @@ def command(model: str, output: str | None, as_json: bool, force: bool, quiet: b
     if as_json:
         print_json(document(summary))
     else:
-        from simulator.commands.capture_report import document_of
         from simulator.reports import terminal
+        from simulator.reports.capture import document_of
 
         terminal.render(document_of(summary))
     return 0

@@ -64,7 +64,7 @@ def command(
         _render(answers)
     elif output is None:
         from graph.summary import summarize
-        from simulator.commands.capture_report import render_summary
+        from simulator.reports.capture import render_summary
 
         render_summary(summarize(graph))
     return 0
@@ -111,7 +111,7 @@ def _answers(graph: StepGraph, view: nx.MultiDiGraph, asked: Mapping[str, Any]) 
 
 def _critical_path(graph: StepGraph, view: nx.MultiDiGraph, by: str) -> Answer:
     from graph.queries import critical_path
-    from simulator.commands.capture_report import format_count
+    from simulator.reports.capture import format_count
     from simulator.reports.run import format_time
 
     cost = (_nanoseconds(graph) if by == "time" else graph.operators.flops).tolist()
@@ -186,7 +186,7 @@ def _block(said: str, rows: Sequence[Mapping[str, Any]]) -> Block:
 
 
 def _cell(name: str, value: Any) -> str:
-    from simulator.commands.capture_report import format_count
+    from simulator.reports.capture import format_count
     from traces.text import one_line
     from traces.units import format_bytes
 

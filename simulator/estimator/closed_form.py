@@ -78,7 +78,7 @@ def _terms(name: str, model: Description, case: Case, base: int) -> Mapping[str,
 
     if name == "dnnmem":
         size = SINGLE if case.dtype == "fp32" else HALF
-        states = SINGLE if case.strategy == "gemini" else size
+        states = SINGLE if registry.find(case).half_weights else size
         return dnnmem_peak(model, case.batch, case.seq, size=size, state_size=states, base=base).terms
     data, tensor = split(case)
     sharded = tensor > 1 or Kind.WHOLE not in registry.find(case).kinds(case)

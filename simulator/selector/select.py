@@ -282,6 +282,8 @@ def _candidates(asked: Asked) -> tuple[Candidate, ...]:
         return tuple(_llmem_candidates(keys, world))
     if world == 1:
         return (Candidate("single", keys, 1),)
+    from strategies.strategy import Axis
+
     micro = int(keys.get("microbatches", 0))
     quiet = {"return_outputs": False}  # nobody looks at the logits of all micro-batches
     piped = {**keys, **quiet, "strategy": "pp", "world": world, "microbatches": max(micro, world)}
@@ -289,7 +291,7 @@ def _candidates(asked: Asked) -> tuple[Candidate, ...]:
     for axes in meshes(world):
         more = {**quiet, "microbatches": max(micro, axes["pp"])} if "pp" in axes else {}
         name = ",".join(f"{axis}={size}" for axis, size in axes.items())
-        shares = axes.get("dp", 1) * axes.get("fsdp2", 1)
+        shares = axes.get(Axis.REPLICAS, 1) * axes.get(Axis.SHARDS, 1)
         splits.append(Candidate(name, {**keys, "mesh": axes, "world": world, **more}, shares))
     return (Candidate("pp", piped, 1), *splits[::-1], *_plain(keys, world))
 
@@ -309,6 +311,8 @@ def _plain(keys: Mapping[str, Any], world: int) -> Iterator[Candidate]:
 
 def meshes(world: int) -> list[dict[str, int]]:
     """Every split of GPUs over pipeline stages, replicas or shards, and tensor parallelism, two or three of them."""
+    from strategies.strategy import Axis
+
     found: list[dict[str, int]] = []
     for stages in _divisors(world):
         for tensor in _divisors(world // stages):
@@ -317,7 +321,7 @@ def meshes(world: int) -> list[dict[str, int]]:
             outer = {"pp": stages} if stages > 1 else {}
             if tensor > MACHINE or len(outer) + len(inner) + (data > 1) < 2:
                 continue
-            kinds = ("dp", "fsdp2") if data > 1 else ("",)
+            kinds = (Axis.REPLICAS.value, Axis.SHARDS.value) if data > 1 else ("",)
             found += [{**outer, **({kind: data} if kind else {}), **inner} for kind in kinds]
     return found
 
@@ -339,17 +343,10 @@ def _shared_keys(asked: Asked) -> dict[str, Any]:
 
 def _llmem_candidates(keys: Mapping[str, Any], world: int) -> list[Candidate]:
     """Conventional data parallelism, ADP, TP and DP+TP on Gemini, in LLMem's own setting."""
-    own = {
-        **keys,
-        "dtype": "fp16",
-        "attn": "eager",
-        "checkpointing": "reentrant",
-        "loss": "transformers-4.29",
-        "attention_mask": True,
-        "strategy": "gemini",
-        "release": "2.0",
-        "world": world,
-    }
+    from strategies.gemini.record import STRATEGIES
+
+    (gemini,) = STRATEGIES
+    own = {**keys, **gemini.usual, "strategy": gemini.name, "world": world}
     meshes = [(f"CDP-{world}", {"cdp": world}, world), (f"{world}DP", {"dp": world}, world)]
     if world > 1:
         meshes.append((f"{world}TP", {"tp": world}, 1))
@@ -489,12 +486,12 @@ def _larger(probe: Probe, asked: Asked) -> tuple[str, ...]:
     It is no help to a method that keeps all on every GPU, and a mesh has its splits already.
     """
     from strategies import registry
-    from strategies.strategy import Kind
+    from strategies.strategy import Axis, Kind
 
     if probe.keys.get("mesh") or (asked.world > 1 and Kind.WHOLE in registry.find(probe.case(1)).kind):
         return ()
     memory = probe.keys.get("memory")
-    alone = {"strategy": "fsdp2"} if asked.world == 1 else {}
+    alone = {"strategy": Axis.SHARDS.value} if asked.world == 1 else {}
     for more in (1, 2):
         keys = {**probe.keys, **alone, "world": asked.world + more}
         if isinstance(memory, list):

@@ -17,6 +17,7 @@ from graph.model import Int64Array, StepGraph
 from strategies.gemini.chunk_layout import ChunkConfig, ChunkLayout, layout, local_parameters, pack, search
 from strategies.gemini.chunk_moves import GROUP, WORLD, Gemini, Options
 from strategies.gemini.event_builder import EventBuilder
+from strategies.gemini.record import STRATEGIES
 from strategies.gemini.skeleton import Skeleton
 from strategies.gemini.tensor_parallel import GROUP as TENSOR
 from strategies.gemini.tensor_parallel import GeminiTensorParallel
@@ -27,7 +28,7 @@ from traces.errors import ConfigError
 from traces.model import RankEvents
 
 #: The axes that LLMem's methods have: one of data parallelism, and tp.
-AXES: Final = ("dp", "adp", "gemini", "cdp", "tp")
+AXES: Final = ("dp", "adp", STRATEGIES[0].name, "cdp", "tp")
 
 
 def lowered(case: Case, capture: Capture, speed: Speed | None) -> Lowered:

@@ -70,4 +70,8 @@ _USUAL = {
     "attention_mask": True,
     "release": "2.0",
 }
-STRATEGIES = (GeminiChunks("gemini", "Colossal-AI's chunks, as LLMem ran them", usual=_USUAL),)
+STRATEGIES = (
+    GeminiChunks(
+        "gemini", "Colossal-AI's chunks, as LLMem ran them", usual=_USUAL, clones_dropout=True, half_weights=True
+    ),
+)

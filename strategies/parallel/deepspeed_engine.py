@@ -44,7 +44,7 @@ def ready(zero: Mapping[str, Any] | None = None) -> Any:
                 raise
             raise ConfigError(
                 "deepspeed is not installed, whose own code runs its strategies; install it with: "
-                "pip install 'llmem[deepspeed]'"
+                "pip install 'vramsim[deepspeed]'"
             ) from None
         import torch
 

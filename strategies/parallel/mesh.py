@@ -14,23 +14,6 @@ from typing import Final
 
 from traces.errors import ConfigError
 
-#: The names of axes: how ranks along an axis share the work.
-AXES: Final = (
-    "pp",
-    "dp",
-    "ddp",
-    "hsdp",
-    "fsdp1",
-    "fsdp2",
-    "zero1",
-    "deepspeed-1",
-    "deepspeed-2",
-    "deepspeed-3",
-    "gemini",
-    "adp",
-    "cdp",
-    "tp",
-)
 WORLD: Final = "world"
 #: More ranks than any machine has; a typing slip, not a wish.
 LIMIT: Final = 2**20
@@ -43,13 +26,13 @@ class Mesh:
     axes: tuple[tuple[str, int], ...] = ()
 
     @classmethod
-    def of(cls, sizes: Mapping[str, int], known: Sequence[str] = AXES) -> Mesh:
+    def of(cls, sizes: Mapping[str, int], known: Sequence[str] = ()) -> Mesh:
         """A mesh of these axes in this order; an axis of size 1 is kept.
 
-        Raises ConfigError for a name that is not one of `known` and for a size that is not a positive whole number.
+        Raises ConfigError for a name that is not one of `known` (none: all are) and for a size that is not a positive whole number.
         """
         for name, size in sizes.items():
-            if name not in known:
+            if known and name not in known:
                 near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
                 mend = f"did you mean {near[0]}?" if near else f"known: {', '.join(known)}"
                 raise ConfigError(f"mesh: there is no axis {name!r}; {mend}")
@@ -61,7 +44,7 @@ class Mesh:
         return mesh
 
     @classmethod
-    def parse(cls, text: str, known: Sequence[str] = AXES) -> Mesh:
+    def parse(cls, text: str, known: Sequence[str] = ()) -> Mesh:
         """A mesh from text such as `dp=2,tp=2`, outermost axis first. Raises ConfigError as `of` does."""
         sizes: dict[str, int] = {}
         for part in filter(None, (part.strip() for part in text.split(","))):

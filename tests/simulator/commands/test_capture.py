@@ -21,9 +21,9 @@ from graph.files import load
 from graph.model import StepGraph
 from graph.summary import summarize
 from simulator.cli import main
-from simulator.commands.capture_report import document_of, format_count
 from simulator.commands.case_options import OPTION_KEYS, CaseCommand, assumed, case_from, case_options
 from simulator.reports import terminal
+from simulator.reports.capture import document_of, format_count
 from tests.places import ROOT
 from tests.support.made_graphs import Maker, assert_equal, example
 from traces.errors import ConfigError

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from strategies.parallel.mesh import AXES, Mesh
+from strategies.parallel.mesh import Mesh
+from strategies.parallel.meshes import AXES
 from traces.errors import ConfigError
 
 
@@ -68,7 +69,7 @@ def test_sizes() -> None:
 )
 def test_mistakes_get_one_line(text: str, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        Mesh.parse(text)
+        Mesh.parse(text, AXES)
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
 
