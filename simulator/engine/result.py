@@ -5,6 +5,7 @@ Bytes are integers throughout. Names are those of `torch.cuda.memory_stats` wher
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal
@@ -312,6 +313,11 @@ class RankResult:
         return self.peak_reserved + sum(term.bytes for term in self.outside)
 
 
+def _notebook() -> Any:
+    """The reports above this room, when a result is asked to show itself."""
+    return importlib.import_module("simulator.reports.notebook")
+
+
 class Shown:
     """How a result shows itself in Python and in a notebook (`simulator.reports.notebook`)."""
 
@@ -322,26 +328,19 @@ class Shown:
         raise NotImplementedError
 
     def __repr__(self) -> str:
-        from simulator.reports.verdict import headline
-
-        return f"<{type(self).__name__} {self._title()}: {headline(self._replayed())}>"
+        return f"<{type(self).__name__} {self._title()}: {_notebook().headline(self._replayed())}>"
 
     def _repr_html_(self) -> str:
-        from simulator.reports.notebook import html_of
-
-        return html_of(self._replayed(), self._title())
+        text: str = _notebook().html_of(self._replayed(), self._title())
+        return text
 
     def to_pandas(self, rank: int | None = None) -> Any:
         """Memory after every event as a pandas DataFrame: of one rank, or of that which decides."""
-        from simulator.reports.notebook import frame_of
-
-        return frame_of(self._replayed(), rank)
+        return _notebook().frame_of(self._replayed(), rank)
 
     def plot(self, rank: int | None = None) -> Any:
         """Memory over the events in matplotlib: the Axes, of one rank, or of that which decides."""
-        from simulator.reports.notebook import plot_of
-
-        return plot_of(self._replayed(), self._title(), rank)
+        return _notebook().plot_of(self._replayed(), self._title(), rank)
 
 
 @dataclass(frozen=True, repr=False)

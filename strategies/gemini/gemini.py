@@ -8,8 +8,6 @@ reentrant checkpointing, eager attention, the loss of transformers 4.29, release
 
 from __future__ import annotations
 
-from typing import Final
-
 import numpy as np
 
 from graph.case import Case
@@ -17,7 +15,6 @@ from graph.model import Int64Array, StepGraph
 from strategies.gemini.chunk_layout import ChunkConfig, ChunkLayout, layout, local_parameters, pack, search
 from strategies.gemini.chunk_moves import GROUP, WORLD, Gemini, Options
 from strategies.gemini.event_builder import EventBuilder
-from strategies.gemini.record import STRATEGIES
 from strategies.gemini.skeleton import Skeleton
 from strategies.gemini.tensor_parallel import GROUP as TENSOR
 from strategies.gemini.tensor_parallel import GeminiTensorParallel
@@ -27,13 +24,9 @@ from strategies.timing.roofline import Speed
 from traces.errors import ConfigError
 from traces.model import RankEvents
 
-#: The axes that LLMem's methods have: one of data parallelism, and tp.
-AXES: Final = ("dp", "adp", STRATEGIES[0].name, "cdp", "tp")
 
-
-def lowered(case: Case, capture: Capture, speed: Speed | None) -> Lowered:
-    """The events of every rank, equal ones once. Raises ConfigError for a mesh or model that it cannot have."""
-    axes = mesh_of(case)
+def lowered(case: Case, axes: Mesh, capture: Capture, speed: Speed | None) -> Lowered:
+    """The events of every rank, equal ones once. Raises ConfigError for a model that it cannot have."""
     graph = capture(case, None)
     data, tensor = axes.world // axes.size("tp"), axes.size("tp")
     skeleton = Skeleton.captured(graph)
@@ -56,16 +49,6 @@ def lowered(case: Case, capture: Capture, speed: Speed | None) -> Lowered:
             walker.durations, walker.speed = _durations(graph, walker, speed), speed
         entries.append(RankEvents(members, walker.run().events()))
     return Lowered(tuple(entries), groups(data, tensor), graph)
-
-
-def mesh_of(case: Case) -> Mesh:
-    """The mesh of a case: one axis of data parallelism, and tp. Raises ConfigError for another."""
-    axes = Mesh.of(case.mesh or {"dp": case.world}, AXES)
-    axes.check_world(case.world)
-    along = [name for name, size in axes.axes if size > 1 and name != "tp"]
-    if len(along) > 1:
-        raise ConfigError(f"mesh: {axes} has {along[0]} and {along[1]}; give one axis of data parallelism, and tp")
-    return axes
 
 
 def _durations(graph: StepGraph, walker: Gemini, speed: Speed) -> Int64Array:

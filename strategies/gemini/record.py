@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Final
 
 from graph.case import Case
 from graph.optimizers import ADAMW, OPTIMIZERS
+from strategies.parallel.mesh import Mesh
 from strategies.strategy import Capture, Kind, Launch, Lowered, Share, Strategy
+from traces.errors import ConfigError
 
 if TYPE_CHECKING:
     from strategies.timing.roofline import Speed
@@ -30,6 +32,11 @@ _LAUNCH = Launch(
     no_accelerate="Colossal-AI has a launcher of its own",
     no_script="Colossal-AI's GeminiPlugin is set up in a script of its own",
 )
+
+
+NAME: Final = "gemini"
+#: The axes that LLMem's methods have: one of data parallelism, and tp.
+AXES: Final = ("dp", "adp", NAME, "cdp", "tp")
 
 
 @dataclass(frozen=True)
@@ -58,7 +65,17 @@ class GeminiChunks(Strategy):
         """The events of every rank, equal ones once. Raises ConfigError for a mesh or model that it cannot have."""
         from strategies.gemini.gemini import lowered
 
-        return lowered(case, capture, speed)
+        return lowered(case, mesh_of(case), capture, speed)
+
+
+def mesh_of(case: Case) -> Mesh:
+    """The mesh of a case: one axis of data parallelism, and tp. Raises ConfigError for another."""
+    axes = Mesh.of(case.mesh or {"dp": case.world}, AXES)
+    axes.check_world(case.world)
+    along = [name for name, size in axes.axes if size > 1 and name != "tp"]
+    if len(along) > 1:
+        raise ConfigError(f"mesh: {axes} has {along[0]} and {along[1]}; give one axis of data parallelism, and tp")
+    return axes
 
 
 #: LLMem's own setting: Colossal-AI with transformers 4.29 and PyTorch 2.0. The GPU stays the user's.

@@ -29,7 +29,8 @@ class Mesh:
     def of(cls, sizes: Mapping[str, int], known: Sequence[str] = ()) -> Mesh:
         """A mesh of these axes in this order; an axis of size 1 is kept.
 
-        Raises ConfigError for a name that is not one of `known` (none: all are) and for a size that is not a positive whole number.
+        Raises ConfigError for a name that is not one of `known` (none: all are) and for a size that is not a positive
+        whole number.
         """
         for name, size in sizes.items():
             if known and name not in known:
