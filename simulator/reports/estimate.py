@@ -40,11 +40,12 @@ def render_json(estimate: Estimate) -> dict[str, Any]:
 def document_of(estimate: Estimate) -> Document:
     """The document of its replay under a line that says the case, with the time and the terms of other estimators."""
     found = run.document_of(estimate.result)
-    return replace(found, subject=case_line(estimate.case), head=(*found.head, *_extra(estimate)))
+    built = (Lines((facts_line(estimate.facts),)),) if estimate.facts else ()
+    return replace(found, subject=case_line(estimate.case), head=(*built, *found.head, *_extra(estimate)))
 
 
 def _extra(estimate: Estimate) -> Iterator[Block]:
-    lines = [facts_line(estimate.facts)] if estimate.facts else []
+    lines = []
     if estimate.step is not None:
         lines.append(_time(estimate.step))
     if estimate.min_fit is not None:

@@ -253,7 +253,7 @@ def section_of(rank: RankResult, label: str, phases: int = MOST_PHASES) -> Secti
         blocks.append(_largest(rank.peak.largest))
     blocks.append(_fragmentation(rank))
     blocks += [*_reports(rank), *_sources(rank.outside)]
-    title = f"{label} on {cut(rank.device.name, 24)}, {format_bytes(rank.device.total_bytes)}"
+    title = f"{label} on {cut(rank.device.name, 40)}, {format_bytes(rank.device.total_bytes)}"
     return Section(title, tuple(blocks), rank, label)
 
 

@@ -94,7 +94,7 @@ def test_what_is_not_run_is_shown() -> None:
 @pytest.mark.parametrize("page", WRITTEN)
 def test_commands_have_their_options(page: str) -> None:
     for line in commands(page):
-        name, *words = shlex.split(line)
+        name, *words = shlex.split(line, comments=True)
         assert name in COMMANDS, line
         command = importlib.import_module(f"simulator.commands.{name}").command
         command.make_context(f"llmem {name}", words)  # raises UsageError

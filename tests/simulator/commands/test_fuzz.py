@@ -383,7 +383,7 @@ def test_an_empty_trace_is_a_result(tmp_path: Path) -> None:
     (tmp_path / "in").write_bytes(text_of())
     done = process(tmp_path, "run", "in", "-q")
     assert (done.returncode, done.stderr) == (0, "")
-    assert "fits: 1 rank" in done.stdout
+    assert done.stdout.startswith("fits: needs 0 B of ")
 
 
 def test_more_streams_and_pools_than_can_be_simulated() -> None:

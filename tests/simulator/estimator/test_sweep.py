@@ -411,5 +411,5 @@ def test_no_scheduler_at_the_address() -> None:
 
 def test_without_dask(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "dask.distributed", None)
-    with pytest.raises(ConfigError, match=r"pip install 'llmem\[dask\]'"), dask_executor("tcp://127.0.0.1:1"):
+    with pytest.raises(ConfigError, match=r"pip install 'vramsim\[dask\]'"), dask_executor("tcp://127.0.0.1:1"):
         pass

@@ -187,9 +187,9 @@ def test_an_optimizer_is_one_row(monkeypatch: pytest.MonkeyPatch) -> None:
 
     from graph.loop.training import make_optimizer
 
-    row = Optimizer("torch.optim.NAdam", "nadam", {"foreach": False}, {"momentum_decay": "sgd_momentum"})
+    row = Optimizer("torch.optim.NAdam", "nadam", {"foreach": False}, {"momentum_decay": "clip"})
     monkeypatch.setitem(cast("dict[str, Optimizer]", OPTIMIZERS), "adamw", row)
-    keys = {**BASE, "strategy": "ddp", "sgd_momentum": 0.5}
+    keys = {**BASE, "strategy": "ddp", "clip": 0.5}
     made = make_optimizer(Case.of(keys), [torch.nn.Parameter(torch.zeros(2))])
     assert isinstance(made, torch.optim.NAdam)
     assert (made.defaults["foreach"], made.defaults["momentum_decay"]) == (False, 0.5)

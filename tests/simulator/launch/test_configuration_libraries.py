@@ -31,6 +31,14 @@ RICH: dict[str, Any] = {"autocast": "bf16", "accum": 2, "clip": 1.0, "checkpoint
 VARIANTS: tuple[dict[str, Any], ...] = ({}, RICH, {"dtype": "bf16", "grad_sync": "last", "accum": 4})
 
 
+def meant(method: str, keys: dict[str, Any]) -> dict[str, Any]:
+    """The keys without `grad_sync` where it means nothing for the method."""
+    from graph.methods import taking
+
+    takes = method in taking("grad_sync") or "=" in method
+    return keys if takes else {key: value for key, value in keys.items() if key != "grad_sync"}
+
+
 def with_file(name: str) -> list[str]:
     """The methods that have this file."""
     from simulator.launch.configuration import absent
@@ -65,6 +73,7 @@ def test_accelerate_launches_its_file(method: str, keys: dict[str, Any], tmp_pat
 
     from graph.case import Case
 
+    keys = meant(method, keys)
     written(tmp_path, method, **keys)
     config = load_config_from_file(str(tmp_path / "accelerate.yaml"))
     kind = KINDS.get(method, "DEEPSPEED" if "deepspeed" in method else "FSDP")
@@ -158,6 +167,7 @@ def test_trainer_and_trl_read_their_arguments(
     trl = pytest.importorskip("trl")
     from transformers import HfArgumentParser, TrainingArguments
 
+    keys = meant(method, keys)
     found = written(tmp_path, method, **keys)
     monkeypatch.chdir(tmp_path)
     kinds: dict[str, Any] = {"training_args.json": TrainingArguments, "sft_args.json": trl.SFTConfig}

@@ -256,7 +256,7 @@ def test_nothing_is_left_behind_and_nothing_is_said() -> None:
 
 def test_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "deepspeed", None)
-    with pytest.raises(ConfigError, match=r"deepspeed is not installed.*pip install 'llmem\[deepspeed\]'"):
+    with pytest.raises(ConfigError, match=r"deepspeed is not installed.*pip install 'vramsim\[deepspeed\]'"):
         lower(Case.of({**MLP, "strategy": "deepspeed-1"}))
 
 

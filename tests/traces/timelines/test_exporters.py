@@ -157,7 +157,7 @@ def test_parquet(tmp_path: Path) -> None:
 
 def test_parquet_without_pyarrow_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(OutputError, match=r"pip install 'llmem\[parquet\]'"):
+    with pytest.raises(OutputError, match=r"pip install 'vramsim\[parquet\]'"):
         write_timeline([timeline()], tmp_path / "t.parquet")
     assert list(tmp_path.iterdir()) == []
 
