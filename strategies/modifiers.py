@@ -18,7 +18,7 @@ from traces.errors import ConfigError
 def check(case: Case) -> None:
     """Raises ConfigError for the first key of a case that its method cannot have."""
     strategy = registry.find(case)
-    for refusals in (_refused(case, strategy.kinds(case)), strategy.refused(case)):
+    for refusals in (strategy.refused(case), _refused(case, strategy.kinds(case))):
         for key, reason in refusals:
             given, name = getattr(case, key), strategy.title(case)
             raise ConfigError(f"key '{key}': not {given!r} with strategy {name!r}: {reason}")

@@ -15,6 +15,7 @@ Only modules that are imported are looked at.
 
 from __future__ import annotations
 
+import logging
 import sys
 from typing import Any, Final
 
@@ -56,6 +57,9 @@ def _clear(module: str, name: str) -> None:
 
 def _drop_plans() -> None:
     """DTensor's, of this thread and of autograd's for the device, and its generator."""
+    logging.getLogger("torch.utils.flop_counter").setLevel(
+        logging.ERROR
+    )  # imported here, it says that Triton is absent
     from torch.distributed.tensor import _random
     from torch.distributed.tensor._redistribute import clear_redistribute_planner_cache
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache

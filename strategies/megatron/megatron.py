@@ -181,7 +181,8 @@ def _positions(built: Built, tokens: int) -> None:
     from graph.loop.inputs import Input
 
     if "position_ids" in inspect.signature(built.module.forward).parameters:
-        built.batch = (*built.batch, Input(("position_ids",), (1, tokens), torch.long, "values"))
+        numbers = torch.arange(tokens, device="cpu")[None]
+        built.batch = (*built.batch, Input(("position_ids",), (1, tokens), torch.long, "values", numbers))
 
 
 def _whole(module: torch.nn.Module) -> list[torch.nn.Parameter]:

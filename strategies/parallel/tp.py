@@ -57,7 +57,8 @@ class TensorParallel(Native):
         module: torch.nn.Module = built.module
         built.loss = functools.partial(self._forward, built.loss)
         if self.sequence:  # the model would count its own part of the sequence
-            positions = Input(("position_ids",), (1, self.case.seq), torch.long, "values")
+            numbers = torch.arange(self.case.seq, device="cpu")[None]
+            positions = Input(("position_ids",), (1, self.case.seq), torch.long, "values", numbers)
             built.batch = (*built.batch, positions)
         parallelize(
             module,

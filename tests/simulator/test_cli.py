@@ -23,7 +23,7 @@ from tests.places import ROOT
 from tests.support.handmade import out_of_memory, rank_result, result, timeline
 
 REPOSITORY = ROOT
-HEAVY = ("torch", "numba", "networkx", "numpy", "rich", "pyarrow", "msgspec")
+HEAVY = ("torch", "numba", "networkx", "numpy", "rich", "pyarrow", "jinja2")
 
 TRACE = {
     "format": "memory-trace",
