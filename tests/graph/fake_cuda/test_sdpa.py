@@ -12,6 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+pytest.importorskip("torch")
+
 from graph.fake_cuda.sdpa import Backend, Flags, Operand, Request, choose, priority
 from graph.hardware.profile import profile
 from graph.workspaces.attention import (
