@@ -12,9 +12,10 @@ from functools import cache
 from pathlib import Path
 from statistics import median
 
+import click
 import pytest
 
-from simulator.cli import COMMANDS
+from simulator.cli import COMMANDS, main
 from tests.places import ROOT
 
 PAGES = ["README.md", "CONTRIBUTING.md", *sorted(str(page.relative_to(ROOT)) for page in (ROOT / "docs").rglob("*.md"))]
@@ -97,7 +98,8 @@ def test_commands_have_their_options(page: str) -> None:
         name, *words = shlex.split(line, comments=True)
         assert name in COMMANDS, line
         command = importlib.import_module(f"simulator.commands.{name}").command
-        command.make_context(f"llmem {name}", words)  # raises UsageError
+        parent = click.Context(main, **main.context_settings)
+        command.make_context(name, words, parent=parent)  # raises UsageError
 
 
 @pytest.mark.parametrize("page", PAGES)
