@@ -64,9 +64,10 @@ def command(
         _render(answers)
     elif output is None:
         from graph.summary import summarize
-        from simulator.reports.capture import render_summary
+        from simulator.reports import terminal
+        from simulator.reports.capture import document_of
 
-        render_summary(summarize(graph))
+        terminal.render(document_of(summarize(graph)))
     return 0
 
 

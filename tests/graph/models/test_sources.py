@@ -25,7 +25,8 @@ from graph.errors import CaptureError
 from graph.loop import losses
 from graph.loop.inputs import hosts
 from graph.models import catalogue
-from graph.models.sources import Built, build, read_configuration, saved_operators, transformers_config
+from graph.models.lookup import configuration
+from graph.models.sources import Built, build, saved_operators, transformers_config
 from traces.errors import ConfigError, LLMemError
 
 TRAINING = DATA / "training"
@@ -265,8 +266,9 @@ def test_architectures_that_cast_their_logits_cast_the_loss_back() -> None:
             return type("Output", (), {"logits": torch.randn(1, 4, 8, dtype=torch.float16)})
 
     inputs = {"input_ids": torch.zeros(1, 4, dtype=torch.int64), "labels": torch.zeros(1, 4, dtype=torch.int64)}
+    model: Any = Model()
     for kind in ("codegen", "opt"):
-        assert losses.like_transformers_4_29({}, kind, Model(), dict(inputs)).dtype == torch.float16
+        assert losses.like_transformers_4_29({}, kind, model, dict(inputs)).dtype == torch.float16
 
 
 # ------------------------------------------------------------------------------------------------- what is wrong
@@ -415,14 +417,14 @@ def test_a_configuration_with_infinity_as_transformers_writes_it(tmp_path: Path,
         written.save_pretrained(tmp_path)
         text = (tmp_path / "config.json").read_text()
     assert '"__float__": "Infinity"' in text
-    document, place = read_configuration(str(tmp_path))
-    assert document["time_step_limit"] == [0.0, math.inf]
-    assert transformers_config(document, place).model_type == kind
+    found = configuration(str(tmp_path))
+    assert found.document["time_step_limit"] == [0.0, math.inf]
+    assert transformers_config(found.document, found.place).model_type == kind
 
 
 def test_an_object_that_only_resembles_a_float_stays_one(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"a": {"__float__": "1.5"}, "b": {"__float__": "NaN", "more": 1}}')
-    assert read_configuration(str(tmp_path))[0] == {"a": {"__float__": "1.5"}, "b": {"__float__": "NaN", "more": 1}}
+    assert configuration(str(tmp_path)).document == {"a": {"__float__": "1.5"}, "b": {"__float__": "NaN", "more": 1}}
 
 
 @pytest.mark.parametrize(("kind", "expected"), [("bloom", "eager"), ("gpt2", "sdpa"), ("gpt_oss", "eager")])

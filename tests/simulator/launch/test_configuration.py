@@ -6,7 +6,7 @@ import json
 import shlex
 import subprocess
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
@@ -188,7 +188,7 @@ def test_an_optimizer_is_one_row(monkeypatch: pytest.MonkeyPatch) -> None:
     from graph.loop.training import make_optimizer
 
     row = Optimizer("torch.optim.NAdam", "nadam", {"foreach": False}, {"momentum_decay": "clip"})
-    monkeypatch.setitem(cast("dict[str, Optimizer]", OPTIMIZERS), "adamw", row)
+    monkeypatch.setitem(OPTIMIZERS, "adamw", row)
     keys = {**BASE, "strategy": "ddp", "clip": 0.5}
     made = make_optimizer(Case.of(keys), [torch.nn.Parameter(torch.zeros(2))])
     assert isinstance(made, torch.optim.NAdam)
