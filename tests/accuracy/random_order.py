@@ -130,6 +130,11 @@ def write_models(folder: Path) -> None:
         (folder / name / "config.json").write_text(json.dumps(config), encoding="utf-8")
 
 
+def sizes(case: Mapping[str, Any]) -> dict[str, Any]:
+    """How long the sequences of a case are."""
+    return {"prompt": 16, "new": 4} if case.get("task") == "inference" else {"seq": 32}
+
+
 def draw(seed: int, folder: Path) -> Iterator[dict[str, Any]]:
     """Cases without end, the same for a seed, over the models of `write_models`."""
     rng = random.Random(seed)
@@ -137,7 +142,7 @@ def draw(seed: int, folder: Path) -> Iterator[dict[str, Any]]:
         case = _drawn(rng)
         split = "tp" in str(case) or case.get("quant")  # what splits or quantizes nn.Linear, which GPT-2 has not
         model = rng.choice(("llama-2", "llama-4") if split else sorted(MODELS))
-        case |= {"model": str(folder / model), "seq": 32, "prompt": 16, "new": 4}
+        case |= {"model": str(folder / model), **sizes(case)}
         try:
             Case.of(case)
         except ConfigError:  # keys that contradict each other

@@ -24,8 +24,8 @@ PAIRS: list[tuple[dict[str, Any], dict[str, Any]]] = [
 
 def test_cases_after_others_are_those_of_new_processes(tmp_path: Path) -> None:
     random_order.write_models(tmp_path)
-    usual = {"model": str(tmp_path / "llama-2"), "seq": 32, "prompt": 16, "new": 4}
-    cases = [usual | case for pair in PAIRS for case in pair]
+    usual = {"model": str(tmp_path / "llama-2")}
+    cases = [usual | random_order.sizes(case) | case for pair in PAIRS for case in pair]
     cases += itertools.islice(random_order.draw(7, tmp_path), 4)
     again = cases[1::2]
     alone = random_order.in_fresh_processes(again, 2)
