@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, get_args
 from msgspec import Meta
 
 from graph import methods, optimizers
+from graph.dtypes import NAMES
 from graph.keys import (
     LARGEST,
     About,
@@ -75,8 +76,7 @@ Flavour = Literal["", "fp32", "bf16", "fp16"]
 _DTYPES: Final[Mapping[str, str]] = {
     f"{torch}{other}": name
     for torch in ("", "torch.")
-    for name, others in {"fp32": ("float32", "float"), "bf16": ("bfloat16",), "fp16": ("float16", "half")}.items()
-    for other in others
+    for name, other in (*NAMES.items(), ("fp32", "float"), ("fp16", "half"))
 }
 
 

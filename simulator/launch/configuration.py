@@ -16,7 +16,7 @@ from graph.optimizers import OPTIMIZERS
 from simulator.launch.training_script import axes_of, deepspeed_runs, script, templates, why_not
 from strategies import registry
 from strategies.parallel.fsdp import Flattened, Sharded
-from strategies.strategy import Axis
+from strategies.strategy import MACHINE, Axis
 from traces.release import version_of
 
 if TYPE_CHECKING:
@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 
 #: Every file that may be written.
 FILES: Final = ("launch.sh", "train.py", "accelerate.yaml", "deepspeed.json", "training_args.json", "sft_args.json")
-#: The most GPUs of one machine.
-MACHINE: Final = 8
 
 
 def files(case: Mapping[str, Any] | Case) -> dict[str, str]:

@@ -30,8 +30,6 @@ POLICIES: Final = ("throughput", "llmem")
 MARGIN: Final = 0.02
 #: Largest micro-batch that is tried.
 MOST: Final = 4096
-#: GPUs of a machine: tensor parallelism stays inside one.
-MACHINE: Final = 8
 #: What is tried where a method does not fit with one sample, beside what it offers itself: words, keys of the case.
 REMEDIES: Final[tuple[tuple[str, Mapping[str, Any]], ...]] = (
     ("expandable_segments:True", {"alloc_conf": "expandable_segments:True"}),
@@ -311,7 +309,7 @@ def _plain(keys: Mapping[str, Any], world: int) -> Iterator[Candidate]:
 
 def meshes(world: int) -> list[dict[str, int]]:
     """Every split of GPUs over pipeline stages, replicas or shards, and tensor parallelism, two or three of them."""
-    from strategies.strategy import Axis
+    from strategies.strategy import MACHINE, Axis
 
     found: list[dict[str, int]] = []
     for stages in _divisors(world):

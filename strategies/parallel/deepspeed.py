@@ -13,7 +13,6 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Final
 
 from graph.case import Case
-from strategies.parallel.deepspeed_engine import job, ready
 from strategies.parallel.native import Native, place_all
 from strategies.strategy import Kind, Launch, Ranks, Strategy
 
@@ -28,6 +27,8 @@ class Zero(Native):
     """One rank under DeepSpeed's engine."""
 
     def __init__(self, case: Case, rank: int) -> None:
+        from strategies.parallel.deepspeed_engine import ready
+
         super().__init__(case, rank)
         self.settings = configuration(case)
         self.library = ready(self.settings["zero_optimization"])
@@ -38,6 +39,8 @@ class Zero(Native):
     @contextlib.contextmanager
     def running(self, runtime: Any, recorder: Any) -> Iterator[None]:
         """The process group, and DeepSpeed's job in it."""
+        from strategies.parallel.deepspeed_engine import job
+
         with super().running(runtime, recorder), job(self.rank, self.case.world):
             self.runtime = runtime
             runtime.host_copies_keep = False  # norms come to the host, which looks whether they are numbers
