@@ -40,10 +40,7 @@ def lower(
     if clock is not None:
         return timed(lower(source, capture=capture, speed=speed or clock.speed(), rank=rank), clock)
     modifiers.check(case)
-    lowered = registry.find(case).lower(case, capture or _captured(source), speed, rank)
-    if lowered.graph is None:
-        raise ConfigError(f"strategy {case.strategy!r} made no graph")
-    return finish(lowered, lowered.graph, case)
+    return finish(registry.find(case).lower(case, capture or _captured(source), speed, rank), case)
 
 
 def _captured(source: Case | StepGraph) -> Capture:
@@ -59,12 +56,12 @@ def _captured(source: Case | StepGraph) -> Capture:
     return capture
 
 
-def finish(lowered: Lowered, graph: StepGraph, case: Case) -> Trace:
+def finish(lowered: Lowered, case: Case) -> Trace:
     """The trace of what a strategy made: with the devices, settings and metadata of the case, and of its graph."""
     devices, ranks = _devices(case, lowered.ranks)
     return Trace(
         ranks=ranks,
-        metadata=_metadata(graph, case),
+        metadata=_metadata(lowered.graph, case),
         conf=case.alloc_conf,
         release=case.release,
         devices=devices,

@@ -92,8 +92,8 @@ class Lowered:
     """What a strategy makes of a case: the events of every rank, the groups that meet, and the graph they come from."""
 
     ranks: tuple[RankEvents, ...]
-    groups: Groups = field(default_factory=dict)
-    graph: StepGraph | None = None
+    groups: Groups
+    graph: StepGraph
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,8 @@ from numba.np.arrayobj import make_array
 config: Any = _config  # its options are set at run time
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-_ROOT: Final = Path(__file__).resolve().parent.parent
+#: The packages that hold kernels, and what these are made of.
+_PACKAGES: Final = ("traces", "simulator")
 
 
 def sources(scope: Mapping[str, Any]) -> dict[str, Path]:
@@ -39,9 +40,9 @@ def sources(scope: Mapping[str, Any]) -> dict[str, Path]:
     waiting = [scope]
     while waiting:
         scope = waiting.pop()
-        path = Path(scope.get("__file__") or "/").resolve()
-        if scope["__name__"] not in found and _ROOT in path.parents:
-            found[scope["__name__"]] = path
+        name = scope["__name__"]
+        if name not in found and name.partition(".")[0] in _PACKAGES:
+            found[name] = Path(scope["__file__"])
             waiting += [vars(value) for value in scope.values() if isinstance(value, ModuleType)]
             waiting += [value.py_func.__globals__ for value in scope.values() if hasattr(value, "py_func")]
     return found

@@ -94,7 +94,11 @@ def _replaced() -> Iterator[tuple[Any, str, Any]]:
     accelerators = importlib.import_module("deepspeed.accelerator.real_accelerator")
     checks = importlib.import_module("deepspeed.runtime.zero.utils")
     cuda = importlib.import_module("deepspeed.accelerator.cuda_accelerator")
-    yield accelerators, "ds_accelerator", cuda.CUDA_Accelerator()
+    device = cuda.CUDA_Accelerator()
+    yield accelerators, "ds_accelerator", device
+    builders = importlib.import_module("deepspeed.ops.op_builder")
+    for name in (name for name in vars(builders) if name.endswith("Builder") and name != "OpBuilder"):
+        yield builders, name, device.get_op_builder(name)  # chosen when it was imported, perhaps without this device
     yield importlib.import_module("deepspeed.utils.nvtx"), "enable_nvtx", False
     yield importlib.import_module("deepspeed.runtime.engine"), "is_deepcompile_supported", lambda: False
     for name in ("assert_lst_len_same_as_other_ranks", "get_lst_from_rank0"):

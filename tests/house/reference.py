@@ -15,7 +15,7 @@ from graph.case import GROUPS, KEYS
 from graph.hardware.gpus import GPUS
 from graph.keys import Key
 from graph.optimizers import OPTIMIZERS
-from simulator.cli import COMMANDS, EXIT_CODES
+from simulator.cli import COMMANDS, EXIT_CODES, main
 from simulator.commands.case_options import CaseOption
 from strategies import registry
 from strategies.parallel.meshes import AXES
@@ -67,7 +67,7 @@ def command_line() -> str:
 
 
 def _command(name: str, command: click.Command) -> Iterator[str]:
-    context = click.Context(command, info_name=f"llmem {name}")
+    context = click.Context(command, info_name=f"llmem {name}", **main.context_settings)
     yield f"## {name}\n\n`{' '.join((context.command_path, *command.collect_usage_pieces(context)))}`"
     yield re.sub(r"\s+", " ", command.help or "")
     options = [one for one in command.params if isinstance(one, click.Option)]

@@ -61,7 +61,7 @@ def run_of_rank(case: Case, rank: int) -> RankResult:
     graph = capture(run.captured_case(), method=run)
     everyone = tuple(range(case.world))
     entry = RankEvents(everyone, events_of(graph, late=case.deferred == "late"))
-    trace = finish(Lowered((entry,), {"default_pg": (everyone,)}), graph, case)
+    trace = finish(Lowered((entry,), {"default_pg": (everyone,)}, graph), case)
     return replay(trace).ranks[0]
 
 
