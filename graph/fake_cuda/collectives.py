@@ -17,6 +17,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+import torch.nn.parallel.distributed as parallel
 
 from graph.fake_cuda.device import Runtime
 from graph.fake_cuda.torch_private import fake_store, finished_work
@@ -188,8 +189,10 @@ class _Silent:
         return lambda *args, **kwargs: None
 
 
-def without_logger(wrapped: torch.nn.Module) -> torch.nn.Module:
-    """A DistributedDataParallel module that keeps no time."""
+def replicated(module: torch.nn.Module, **options: Any) -> torch.nn.Module:
+    """`module` in DistributedDataParallel, which keeps no time and does not ask the others whether shapes agree."""
+    with mock.patch.object(parallel, "_verify_param_shape_across_processes", return_value=None):
+        wrapped = parallel.DistributedDataParallel(module, device_ids=[0], **options)
     wrapped.logger = _Silent()  # type: ignore[assignment]
     return wrapped
 

@@ -9,14 +9,21 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from graph.errors import CaptureError
+from graph.fake_cuda import sdpa as attention
+from graph.hardware.profile import profile
+from graph.loop import generation
 from graph.loop.method import Method
 from graph.loop.placement import described
 from graph.loop.training import LOAD, Clock
 from graph.model import Role, StepGraph
 from graph.models.mixtures import Routed, shares
+from graph.models.sources import build
 from graph.recorder.assembly import repeat, step_graph, tables
 from graph.recorder.attribution import Roles, followed
+from graph.recorder.flops import cost
 from graph.recorder.recorder import Progress, Recorder
+from graph.workspaces import plan
+from graph.workspaces.rules import Call
 from traces.collecting import uncollected
 from traces.errors import LLMemError
 
@@ -45,11 +52,7 @@ def capture(case: Case, *, progress: Progress | None = None, method: Method | No
 
 def _attempt(case: Case, real: int, progress: Progress | None, method: Method) -> StepGraph | None:
     """A capture with `real` iterations run for real; None if the last one does not repeat and there are more."""
-    from graph.fake_cuda import sdpa as attention
     from graph.fake_cuda.device import fake_cuda
-    from graph.hardware.profile import profile
-    from graph.loop import generation
-    from graph.models.sources import build
 
     card = profile(case.gpu, case.release, case.cudnn_sdp)
     inference = case.task == "inference"
@@ -132,8 +135,6 @@ def _told(case: Case, recorder: Recorder) -> Iterator[None]:
 
 def _planner(card: Profile) -> Any:
     """The workspace rules, as the recorder calls them."""
-    from graph.workspaces import plan
-    from graph.workspaces.rules import Call
 
     def planned(
         name: str,
@@ -151,6 +152,4 @@ def _planner(card: Profile) -> Any:
 
 
 def _cost() -> Any:
-    from graph.recorder.flops import cost
-
     return cost

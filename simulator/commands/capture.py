@@ -7,6 +7,10 @@ from typing import Any
 import click
 
 from simulator.commands.case_options import MODEL_HELP, CaseCommand, case_from, case_options
+from simulator.commands.common import print_json, working
+from simulator.reports.outputs import check_output
+from traces.errors import ConfigError
+from traces.text import one_line
 
 
 @click.command("capture", cls=CaseCommand, epilog=MODEL_HELP)
@@ -20,11 +24,6 @@ from simulator.commands.case_options import MODEL_HELP, CaseCommand, case_from, 
 @case_options
 def command(model: str, output: str | None, as_json: bool, force: bool, quiet: bool, **options: Any) -> int:
     """Capture MODEL's training steps: every operator, every tensor's birth and death, in order."""
-    from simulator.commands.common import print_json, working
-    from simulator.reports.outputs import check_output
-    from traces.errors import ConfigError
-    from traces.text import one_line
-
     case = case_from(model, options)
     if case.strategy != "single":
         raise ConfigError(f"--strategy {case.strategy}: a step graph is of one GPU; `llmem estimate` takes strategies")

@@ -14,9 +14,13 @@ import click
 from msgspec import inspect
 
 from graph.case import GROUPS, KEYS, Case
+from graph.hardware.gpus import gpu
 from graph.keys import Key, Only, is_function
+from graph.models.lookup import configuration
+from strategies.parallel.mesh import Mesh
 from traces.errors import ConfigError, LLMemError
 from traces.text import number
+from traces.units import parse_size
 
 if TYPE_CHECKING:
     from graph.keys import Group
@@ -101,9 +105,6 @@ def case_from(model: str, options: Mapping[str, Any], *, any_strategy: bool = Fa
         case = Case.of({"model": model, **_given(options)}, where="options", any_strategy=any_strategy)
     except ConfigError as error:
         raise ConfigError(_in_options(str(error))) from None
-    from graph.hardware.gpus import gpu
-    from graph.models.lookup import configuration
-
     gpu(case.gpu)
     if not is_function(case.model):
         configuration(case.model)  # who names what nobody knows hears it at once, before heavy packages are loaded
@@ -210,8 +211,6 @@ def _value(key: Key, given: object) -> Any:
 
 
 def _memory(text: str) -> int | list[int]:
-    from traces.units import parse_size
-
     try:
         sizes = [parse_size(part) for part in text.split(",")]
     except LLMemError as error:
@@ -221,6 +220,4 @@ def _memory(text: str) -> int | list[int]:
 
 def _mesh(text: str) -> dict[str, int]:
     """`fsdp2=4,tp=2`."""
-    from strategies.parallel.mesh import Mesh
-
     return dict(Mesh.parse(text).axes)

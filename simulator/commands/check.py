@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from simulator.commands.case_options import CaseCommand, case_options
+from simulator.commands.common import announce, context_size, print_json, size_option, sizes, working
+from traces.errors import ConfigError
+from traces.text import path_text, quoted
 
 if TYPE_CHECKING:
     from simulator.comparison.compare import Side
@@ -47,12 +51,9 @@ def command(
 
     It is a trace, a snapshot, a result, a file with a case (a JSON object with "model"), or a model with its options.
     """
-    from simulator.commands.common import announce, print_json, size_option, working
     from simulator.comparison.check import check
     from simulator.comparison.compare import Limit, load
     from simulator.reports.compare import check_json, check_line, check_markdown
-    from traces.errors import ConfigError
-    from traces.text import quoted
 
     if budget is None and against is None:
         raise click.UsageError("give --budget, --against or both")
@@ -81,7 +82,6 @@ def command(
 def _side(run: str, context: str | None, options: dict[str, Any]) -> Side:
     """What is checked, replayed or estimated."""
     from simulator.comparison.compare import read_document, side_of_document
-    from traces.text import path_text
 
     given = sorted(key for key, value in options.items() if value is not None)
     document = read_document(run) if Path(run).is_file() else None
@@ -108,10 +108,6 @@ def _is_config(document: Any) -> bool:
 
 def _answered(side: Side, context: str | None) -> Side:
     """A result or an answer: what it has outside the allocator counts, or what --context says instead."""
-    from dataclasses import replace
-
-    from simulator.commands.common import sizes
-
     _, outside = sizes(None, context)
     if outside is None:
         return side
@@ -127,7 +123,6 @@ def _answered(side: Side, context: str | None) -> Side:
 
 
 def _replayed(run: str, name: str, context: str | None) -> Side:
-    from simulator.commands.common import sizes
     from simulator.comparison.compare import side_of_replay
     from simulator.engine.replay import replay
     from simulator.snapshots.reader import read
@@ -139,9 +134,6 @@ def _replayed(run: str, name: str, context: str | None) -> Side:
 
 def _estimated(case: Any, name: str, context: str | None) -> Side:
     """An estimate, which counts what lies outside the allocator."""
-    from dataclasses import replace
-
-    from simulator.commands.common import context_size
     from simulator.comparison.compare import side_of_replay
     from simulator.estimator.estimate import estimate
 

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import click
 
+from simulator.allocator.releases import parse_release
+from simulator.commands.common import announce, show, working
+from simulator.reports.outputs import check_output
+
 _EPILOG = (
     "A and B are traces or torch snapshots (which are replayed), results (of run or estimate with --json), or answers "
     "of a sweep. With --fail-over the exit code is 4 when peak allocated or reserved of any rank grew by more."
@@ -32,11 +36,8 @@ def command(
     quiet: bool,
 ) -> int:
     """Compare A with B: figures, phases, and which categories, modules and tensors grew."""
-    from simulator.allocator.releases import parse_release
-    from simulator.commands.common import announce, show, working
     from simulator.comparison.compare import Limit, compare, load
     from simulator.reports import compare as report
-    from simulator.reports.outputs import check_output
 
     if as_json and as_markdown:
         raise click.UsageError("--json and --markdown exclude each other")

@@ -7,7 +7,10 @@ from typing import TYPE_CHECKING, Final
 
 import click
 
-from simulator.reports.outputs import check_output, check_parquet
+import traces
+from simulator.allocator.releases import parse_release
+from simulator.commands.common import announce, working
+from simulator.reports.outputs import check_output, check_parquet, write_snapshots
 from traces.errors import ConfigError, OutputError
 from traces.text import path_text
 
@@ -55,9 +58,6 @@ def command(source: str, target: str, to: str | None, release: str | None, force
 
     A snapshot, chrome or timeline file holds what the allocator did, so IN is replayed for it.
     """
-    from simulator.allocator.releases import parse_release
-    from simulator.commands.common import announce, working
-
     form = to or format_of(target)
     if form == "timeline-parquet":
         check_parquet(target)
@@ -66,7 +66,6 @@ def command(source: str, target: str, to: str | None, release: str | None, force
     check_output(target, force=force)
     _check_distinct(source, target)
 
-    import traces
     from simulator.snapshots.reader import read
 
     with working(f"reading {path_text(os.path.basename(source))}", quiet):
@@ -97,7 +96,6 @@ def _check_distinct(source: str, target: str) -> None:
 
 def _write_replay(trace: Trace, path: str, form: str, force: bool, quiet: bool) -> tuple[str, ...]:
     """Replay a trace and write what the allocator did; the notes of the replay, the trace's own among them."""
-    from simulator.commands.common import working
     from simulator.engine.replay import replay
 
     with working("replaying", quiet, compiles=True):
@@ -108,8 +106,6 @@ def _write_replay(trace: Trace, path: str, form: str, force: bool, quiet: bool) 
 
 
 def _write_result(result: Result, path: str, form: str, force: bool) -> None:
-    from simulator.reports.outputs import write_snapshots
-
     if form == "snapshot":
         write_snapshots(result, path, force=force)
         return

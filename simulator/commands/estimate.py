@@ -6,9 +6,11 @@ from typing import Any
 
 import click
 
-from simulator.commands.case_options import MODEL_HELP, CaseCommand, case_options
+from simulator.commands.case_options import MODEL_HELP, CaseCommand, assumed, case_from, case_options
+from simulator.commands.common import announce, context_size, show, working
 from simulator.commands.shared_options import context_option, file_options
 from simulator.reports.outputs import Outputs
+from traces.text import one_line
 
 
 @click.command("estimate", cls=CaseCommand, epilog=MODEL_HELP)
@@ -42,10 +44,6 @@ def command(
     **options: Any,
 ) -> int:
     """Work out what a run of MODEL needs of its GPU: no GPU, no weights, nothing downloaded."""
-    from simulator.commands.case_options import assumed, case_from
-    from simulator.commands.common import announce, context_size, show, working
-    from traces.text import one_line
-
     if interconnect is not None and not timing:
         raise click.UsageError("--interconnect needs --time")
     outside = context_size(context)

@@ -7,6 +7,15 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
+from simulator.commands.common import print_json, working
+from simulator.reports import terminal
+from simulator.reports.capture import format_count
+from simulator.reports.document import Document, Lines, Section, Table
+from simulator.reports.outputs import check_output
+from traces.errors import ConfigError
+from traces.text import one_line
+from traces.units import format_bytes
+
 if TYPE_CHECKING:
     import networkx as nx
 
@@ -46,9 +55,6 @@ def command(
     file: str, module: str | None, output: str | None, as_json: bool, force: bool, quiet: bool, **asked: Any
 ) -> int:
     """Ask a captured graph: in what order, how long at least, what lives for what, what to recompute."""
-    from simulator.commands.common import print_json, working
-    from simulator.reports.outputs import check_output
-
     if output is not None:
         check_output(output, force=force)
     graph, view = _opened(file, module, quiet)
@@ -75,8 +81,6 @@ def _opened(file: str, module: str | None, quiet: bool) -> tuple[StepGraph, nx.M
     """The graph in a file, and its view, or that of one module."""
     from graph.dag import to_networkx
     from graph.files import load
-    from simulator.commands.common import working
-    from traces.errors import ConfigError
 
     with working("reading the graph", quiet):
         graph = load(file)
@@ -112,7 +116,6 @@ def _answers(graph: StepGraph, view: nx.MultiDiGraph, asked: Mapping[str, Any]) 
 
 def _critical_path(graph: StepGraph, view: nx.MultiDiGraph, by: str) -> Answer:
     from graph.queries import critical_path
-    from simulator.reports.capture import format_count
     from simulator.reports.run import format_time
 
     cost = (_nanoseconds(graph) if by == "time" else graph.operators.flops).tolist()
@@ -134,7 +137,6 @@ def _nanoseconds(graph: StepGraph) -> Any:
 
 def _recompute(graph: StepGraph, view: nx.MultiDiGraph) -> Iterator[Answer]:
     from graph.queries import recompute
-    from traces.units import format_bytes
 
     found = recompute(view)
     said = f"keep {format_bytes(found.kept)} instead of {format_bytes(found.now)} for backward"
@@ -144,8 +146,6 @@ def _recompute(graph: StepGraph, view: nx.MultiDiGraph) -> Iterator[Answer]:
 
 
 def _total(words: str, graph: StepGraph, storages: Sequence[int]) -> str:
-    from traces.units import format_bytes
-
     size = sum(int(graph.storages.bytes[storage]) for storage in storages)
     return f"{words} {len(storages)} tensors, {format_bytes(size)}"
 
@@ -168,16 +168,11 @@ def _operator_rows(view: nx.MultiDiGraph, nodes: Iterable[int]) -> list[dict[str
 
 
 def _render(answers: Sequence[Answer]) -> None:
-    from simulator.reports import terminal
-    from simulator.reports.document import Document, Section
-
     blocks = [_block(said, rows) for _, said, rows in answers]
     terminal.render(Document("", "", sections=(Section("", tuple(blocks)),)))
 
 
 def _block(said: str, rows: Sequence[Mapping[str, Any]]) -> Block:
-    from simulator.reports.document import Lines, Table
-
     if not rows:
         return Lines((said,))
     cells = tuple(tuple(_cell(name, value) for name, value in row.items()) for row in rows[:MOST])
@@ -187,10 +182,6 @@ def _block(said: str, rows: Sequence[Mapping[str, Any]]) -> Block:
 
 
 def _cell(name: str, value: Any) -> str:
-    from simulator.reports.capture import format_count
-    from traces.text import one_line
-    from traces.units import format_bytes
-
     if name == "bytes":
         return format_bytes(value)
     if name == "flops":

@@ -6,8 +6,11 @@ import os
 
 import click
 
+from simulator.allocator.releases import parse_release
+from simulator.commands.common import announce, show, sizes, working
 from simulator.commands.shared_options import file_options
 from simulator.reports.outputs import Outputs
+from traces.text import path_text
 
 _EPILOG = (
     "Sizes: 80GB is 80 x 10^9 bytes, 80GiB is 80 x 2^30, a plain number is bytes. Exit codes: 0 it fits, or is tight "
@@ -38,10 +41,7 @@ def command(
 ) -> int:
     """Replay TRACE (a trace, or a torch memory snapshot) and report the memory of every rank."""
     from simulator.allocator.conf import conf_from_environment, parse_conf
-    from simulator.allocator.releases import parse_release
-    from simulator.commands.common import announce, show, sizes, working
     from traces.model import DEFAULT_RELEASE
-    from traces.text import path_text
 
     if allocator is not None and allocator_from_env:
         raise click.UsageError("--allocator and --allocator-from-env exclude each other")

@@ -8,8 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from simulator.commands.case_options import CaseCommand, case_options
+from graph.case import KEYS
+from simulator.commands.case_options import CaseCommand, case_from, case_options
+from simulator.commands.common import announce, context_size, progress_bar, show, working
 from simulator.commands.shared_options import check_workers, context_option, worker_options, workers
+from simulator.launch.configuration import FILES, absent, files
+from simulator.reports.outputs import check_output
+from traces.errors import OutputError
+from traces.files import write_atomically
+from traces.text import path_text
 
 if TYPE_CHECKING:
     from simulator.selector.select import Asked, Selection
@@ -52,9 +59,6 @@ def command(
     **options: Any,
 ) -> int:
     """Find the fastest method and its largest micro-batch for MODEL on these GPUs."""
-    from graph.case import KEYS
-    from simulator.commands.case_options import case_from
-    from simulator.commands.common import context_size, show
     from simulator.reports import select as report
     from simulator.selector.select import Asked
 
@@ -94,11 +98,6 @@ def _cards(names: list[str], gpus: int | None) -> tuple[str, ...]:
 
 def _check_files(html: str | None, config: str | None, force: bool) -> None:
     """Refuse what could not be written, before the long work."""
-    from simulator.launch.configuration import FILES
-    from simulator.reports.outputs import check_output
-    from traces.errors import OutputError
-    from traces.text import path_text
-
     if html is not None:
         check_output(html, force=force)
     if config is None:
@@ -114,7 +113,6 @@ def _check_files(html: str | None, config: str | None, force: bool) -> None:
 
 def _selected(asked: Asked, who: tuple[int | None, str | None, str | None], quiet: bool) -> tuple[Selection, bool]:
     """The selection, and whether it was interrupted."""
-    from simulator.commands.common import progress_bar
     from simulator.selector.select import Interrupted, select
 
     with workers(*who) as (jobs, chosen), progress_bar("methods", quiet) as say:
@@ -129,7 +127,6 @@ def _selected(asked: Asked, who: tuple[int | None, str | None, str | None], quie
 
 
 def _draw(found: Selection, html: str, force: bool, quiet: bool) -> None:
-    from simulator.commands.common import working
     from simulator.reports.html import page
     from simulator.reports.select import document_of, drawn
 
@@ -138,11 +135,6 @@ def _draw(found: Selection, html: str, force: bool, quiet: bool) -> None:
 
 
 def _configure(found: Selection, folder: Path, force: bool, quiet: bool) -> None:
-    from simulator.commands.common import announce
-    from simulator.launch.configuration import absent, files
-    from traces.files import write_atomically
-    from traces.text import path_text
-
     assert found.winner is not None
     case = found.winner.case
     written = files(case)

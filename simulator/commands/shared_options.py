@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
+from simulator.estimator.jobs import dask_executor, named_executor
 from simulator.reports.outputs import Outputs
 
 if TYPE_CHECKING:
@@ -85,8 +86,6 @@ def workers(
 
     ConfigError where there is no such executor or cluster.
     """
-    from simulator.estimator.jobs import dask_executor, named_executor
-
     if dask is not None:
         with dask_executor(dask) as (cluster, slots):
             yield jobs or 2 * slots, cluster

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import json
+import os
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import click
 
+from simulator.allocator.releases import parse_release
+from simulator.commands.common import announce, progress_bar, show, sizes, working
 from simulator.commands.shared_options import check_workers, worker_options, workers
+from simulator.reports.outputs import check_ending, check_output
+from traces.files import write_atomically
+from traces.text import path_text
 
 if TYPE_CHECKING:
     from simulator.what_if.stress import Stress
@@ -60,11 +67,8 @@ def command(
     quiet: bool,
 ) -> int:
     """Replay TRACE (a trace, or a torch memory snapshot) under many circumstances, and say which setting helps."""
-    from simulator.commands.common import announce, progress_bar, show, sizes, working
     from simulator.reports import stress as report
-    from simulator.reports.outputs import check_ending, check_output
     from simulator.what_if.stress import Axes, Interrupted, grid, stress
-    from traces.text import path_text
 
     check_workers(executor, dask)
     _, outside = sizes(None, context)
@@ -85,8 +89,6 @@ def command(
     for path in (html, written):
         if path is not None:
             check_output(path, force=force)
-
-    import os
 
     from simulator.snapshots.reader import read
 
@@ -135,10 +137,7 @@ def command(
 
 def _write(found: Stress, path: str, force: bool) -> None:
     """Write the JSON document."""
-    import json
-
     from simulator.reports.stress import render_json
-    from traces.files import write_atomically
 
     with write_atomically(path, force=force) as file:
         file.write(json.dumps(render_json(found), indent=1).encode() + b"\n")
@@ -163,8 +162,6 @@ def _varied(given: Sequence[str]) -> dict[str, list[str]]:
 
 
 def _releases(text: str | None) -> list[str]:
-    from simulator.allocator.releases import parse_release
-
     return [parse_release(part).text for part in _parts(text)]
 
 

@@ -10,7 +10,10 @@ from typing import TYPE_CHECKING
 
 import click
 
+from simulator.commands.common import announce, context_size, print_json, progress_bar
 from simulator.commands.shared_options import check_workers, context_option, worker_options, workers
+from traces.errors import OutputError
+from traces.text import path_text
 
 if TYPE_CHECKING:
     from simulator.estimator.sweep import Summary
@@ -49,11 +52,8 @@ def command(
 
     Cases that RESULTS.jsonl answers already are not estimated again.
     """
-    from simulator.commands.common import announce, context_size, print_json, progress_bar
     from simulator.estimator.results_file import read_cases
     from simulator.estimator.sweep import sweep
-    from traces.errors import OutputError
-    from traces.text import path_text
 
     check_workers(executor, dask)
     outside = context_size(context)

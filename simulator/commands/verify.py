@@ -6,6 +6,10 @@ import os
 
 import click
 
+from simulator.allocator.releases import parse_release
+from simulator.commands.common import announce, show, working
+from traces.text import path_text
+
 
 @click.command("verify")
 @click.argument("snapshot", metavar="SNAPSHOT")
@@ -17,10 +21,6 @@ def command(snapshot: str, release: str | None, as_json: bool, quiet: bool) -> i
 
     Exit code 1 if the replay differs anywhere.
     """
-    from simulator.allocator.releases import parse_release
-    from simulator.commands.common import announce, show, working
-    from traces.text import path_text
-
     if release is not None:
         parse_release(release)
 

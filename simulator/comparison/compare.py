@@ -16,11 +16,14 @@ from typing import Any, Final, Literal
 
 import numpy as np
 
+from simulator.engine.ranks import format_ranks
 from simulator.engine.result import VERDICTS, Result, Verdict, worst_verdict
+from simulator.snapshots.reader import read
 from traces.errors import ConfigError, TraceError
 from traces.files import open_maybe_gzip, read_stream
 from traces.model import Op, RankEvents, Trace
 from traces.text import one_line, path_text, quoted
+from traces.units import format_bytes, parse_size
 
 #: Figures of a rank that are compared, in order.
 FIGURES: Final = (
@@ -124,8 +127,6 @@ class Limit:
     @classmethod
     def parse(cls, text: str) -> Limit:
         """`2%` or a size such as `100MiB`; ConfigError for anything else."""
-        from traces.units import parse_size
-
         found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*%\s*", text)
         if found:
             return cls(share=float(found[1]) / 100)
@@ -137,8 +138,6 @@ class Limit:
         raise ConfigError(f"--fail-over {quoted(text)}: write a share or a size, such as 2% or 100MiB")
 
     def __str__(self) -> str:
-        from traces.units import format_bytes
-
         return format_bytes(self.bytes) if self.share is None else f"{100 * self.share:g}%"
 
 
@@ -197,9 +196,6 @@ class Comparison:
         """What grew more than allowed, one sentence each, the largest growth first."""
         if self.limit is None:
             return []
-        from simulator.engine.ranks import format_ranks
-        from traces.units import format_bytes
-
         found = []
         for pair in self.pairs:
             rank = f"rank {format_ranks(pair.after.ranks)}: " if len(self.pairs) > 1 else ""
@@ -247,7 +243,6 @@ def load(path: str | os.PathLike[str], *, release: str | None = None, picture: b
     Raises TraceError where the file is none of these, and what `simulator.replay` raises.
     """
     from simulator.engine.replay import replay
-    from simulator.snapshots.reader import read
 
     name = path_text(os.path.basename(os.fspath(path)))
     document = read_document(path)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
+from simulator.allocator.layout import ALLOCATED_BYTES, RESERVED_BYTES
 from traces.errors import ReplayError
 from traces.model import Trace
 
@@ -26,7 +27,6 @@ def smallest_memory(
 
     Raises ReplayError where the trace does not fit any device, and what `simulator.replay` raises.
     """
-    from simulator.allocator.layout import ALLOCATED_BYTES, RESERVED_BYTES
     from simulator.engine.replay import ENDLESS, Prepared, prepare, serve
 
     made = trace if isinstance(trace, Prepared) else prepare(trace)

@@ -17,6 +17,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
+from strategies import registry
+from strategies.strategy import Kind
 from traces.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -72,9 +74,7 @@ def described(case: Case) -> Description:
 
 
 def _terms(name: str, model: Description, case: Case, base: int) -> Mapping[str, int]:
-    from strategies import registry
     from strategies.gemini.equations import HALF, SINGLE, dnnmem_peak, llmem_peak
-    from strategies.strategy import Kind
 
     if name == "dnnmem":
         size = SINGLE if case.dtype == "fp32" else HALF
@@ -87,9 +87,6 @@ def _terms(name: str, model: Description, case: Case, base: int) -> Mapping[str,
 
 def split(case: Case) -> tuple[int, int]:
     """(dp, tp) of a case as LLMem has them: the tensor axis, and all the rest of its GPUs."""
-    from strategies import registry
-    from strategies.strategy import Kind
-
     alone = case.world if Kind.TENSOR in registry.find(case).kinds(case) else 1
     tensor = case.mesh.get("tp", 1) if case.mesh else alone
     return max(1, case.world // tensor), tensor

@@ -15,7 +15,18 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
+from graph.case import Case
+from graph.hardware.gpus import assumed, gpu
+from simulator.allocator.conf import parse_conf
+from simulator.allocator.releases import parse_release
+from simulator.engine.min_memory import smallest_memory
 from simulator.engine.result import OutsideTerm, RankResult, Result, Shown, Verdict
+from simulator.estimator.closed_form import closed_forms
+from simulator.estimator.devices import device
+from simulator.estimator.outside import bytes_of, communicators, outside_of
+from simulator.estimator.step_time import of_case
+from strategies.lowering import lower
+from strategies.timing.clock import Clock
 from traces.errors import ConfigError
 from traces.model import Trace
 
@@ -174,12 +185,7 @@ def estimate(
 
     Raises ConfigError for a bad case, CaptureError where its model cannot be captured, and what `replay` raises.
     """
-    from simulator.engine.min_memory import smallest_memory
-    from simulator.estimator.closed_form import closed_forms
     from simulator.estimator.judging import judged, with_context
-    from simulator.estimator.outside import bytes_of, communicators, outside_of
-    from simulator.estimator.step_time import of_case
-    from strategies.lowering import lower
 
     started = time.perf_counter()
     with _asked(case, inputs, keys) as asked:
@@ -209,8 +215,6 @@ def estimate(
 @contextmanager
 def _asked(case: Any, inputs: Any, keys: Mapping[str, Any]) -> Iterator[Case]:
     """The case that was asked for; a module that was given is known by its name meanwhile."""
-    from graph.case import Case
-
     if inputs is None and isinstance(case, str | Case | Mapping):
         found = {"model": case} if isinstance(case, str) else case.document() if isinstance(case, Case) else case
         yield case if isinstance(case, Case) and not keys else Case.of({**found, **keys})
@@ -325,9 +329,6 @@ def capture_key(case: Case, method: Method | None = None) -> str:
 
     Raises ConfigError for a GPU or release that does not exist.
     """
-    from simulator.allocator.releases import parse_release
-    from simulator.estimator.devices import device
-
     replayed = REPLAY_KEYS if method is None else REPLAY_KEYS - {"deferred"}  # works of collectives hold their tensors
     relevant = {key: value for key, value in case.document().items() if key not in replayed}
     relevant |= {"gpu": device(case.gpu).name, "release": parse_release(case.release).text}
@@ -342,8 +343,6 @@ def capture_key(case: Case, method: Method | None = None) -> str:
 
 def _about_gpu(case: Case) -> Iterator[str]:
     """What to say of a case's GPU: which one is taken where the name leaves it open, and bf16 where it has none."""
-    from graph.hardware.gpus import assumed, gpu
-
     card = gpu(case.gpu)
     if (text := assumed(case.gpu)) is not None:
         yield text
@@ -353,16 +352,10 @@ def _about_gpu(case: Case) -> Iterator[str]:
 
 def _clock(case: Case, interconnect: str) -> Clock:
     """The speeds of a case's GPU and of what joins it to others."""
-    from strategies.timing.clock import Clock
-
     return Clock.connected(case.gpu, interconnect)
 
 
 def _check(case: Case, context: Context) -> None:
     """Refuse illegal allocator settings and sizes before the long work begins."""
-    from simulator.allocator.conf import parse_conf
-    from simulator.allocator.releases import parse_release
-    from simulator.estimator.outside import outside_of
-
     parse_conf(case.alloc_conf, parse_release(case.release))
     outside_of(case, context, 0)

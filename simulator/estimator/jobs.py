@@ -271,8 +271,6 @@ def _free_bytes() -> int:
 
 def named_executor(name: str) -> Executor | MakeExecutor:
     """The executor that `module:attribute` names, or the function or class that makes one; ConfigError if none does."""
-    import importlib
-
     module, colon, path = name.partition(":")
     if not colon or not module or not path:
         raise ConfigError(f"executor {name!r}: write module:attribute, as in concurrent.futures:ThreadPoolExecutor")

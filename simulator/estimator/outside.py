@@ -11,7 +11,9 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final, Literal
 
-from graph.hardware.gpus import Gpu, Measured
+from graph.hardware.gpus import Gpu, Measured, gpu
+from graph.hardware.profile import profile
+from graph.workspaces.gemm import workspace_bytes
 from simulator.engine.result import OutsideTerm
 from traces.errors import ConfigError
 from traces.model import Trace
@@ -88,10 +90,6 @@ def least_of(terms: Iterable[OutsideTerm]) -> tuple[OutsideTerm, ...]:
 
 def _of_card(case: Case) -> tuple[OutsideTerm, ...]:
     """The table's terms for a process of a case on its card."""
-    from graph.hardware.gpus import gpu
-    from graph.hardware.profile import profile
-    from graph.workspaces.gemm import workspace_bytes
-
     card = profile(case.gpu, case.release, case.cudnn_sdp)
     trains = case.task == "train" and card.release < (2, 15)  # from then on workspaces do not stay
     return outside_terms(gpu(case.gpu), second_workspace=workspace_bytes(card) if trains else 0)

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, Final, Self
 
+from graph.case import Case as Checked
 from simulator.engine.result import VERDICTS
 from simulator.estimator.estimate import ANSWER_KEYS, capture_key
 from simulator.reports.outputs import check_output
@@ -60,8 +61,6 @@ class Case:
 
 
 def _group(given: Mapping[str, Any] | str, place: str) -> str:
-    from graph.case import Case as Checked
-
     if isinstance(given, str):
         try:
             value = json.loads(given)
@@ -73,8 +72,6 @@ def _group(given: Mapping[str, Any] | str, place: str) -> str:
 
 def content(answer: Mapping[str, Any]) -> str:
     """Text that is the same for a case and its answer, and for two spellings of the same case."""
-    from graph.case import Case as Checked
-
     case = {key: value for key, value in answer.items() if key not in ANSWER_KEYS}
     with contextlib.suppress(LLMemError, TypeError):
         case = Checked.of(case).document()

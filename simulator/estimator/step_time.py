@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
+from strategies import registry
+from strategies.timing.clock import timed
 from traces.errors import ConfigError
 from traces.model import Events, Op, Strings, Trace
 
@@ -96,8 +98,6 @@ def step_seconds(trace: Trace, clock: Clock) -> float:
 
     Its devices are taken to be ample. Raises ConfigError for a trace without iterations.
     """
-    from strategies.timing.clock import timed
-
     ample = tuple(replace(device, total_bytes=_AMPLE, context_bytes=0) for device in trace.devices)
     found = step_time(timed(replace(trace, devices=ample), clock))
     if found is None:
@@ -125,8 +125,6 @@ def _generation(trace: Trace, case: Case, result: Result) -> GenerationTime | No
 
 def _samples(case: Case) -> int:
     """Samples of an iteration over all ranks: data-parallel axes have samples of their own, others share them."""
-    from strategies import registry
-
     return case.batch * case.accum * registry.find(case).micro_batches(case)
 
 

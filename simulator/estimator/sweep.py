@@ -15,6 +15,7 @@ from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from simulator.estimator.estimate import ANSWER_KEYS, answer
 from simulator.estimator.jobs import Dispatch, MakeExecutor, local_pool
 from simulator.estimator.results_file import Case as Given
 from simulator.estimator.results_file import Results, content
@@ -118,15 +119,15 @@ def _waiting(given: Sequence[Given], file: Results, summary: Summary, *, retry: 
         file.drop(lambda answer: "error" in answer and content(answer) in wanted)
     known = Counter[str]()
     left = Counter(wanted)
-    for answer in file.answers:
-        key = content(answer)
-        if min_memory and answer.get("verdict") in ("fits", "tight") and "min_fit" not in answer:
+    for one in file.answers:
+        key = content(one)
+        if min_memory and one.get("verdict") in ("fits", "tight") and "min_fit" not in one:
             continue
         if left[key] > 0:
             left[key] -= 1
             known[key] += 1
             summary.kept += 1
-            summary.count(answer)
+            summary.count(one)
     others = len(file.answers) - summary.kept
     if others:
         summary.notes.append(f"the results file has {others} more answers, which stay: not of these cases or options")
@@ -148,8 +149,6 @@ def work(cases: Sequence[Mapping[str, Any]], options: Options) -> list[dict[str,
 
 
 def _one(case: Mapping[str, Any], options: Options) -> dict[str, Any]:
-    from simulator.estimator.estimate import ANSWER_KEYS, answer
-
     started = time.perf_counter()
     try:
         found = answer(case, context=options.context, min_memory=options.min_memory, capture=options.capture)

@@ -11,10 +11,12 @@ import json
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
+from graph.case import Case
 from graph.dtypes import NAMES
 from graph.optimizers import OPTIMIZERS
 from simulator.launch.training_script import axes_of, deepspeed_runs, script, templates, why_not
 from strategies import registry
+from strategies.parallel.deepspeed import configuration
 from strategies.parallel.fsdp import Flattened, Sharded
 from strategies.strategy import MACHINE, Axis
 from traces.release import version_of
@@ -45,8 +47,6 @@ def files(case: Mapping[str, Any] | Case) -> dict[str, str]:
 
 
 def _case(case: Mapping[str, Any] | Case) -> Case:
-    from graph.case import Case
-
     return case if isinstance(case, Case) else Case.of(case)
 
 
@@ -211,8 +211,6 @@ def _split(case: Case) -> dict[str, int]:
 
 def deepspeed(case: Case) -> dict[str, Any]:
     """The DeepSpeed configuration: the one that was simulated."""
-    from strategies.parallel.deepspeed import configuration
-
     return configuration(case)
 
 

@@ -11,13 +11,21 @@ import ast
 import functools
 import inspect
 import json
+import shlex
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from graph.dtypes import NAMES
+from graph.keys import is_function
+from graph.models import catalogue
+from graph.models.lookup import configuration
 from graph.optimizers import OPTIMIZERS
 from strategies import registry
+from strategies.parallel.ddp import ReplicasWithShards
+from strategies.parallel.fsdp import Flattened
+from strategies.parallel.native import layers
+from strategies.parallel.tp import COUNTS, Split, layer_plan, model_plan
 from strategies.strategy import Axis
 from traces.errors import ConfigError
 
@@ -62,9 +70,6 @@ def axes_of(case: Case) -> dict[str, int]:
 
 def document_of(case: Case) -> dict[str, Any]:
     """The configuration of the case's model, as its config.json has it; empty where it has none."""
-    from graph.keys import is_function
-    from graph.models.lookup import configuration
-
     try:
         return {} if is_function(case.model) else configuration(case.model).document
     except ConfigError:
@@ -73,8 +78,6 @@ def document_of(case: Case) -> dict[str, Any]:
 
 def repository_of(case: Case) -> str:
     """What `from_pretrained` is given: a repository on the hub, or a folder."""
-    from graph.models import catalogue
-
     path = Path(case.model).expanduser()
     if path.is_file():
         return str(path.parent.resolve())
@@ -108,8 +111,6 @@ def why_not(case: Case) -> str:
 @functools.cache
 def templates() -> jinja2.Environment:
     """The templates of files that start a run."""
-    import shlex
-
     import jinja2
 
     found = jinja2.Environment(
@@ -156,8 +157,6 @@ def _titled(case: Case) -> str:
 
 
 def _flat(case: Case) -> bool:
-    from strategies.parallel.fsdp import Flattened
-
     return isinstance(registry.find(case), Flattened)
 
 
@@ -168,8 +167,6 @@ def deepspeed_runs(case: Case) -> bool:
 
 def _context(case: Case) -> dict[str, Any]:
     """What the template asks of a case and its method."""
-    from strategies.parallel.ddp import ReplicasWithShards
-
     strategy, axes, deepspeed, flat = registry.find(case), axes_of(case), deepspeed_runs(case), _flat(case)
     optimizer = OPTIMIZERS[case.optimizer]
     spread = deepspeed or flat or bool({Axis.REPLICAS, Axis.SHARDS} & axes.keys())
@@ -224,8 +221,6 @@ def _around(case: Case, axes: Mapping[str, int], own: bool) -> dict[str, list[st
 def _plans(case: Case, size: int) -> dict[str, Any]:
     """The plans of tensor parallelism as they were simulated, and the attributes that count heads."""
     from graph.models.sources import build
-    from strategies.parallel.native import layers
-    from strategies.parallel.tp import COUNTS, Split, layer_plan, model_plan
 
     strategy = registry.find(case)
     sequence = isinstance(strategy, Split) and strategy.sequence

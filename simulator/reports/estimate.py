@@ -6,6 +6,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
+from graph.case import Case
+from simulator.estimator.step_time import StepTime
 from simulator.reports import run
 from simulator.reports.document import Block, Document, Lines, Size, Table
 from simulator.reports.verdict import WORDS
@@ -25,8 +27,6 @@ def render_json(estimate: Estimate) -> dict[str, Any]:
 
     `case` of its metadata has every key with its value, also where that is the default.
     """
-    from graph.case import Case
-
     replayed = run.render_json(estimate.result)
     whole = Case.of(estimate.case, any_strategy=True).whole()
     return {
@@ -57,8 +57,6 @@ def _extra(estimate: Estimate) -> Iterator[Block]:
 
 def _time(step: StepTime | GenerationTime) -> str:
     """The time of a step, or of the first token and those after it."""
-    from simulator.estimator.step_time import StepTime
-
     speed = f"{step.tokens_per_second:,.0f} tokens/s"
     if not isinstance(step, StepTime):
         rest = f", then {speed}" if step.tokens else ""
@@ -81,8 +79,6 @@ def _closed(estimate: Estimate) -> Table:
 
 def case_line(case: Mapping[str, Any]) -> str:
     """A case on one line: the model, then what always matters, and every other key that is not the default."""
-    from graph.case import Case
-
     shown = Case.of(case, any_strategy=True).headline()
     parts = [one_line(str(shown["model"]))]
     parts += [f"{key} {one_line(_value(value))}" for key, value in shown.items() if key not in _SHOWN_ELSEWHERE]

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from simulator.engine.ranks import format_ranks
+from simulator.reports import terminal
 from simulator.reports.document import (
     Bar,
     Block,
@@ -149,8 +150,6 @@ def _oom_json(oom: OutOfMemory) -> dict[str, Any]:
 
 def render_table(result: Result, console: Console | None = None) -> None:
     """Print the tables of `run`: all ranks worst first (equal ones as one row), then each of the worst in detail."""
-    from simulator.reports import terminal
-
     terminal.render(document_of(result), console)
 
 

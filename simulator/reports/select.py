@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from simulator.estimator.estimate import estimate
 from simulator.reports.document import Bar, Cell, Chart, Document, Lines, Section, Size, Table
 from simulator.reports.verdict import WORDS
 from traces.text import one_line
@@ -133,8 +134,6 @@ def document_of(found: Selection, results: Drawn = ()) -> Document:
 
 def drawn(found: Selection) -> Drawn:
     """The winner and the runner-up at their largest micro-batch, replayed with what a page draws of them."""
-    from simulator.estimator.estimate import estimate
-
     shown = [one for one in (found.winner, found.runner_up) if one is not None]
     context = found.asked.context
     return tuple((one.name, estimate(one.case, context=context, picture=True, analyse=False).result) for one in shown)

@@ -12,7 +12,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
+from graph.case import Case
+from graph.models.lookup import configuration
+from simulator.estimator.estimate import captured
+from simulator.estimator.outside import bytes_of, communicators
+from simulator.estimator.step_time import step_seconds
 from simulator.selector.extrapolate import PRIMES, Line, prime_for, sizes_in
+from strategies import registry
+from strategies.lowering import lower
 from traces.errors import LLMemError
 from traces.model import Trace
 
@@ -52,14 +59,10 @@ class Probe:
 
     def case(self, batch: int, **more: Any) -> Case:
         """The case of the method at a micro-batch."""
-        from graph.case import Case
-
         return Case.of({**self.keys, "batch": batch, **more}, where=self.name)
 
     def first(self) -> int:
         """The micro-batch to begin with."""
-        from graph.models.lookup import configuration
-
         try:
             return prime_for(sizes_in(configuration(str(self.keys["model"])).document))
         except LLMemError:  # a function of the user's own
@@ -67,8 +70,6 @@ class Probe:
 
     def fits(self, batch: int) -> bool:
         """Whether a micro-batch fits, captured."""
-        from strategies import registry
-
         case = self.case(batch)
         made = self.trace(case)
         found = self.replayed(made)
@@ -104,14 +105,10 @@ class Probe:
 
     def aside(self, trace: Trace) -> int:
         """Bytes of a device that the allocator may not have: the likely size of what lies outside, and the margin."""
-        from simulator.estimator.outside import bytes_of
-
         return bytes_of(self.terms(trace)) + self.margin
 
     def terms(self, trace: Trace) -> tuple[OutsideTerm, ...]:
         """What lies outside the allocator."""
-        from simulator.estimator.outside import communicators
-
         return self.outside(communicators(trace))
 
     def unlimited(self, case: Case) -> Result:
@@ -122,23 +119,16 @@ class Probe:
 
     def seconds(self, case: Case, clock: Clock) -> float:
         """Seconds of a step of a case, by the clock of its slowest GPU."""
-        from simulator.estimator.step_time import step_seconds
-
         return step_seconds(self.trace(case, clock), clock)
 
     def trace(self, case: Case, clock: Clock | None = None) -> Trace:
         """The trace of a case: of all kinds of rank, or of the one that needs most, which then stands for all."""
-        from strategies import registry
-        from strategies.lowering import lower
-
         rank = registry.find(case).heaviest(case) if self.alone is None else self.alone
         return lower(case, capture=shared_graph, speed=None if clock is None else clock.speed(), rank=rank)
 
 
 def shared_graph(case: Case, method: Method | None) -> StepGraph:
     """Captures a case; the graph of one GPU that a strategy rewrites is shared by all its meshes."""
-    from simulator.estimator.estimate import captured
-
     if method is None:
         case = replace(case, world=1, mesh={}, memory=None)
     return captured(case, None, method)

@@ -15,9 +15,16 @@ from concurrent.futures import Executor
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final
 
+from graph.case import Case, meaningful
 from simulator.engine.result import OutsideTerm, Verdict
+from simulator.estimator.devices import device
 from simulator.estimator.jobs import Dispatch, MakeExecutor, local_pool
+from simulator.estimator.outside import bytes_of, least_of, most_of, outside_of
 from simulator.selector.batch_search import Probe, largest
+from strategies import registry
+from strategies.gemini.record import STRATEGIES
+from strategies.strategy import MACHINE, Axis, Kind, Share
+from strategies.timing.clock import Clock
 from traces.errors import ConfigError, LLMemError
 from traces.text import one_line
 
@@ -246,9 +253,6 @@ def _advice(outcomes: Sequence[Outcome]) -> str:
 
 def _check(asked: Asked) -> None:
     """Refuse what no method could do, before the long work."""
-    from graph.case import Case
-    from simulator.estimator.devices import device
-
     if asked.policy not in POLICIES:
         raise ConfigError(f"policy {asked.policy!r}: there are {' and '.join(POLICIES)}")
     if not 0 <= asked.margin < 1:
@@ -268,8 +272,6 @@ def candidates(asked: Asked) -> tuple[Candidate, ...]:
 
     Keys of the case that mean nothing for a method are left out of its own.
     """
-    from graph.case import meaningful
-
     return tuple(replace(one, keys=meaningful(one.keys)) for one in _candidates(asked))
 
 
@@ -280,8 +282,6 @@ def _candidates(asked: Asked) -> tuple[Candidate, ...]:
         return tuple(_llmem_candidates(keys, world))
     if world == 1:
         return (Candidate("single", keys, 1),)
-    from strategies.strategy import Axis
-
     micro = int(keys.get("microbatches", 0))
     quiet = {"return_outputs": False}  # nobody looks at the logits of all micro-batches
     piped = {**keys, **quiet, "strategy": "pp", "world": world, "microbatches": max(micro, world)}
@@ -296,9 +296,6 @@ def _candidates(asked: Asked) -> tuple[Candidate, ...]:
 
 def _plain(keys: Mapping[str, Any], world: int) -> Iterator[Candidate]:
     """The methods by themselves; pipelines, whose micro-batches are chosen, apart."""
-    from strategies import registry
-    from strategies.strategy import Share
-
     for one in registry.known().values():
         if one.share is not Share.NO and one.sensible(world):
             own = {**keys, "strategy": one.name, "world": world}
@@ -309,8 +306,6 @@ def _plain(keys: Mapping[str, Any], world: int) -> Iterator[Candidate]:
 
 def meshes(world: int) -> list[dict[str, int]]:
     """Every split of GPUs over pipeline stages, replicas or shards, and tensor parallelism, two or three of them."""
-    from strategies.strategy import MACHINE, Axis
-
     found: list[dict[str, int]] = []
     for stages in _divisors(world):
         for tensor in _divisors(world // stages):
@@ -330,8 +325,6 @@ def _divisors(number: int) -> list[int]:
 
 def _shared_keys(asked: Asked) -> dict[str, Any]:
     """The keys of the case that all methods have, with the memory of each rank where the GPUs differ."""
-    from simulator.estimator.devices import device
-
     keys = {key: value for key, value in asked.keys.items() if key not in ("batch", "strategy", "world", "mesh")}
     keys["gpu"] = asked.gpus[0]
     if len(set(asked.gpus)) > 1:
@@ -341,8 +334,6 @@ def _shared_keys(asked: Asked) -> dict[str, Any]:
 
 def _llmem_candidates(keys: Mapping[str, Any], world: int) -> list[Candidate]:
     """Conventional data parallelism, ADP, TP and DP+TP on Gemini, in LLMem's own setting."""
-    from strategies.gemini.record import STRATEGIES
-
     (gemini,) = STRATEGIES
     own = {**keys, **gemini.usual, "strategy": gemini.name, "world": world}
     meshes = [(f"CDP-{world}", {"cdp": world}, world), (f"{world}DP", {"dp": world}, world)]
@@ -442,8 +433,6 @@ def _probe(candidate: Candidate, asked: Asked) -> Probe:
 
 def _least(asked: Asked) -> int:
     """Bytes of the smallest GPU."""
-    from simulator.estimator.devices import device
-
     memory = asked.keys.get("memory")
     return min(device(name).total_bytes for name in asked.gpus) if memory is None else int(memory)
 
@@ -467,8 +456,6 @@ def _too_large(outcome: Outcome, probe: Probe, asked: Asked) -> Outcome:
 
 def _remedies(probe: Probe, asked: Asked) -> tuple[str, ...]:
     """What makes one sample fit, of the settings that the case does not have yet, else one GPU more."""
-    from strategies import registry
-
     own = registry.find(probe.case(1)).remedies
     found = []
     for name, keys in (*REMEDIES[:-1], *own, REMEDIES[-1]):
@@ -483,9 +470,6 @@ def _larger(probe: Probe, asked: Asked) -> tuple[str, ...]:
 
     It is no help to a method that keeps all on every GPU, and a mesh has its splits already.
     """
-    from strategies import registry
-    from strategies.strategy import Axis, Kind
-
     if probe.keys.get("mesh") or (asked.world > 1 and Kind.WHOLE in registry.find(probe.case(1)).kind):
         return ()
     memory = probe.keys.get("memory")
@@ -513,7 +497,6 @@ def _measured(
 ) -> Outcome | None:
     """Peaks, slack and speed of a method at a micro-batch, with so many of them a step; None if that does not fit."""
     from simulator.estimator.judging import judged
-    from simulator.estimator.outside import bytes_of, least_of, most_of
 
     if accum > 1 and "microbatches" in candidate.keys:  # a pipeline accumulates over its micro-batches
         keys = {**candidate.keys, "microbatches": accum * int(candidate.keys["microbatches"])}
@@ -555,8 +538,6 @@ def _measured(
 
 def _clock(asked: Asked) -> Clock:
     """The speeds of the slowest card: it decides."""
-    from strategies.timing.clock import Clock
-
     clocks = [Clock.of(name) for name in asked.gpus]
     return min(clocks, key=lambda clock: (clock.card.half, clock.card.memory))
 
@@ -566,7 +547,4 @@ def _clock(asked: Asked) -> Clock:
 
 def outside(asked: Asked, groups: int) -> tuple[OutsideTerm, ...]:
     """What lies outside the allocator for a rank in so many groups, on the card that has most of it."""
-    from graph.case import Case
-    from simulator.estimator.outside import outside_of
-
     return outside_of(Case.of({**asked.keys, "gpu": asked.gpus[0]}), asked.context, groups, asked.gpus)

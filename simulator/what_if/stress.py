@@ -21,9 +21,12 @@ from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Final, Literal
 
+from simulator.allocator import layout as at
 from simulator.allocator.conf import parse_conf
 from simulator.allocator.releases import Release, parse_release
+from simulator.engine.min_memory import smallest_memory
 from simulator.estimator.jobs import Dispatch, MakeExecutor, local_pool
+from simulator.estimator.results_file import Results
 from simulator.what_if.variants import LEAST, Deferred, Variant, has_deferred_frees, movable_steps, vary
 from traces.errors import ConfigError, LLMemError, ReplayError
 from traces.model import DEFAULT_RELEASE, Op, Strings, Trace
@@ -406,8 +409,6 @@ def stress(
 def _opened(results: str | os.PathLike[str] | None, force: bool) -> Any:
     if results is None:
         return nullcontext(None)
-    from simulator.estimator.results_file import Results
-
     return Results(results, force=force, sync=False)  # replays are many and quick
 
 
@@ -549,9 +550,7 @@ def _figures(scenario: Scenario, task: _Task) -> dict[str, Any]:
 
 
 def _measured(scenario: Scenario, task: _Task) -> dict[str, Any]:
-    from simulator.allocator import layout as at
     from simulator.engine import analysis
-    from simulator.engine.min_memory import smallest_memory
     from simulator.engine.replay import serve
 
     made = _prepared(task, scenario.variant)

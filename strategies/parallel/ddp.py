@@ -34,17 +34,10 @@ class DataParallel(Native):
         self.bucket_view = bucket_view
 
     def wrap(self, recorder: Recorder, built: Built) -> torch.nn.Module:
-        """The whole model, wrapped; without the check that all ranks have the same shapes, which asks the others."""
-        from unittest import mock
+        """The whole model, wrapped."""
+        from graph.fake_cuda.collectives import replicated
 
-        import torch.nn.parallel.distributed as parallel
-
-        from graph.fake_cuda.collectives import without_logger
-
-        module = place_all(recorder, built)
-        with mock.patch.object(parallel, "_verify_param_shape_across_processes", return_value=None):
-            wrapped = parallel.DistributedDataParallel(module, device_ids=[0], gradient_as_bucket_view=self.bucket_view)
-        return without_logger(wrapped)
+        return replicated(place_all(recorder, built), gradient_as_bucket_view=self.bucket_view)
 
     def micro_step(self, module: Any, micro: int, last: bool) -> contextlib.AbstractContextManager[Any]:
         """Gradients are not synchronized before the last micro-batch, where the case says so."""

@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING, Any, Final
 
 from graph.case import Case
 from graph.loop.method import Method
-from strategies.parallel.fsdp import REPLICAS
+from strategies.parallel.fsdp import REPLICAS, materialize, without_step
 from strategies.parallel.mesh import Mesh
 from strategies.parallel.native import Native, place_all, shard_groups, tied, without_autocast
 from strategies.parallel.pp import Pipeline, check_schedule, refused
+from strategies.parallel.tp import apart, parallelize
 from strategies.strategy import Groups, Kind, Ranks, Strategy
 from traces.errors import ConfigError
 
@@ -101,9 +102,7 @@ class MeshRank(Pipeline):
 
     def wrap(self, recorder: Recorder, built: Built) -> torch.nn.Module:
         """Cut, split, sharded or replicated, in this order."""
-        from strategies.parallel.fsdp import materialize
         from strategies.parallel.stages import cut, decoder
-        from strategies.parallel.tp import parallelize
 
         self.mesh = self._device_mesh()
         module: torch.nn.Module = built.module
@@ -161,25 +160,17 @@ class MeshRank(Pipeline):
         fully_shard(module, **options)
 
     def _replicate(self, module: torch.nn.Module) -> torch.nn.Module:
-        from unittest import mock
-
-        import torch.nn.parallel.distributed as parallel
-
-        from graph.fake_cuda.collectives import without_logger
+        from graph.fake_cuda.collectives import replicated
         from graph.fake_cuda.torch_private import with_plain_parameters
 
         if self.tensor > 1:
             with_plain_parameters(module)
         over = self.mesh["dp" if "dp" in self.mesh.mesh_dim_names else "ddp"].get_group()
-        with mock.patch.object(parallel, "_verify_param_shape_across_processes", return_value=None):
-            wrapped = parallel.DistributedDataParallel(module, device_ids=[0], process_group=over)
-        return without_logger(wrapped)
+        return replicated(module, process_group=over)
 
     def optimizer(self, case: Case, parameters: list[torch.nn.Parameter]) -> Any:
         """Split and whole parameters apart, where there are both."""
         from graph.loop.training import make_optimizer
-        from strategies.parallel.fsdp import without_step
-        from strategies.parallel.tp import apart
 
         made = apart(case, parameters) if self.tensor > 1 else make_optimizer(case, parameters)
         return without_step(made) if case.offload == "parameters" else made

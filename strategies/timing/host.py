@@ -7,6 +7,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
+from graph.case import Case
 from graph.model import Int64Array, StepGraph
 
 COPY: Final = "aten.copy_.default"
@@ -52,7 +53,6 @@ def optimizer_ns(graph: StepGraph, rate: float, *, on_host: bool = False) -> int
 
 def _trained(graph: StepGraph) -> int:
     """Elements of the model that are trained; stage 3 leaves none of them whole in the graph."""
-    from graph.case import Case
     from graph.models.sources import build
 
     return sum(one.numel() for one in build(Case.of(graph.case)).module.parameters() if one.requires_grad)
