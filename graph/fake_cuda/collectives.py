@@ -193,7 +193,7 @@ def replicated(module: torch.nn.Module, **options: Any) -> torch.nn.Module:
     """`module` in DistributedDataParallel, which keeps no time and does not ask the others whether shapes agree."""
     with mock.patch.object(parallel, "_verify_param_shape_across_processes", return_value=None):
         wrapped = parallel.DistributedDataParallel(module, device_ids=[0], **options)
-    wrapped.logger = _Silent()  # type: ignore[assignment]
+    wrapped.logger = _Silent()
     return wrapped
 
 
