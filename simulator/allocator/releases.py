@@ -121,6 +121,13 @@ def _release(minor: int) -> Release:
 RELEASES: Final[dict[Version, Release]] = {Version(2, minor): _release(minor) for minor in range(16)}
 
 
+def register(release: Release) -> None:
+    """Add a release that is not there. Raises ConfigError where it is."""
+    if release.version in RELEASES:
+        raise ConfigError(f"release {release.text} is registered already")
+    RELEASES[release.version] = release
+
+
 def parse_release(text: str) -> Release:
     """The release named by `text`: `2.11`, `2.11.0`, `2.11.0+cu130`. ConfigError for one that is not in `RELEASES`."""
     try:

@@ -19,12 +19,13 @@ from graph import case as cases  # noqa: E402
 from graph import optimizers  # noqa: E402
 from graph.case import Case  # noqa: E402
 from graph.hardware import gpus  # noqa: E402
+from simulator.allocator import releases  # noqa: E402
 from strategies import registry  # noqa: E402
 from tests.places import ROOT  # noqa: E402
 from tests.support import toys  # noqa: E402
 from traces.errors import ConfigError  # noqa: E402
 
-TABLES: tuple[dict[str, Any], ...] = (
+TABLES: tuple[dict[Any, Any], ...] = (
     registry._known,
     cases.KEYS,
     cases._NAMES,
@@ -32,6 +33,7 @@ TABLES: tuple[dict[str, Any], ...] = (
     gpus.GPUS,
     gpus._NAMES,
     optimizers.OPTIMIZERS,
+    releases.RELEASES,
 )
 CONFIG = {
     "model_type": "gpt2",
@@ -92,6 +94,21 @@ def test_a_gpu_works_in_estimate(model: str) -> None:
     found = simulator.estimate({"model": model, "seq": 16, "gpu": "toy 5GB"})
     assert found.result is not None
     assert (found.result.ranks[0].device.name, found.result.ranks[0].device.total_bytes) == ("TOY-5GB", toys.TOTAL)
+
+
+def reserved(model: str, release: str, conf: str = "") -> int:
+    """The most that is reserved of a step whose logits take 4 MiB."""
+    found = simulator.estimate({"model": model, "seq": 64, "batch": 32, "release": release, "alloc_conf": conf}).result
+    assert found is not None
+    assert found.release == release
+    return found.ranks[0].peak_reserved
+
+
+def test_a_release_works_in_estimate(model: str) -> None:
+    large = "large_segment_size_mb:40"  # the toy has no such option
+    assert reserved(model, "2.16") == reserved(model, "2.15")
+    assert reserved(model, "2.16", large) == reserved(model, "2.15")
+    assert reserved(model, "2.15", large) > reserved(model, "2.15")
 
 
 @pytest.mark.parametrize(

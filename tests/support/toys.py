@@ -1,4 +1,4 @@
-"""A method, an optimizer, a GPU and a case key of somebody else's: what CONTRIBUTING's recipes say, carried out."""
+"""What somebody else registers: a method, an optimizer, a GPU, a PyTorch release, a case key, by CONTRIBUTING."""
 
 from __future__ import annotations
 
@@ -13,11 +13,14 @@ from graph import optimizers
 from graph.case import Case
 from graph.hardware import gpus
 from graph.keys import Taken
+from simulator.allocator import releases
 from strategies import registry
 from strategies.parallel.native import Native, place_all
 from strategies.strategy import Kind, Strategy
+from traces.release import Version
 
 TOTAL = 5 * 2**30
+NEXT = Version(2, 16)
 
 
 class Copies(Native):
@@ -58,6 +61,7 @@ def register() -> None:
     registry.register(Toy("toy", "copies of the weights", Kind.WHOLE, takes=("toy",), aliases=("toyish",)))
     optimizers.register("three", optimizers.Optimizer(f"{__name__}.ThreeStates", "sgd"))
     gpus.register(replace(gpus.gpu("L4"), name="TOY-5GB", product="Toy 5", aliases=(), total_bytes=TOTAL))
+    releases.register(replace(releases.parse_release("2.15"), version=NEXT, large_segment_size_option=False))
     cases.register(
         "toy_copies",
         Annotated[int, Meta(ge=0)],
