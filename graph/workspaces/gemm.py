@@ -42,11 +42,11 @@ _LT_TYPES: Final = frozenset({"float64", "float32", "float16", "bfloat16"})
 
 
 def workspace_bytes(profile: Profile) -> int:
-    """Bytes of a handle's cuBLAS workspace: 8.125 MiB; 32 MiB on compute capability 9.0, and on 10.x from 2.12.
+    """Bytes of a handle's cuBLAS workspace: 8.125 MiB; 32 MiB on compute capability 9.0, from 2.12 on 10.x and 12.x.
 
     `getChosenWorkspaceSize`, aten/src/ATen/cuda/CublasHandlePool.cpp.
     """
-    if profile.arch == (9, 0) or (profile.arch[0] >= 10 and profile.release >= (2, 12)):
+    if profile.arch == (9, 0) or (profile.arch[0] in (10, 12) and profile.release >= (2, 12)):
         return _HOPPER
     return _DEFAULT
 

@@ -1,4 +1,5 @@
-"""How long a step of a timed trace takes: what the replay's clocks show of its last iteration.
+"""How long a step of a timed trace takes: what the replay's clocks (`simulator.engine.streams`) show of its last
+iteration.
 
 The time of a model, not of a machine: kernels follow a roofline, collectives alpha-beta (`strategies.timing`), and
 nothing waits for data, logging or the allocator's calls of the driver.

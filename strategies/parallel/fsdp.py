@@ -1,10 +1,10 @@
 """Fully sharded data parallel by torch: `fsdp2` (`fully_shard`) with its variants, and `fsdp1`.
 
 Each layer and the root are units: a unit's parameters are gathered before it computes and its gradients are
-reduce-scattered after. Autocast becomes a mixed-precision policy with that parameter dtype and fp32 reduction.
-`fsdp2-nr` keeps what forward gathered (`reshard_after_forward=False`), `fsdp2-offload`, or any with `offload` of
-parameters, keeps shards on the host (`CPUOffloadPolicy`), `hsdp` shards over half of the ranks and replicates over two
-(torch/distributed/fsdp).
+reduce-scattered after. To free what was gathered torch resizes its storage to 0, which `Recorder.resized` notes.
+Autocast becomes a mixed-precision policy with that parameter dtype and fp32 reduction. `fsdp2-nr` keeps what forward
+gathered (`reshard_after_forward=False`), `fsdp2-offload`, or any with `offload` of parameters, keeps shards on the
+host (`CPUOffloadPolicy`), `hsdp` shards over half of the ranks and replicates over two (torch/distributed/fsdp).
 """
 
 from __future__ import annotations
