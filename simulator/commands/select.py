@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,7 +34,17 @@ _EPILOG = (
 @click.option("--policy", type=click.Choice(["throughput", "llmem"]), default="throughput", help="How to rank.")
 @click.option("--global-batch", metavar="N", type=click.IntRange(1), help="Samples of an optimizer step, of all GPUs.")
 @click.option("--margin", metavar="SHARE", type=float, default=0.02, help="Share of each GPU to stay free (0.02).")
-@click.option("--config", metavar="FOLDER", help="Write configuration files for the winner.")
+@click.option(
+    "--methods",
+    metavar="NAME,...",
+    multiple=True,
+    help="Try these alone, each to the end: methods, meshes such as fsdp2=4,tp=2, or families (also --strategy, "
+    "--mesh).",
+)
+@click.option(
+    "--exclude", metavar="NAME,...", multiple=True, help="Leave these out; an axis such as pp with its meshes."
+)
+@click.option("--config", metavar="FOLDER", help="Write configuration files for the best method.")
 @context_option
 @worker_options
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead of a table.")
@@ -47,6 +58,8 @@ def command(
     policy: str,
     global_batch: int | None,
     margin: float,
+    methods: tuple[str, ...],
+    exclude: tuple[str, ...],
     config: str | None,
     context: str,
     jobs: int | None,
@@ -58,7 +71,7 @@ def command(
     quiet: bool,
     **options: Any,
 ) -> int:
-    """Find the fastest method and its largest micro-batch for MODEL on these GPUs."""
+    """Find the method and micro-batch for MODEL on these GPUs: fast, plain, and without allocator retries."""
     from simulator.reports import select as report
     from simulator.selector.select import Asked
 
@@ -66,13 +79,16 @@ def command(
     outside = context_size(context)
     names = [part.strip() for part in (options.pop("gpu", None) or "A100-80GB").split(",")]
     cards = _cards(names, gpus)
-    for key in ("batch", "strategy", "world", "mesh", "accum"):
+    methods += tuple(filter(None, (options.pop("strategy", None), options.pop("mesh", None))))
+    for key in ("batch", "world", "accum"):
         given = [name for name in KEYS[key].names if options.pop(name, None) is not None]
         if given:
             raise click.UsageError(f"--{given[0].replace('_', '-')} is what select finds; leave it out")
     case = case_from(model, {**options, "gpu": cards[0]}, any_strategy=True)
     _check_files(html, config, force)
-    asked = Asked(case.document(), cards, policy, global_batch, margin, context=outside)
+    named, left_out = (tuple(_words(texts, len(cards))) for texts in (methods, exclude))
+    document = case.document()
+    asked = Asked(document, cards, policy, global_batch, margin, context=outside, methods=named, exclude=left_out)
     found, interrupted = _selected(asked, (jobs, executor, dask), quiet)
     show(report, found, as_json)  # before files are drawn and written: this much is safe
     sys.stdout.flush()
@@ -83,6 +99,13 @@ def command(
     if interrupted:
         return 130
     return 0 if found.winner is not None else 3
+
+
+def _words(texts: Iterable[str], world: int) -> Iterator[str]:
+    from simulator.selector.candidates import split_words
+
+    for text in texts:
+        yield from split_words(text, world)
 
 
 def _cards(names: list[str], gpus: int | None) -> tuple[str, ...]:

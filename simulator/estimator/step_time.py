@@ -2,7 +2,7 @@
 iteration.
 
 The time of a model, not of a machine: kernels follow a roofline, collectives alpha-beta (`strategies.timing`), and
-nothing waits for data, logging or the allocator's calls of the driver.
+nothing waits for data or logging. What the allocator's calls of the driver take is reckoned apart (`stall_of`).
 """
 
 from __future__ import annotations
@@ -20,11 +20,17 @@ from traces.model import Events, Op, Strings, Trace
 
 if TYPE_CHECKING:
     from graph.case import Case
-    from simulator.engine.result import Result
+    from simulator.engine.result import RankResult, Result
     from strategies.timing.clock import Clock
 
 #: Memory of the devices while time alone is told: enough for all that fits anywhere.
 _AMPLE: Final = 1 << 42
+#: Nanoseconds of a cudaMalloc or cudaFree of a segment, and of the wait for the device before cached blocks are freed,
+#: after which the GPU idles until the host is ahead again. Assumed, for want of measurements by size: a cudaMalloc is
+#: said to take 30 to 200 us, and segments are large; a cudaFree waits for the device and unmaps as much. That a run
+#: with retries is slower is not assumed: pytorch/pytorch#104509 tells of 46 retries and 7.3 s a step for 5.3 s.
+CALL_NS: Final = 200_000
+SYNCHRONIZE_NS: Final = 50_000
 _NOTE: Final = "a model (roofline, alpha-beta collectives), not a measurement"
 
 
@@ -106,6 +112,49 @@ def step_seconds(trace: Trace, clock: Clock) -> float:
     return found / 1e9
 
 
+@dataclass(frozen=True)
+class Stall:
+    """What the allocator adds to a steady iteration of a rank: retries, and seconds of its calls of the driver."""
+
+    retries: int = 0
+    seconds: float = 0.0
+
+
+def stall_of(trace: Trace, context: int | None = None) -> Stall:
+    """What the allocator's calls of the driver add to the last iteration, on the rank that waits longest.
+
+    A retry waits for the device and frees cached segments, one call each; what is then missing is allocated anew.
+    `context` are the bytes of each device that are not PyTorch's (None: as the devices say). Nothing for a trace
+    without iterations.
+    """
+    before = _before(trace, _last_step)
+    if before is None:
+        return Stall()
+    ends = {rank.ranks: _calls(rank) for rank in _replayed(trace, context).ranks}
+    starts = {rank.ranks: _calls(rank) for rank in _replayed(before, context).ranks}
+    differences = ((end[0] - starts[ranks][0], end[1] - starts[ranks][1]) for ranks, end in ends.items())
+    stalls = (Stall(tries, (tries * SYNCHRONIZE_NS + calls * CALL_NS) / 1e9) for tries, calls in differences)
+    return max(stalls, key=lambda one: (one.seconds, one.retries))
+
+
+def _calls(rank: RankResult) -> tuple[int, int]:
+    """Retries of a rank, and its calls of the driver that took or gave back memory."""
+    stats = rank.memory_stats
+    made = stats.get("num_device_alloc", stats.get("segment.all.allocated", 0))
+    return rank.retries, made + stats.get("num_device_free", stats.get("segment.all.freed", 0))
+
+
+def _replayed(trace: Trace, context: int | None) -> Result:
+    from simulator.engine.replay import replay
+
+    return replay(trace, context=context, analyse=False)
+
+
+def of_last_step(events: Events) -> Events:
+    """The events of the last iteration, all where there are none."""
+    return _part(events, slice(_last_step(events), None))
+
+
 def of_case(trace: Trace, case: Case, result: Result) -> StepTime | GenerationTime | None:
     """The time of a steady iteration of a case, or of an inference run, by its timed trace's replay."""
     if case.task == "inference":
@@ -113,6 +162,8 @@ def of_case(trace: Trace, case: Case, result: Result) -> StepTime | GenerationTi
     found = step_time(trace, result)
     if found is None:
         return None
+    if any(rank.retries for rank in result.ranks):
+        found += round(stall_of(trace).seconds * 1e9)
     return StepTime(found, _samples(case) * case.seq, trace.world)
 
 
@@ -157,14 +208,14 @@ def _before(trace: Trace, place: Callable[[Events], int | None]) -> Trace | None
         stop = place(entry.events)
         if stop is None:
             return None
-        entries.append(replace(entry, events=_cut(entry.events, stop)))
+        entries.append(replace(entry, events=_part(entry.events, slice(stop))))
     return replace(trace, ranks=tuple(entries))
 
 
-def _cut(events: Events, stop: int) -> Events:
-    """The first `stop` events."""
+def _part(events: Events, part: slice) -> Events:
+    """Some of the events that follow each other."""
     columns = {
-        name: Strings(column.codes[:stop], column.table) if isinstance(column, Strings) else column[:stop]
+        name: Strings(column.codes[part], column.table) if isinstance(column, Strings) else column[part]
         for name, column in events.columns.items()
     }
-    return Events(events.op[:stop], columns)
+    return Events(events.op[part], columns)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from simulator.estimator.estimate import estimate
 from simulator.reports.document import Bar, Cell, Chart, Document, Lines, Section, Size, Table
 from simulator.reports.verdict import WORDS
+from simulator.selector.select import WITHIN
 from traces.text import one_line
 from traces.units import format_bytes
 
@@ -37,6 +38,8 @@ def render_json(found: Selection) -> dict[str, Any]:
         "reason": reason(found),
         "advice": found.advice,
         "methods": [_method(one) for one in found.outcomes],
+        "within": WITHIN,
+        "not_tried": [{"method": one.name, "at_most_tokens_per_second": one.at_most} for one in found.spared],
         "unfinished": list(found.unfinished),
         "outside": [
             {"name": one.name, "bytes": one.bytes, "low": one.low, "high": one.high, "source": one.source}
@@ -52,6 +55,7 @@ def _method(one: Outcome) -> dict[str, Any]:
         "verdict": "error" if one.error else one.verdict,
         "case": one.case,
         "batch": one.batch,
+        "largest": one.largest,
         "accum": one.accum,
         "samples": one.samples,
         "peak_allocated": one.peak_allocated,
@@ -60,6 +64,7 @@ def _method(one: Outcome) -> dict[str, Any]:
         "limit": one.limit,
         "left": {"likely": one.slack, "low": one.slack_low, "high": one.slack_high},
         "retries": one.retries,
+        "step_retries": one.step_retries,
         "step_seconds": one.step_seconds,
         "tokens_per_second": one.tokens_per_second,
         "score": one.score,
@@ -81,9 +86,18 @@ def reason(found: Selection) -> str:
     if found.asked.policy == "llmem":
         text = f"{winner.name}: score {winner.score:g} (LLMem's Algorithm 1)"
         return text if second is None else f"{text}, before {second.name} with {second.score:g}"
+    fastest = max((one for one in found.outcomes if one.fits), key=lambda one: one.tokens_per_second)
+    if fastest is not winner:
+        because = "it is the plainer method"
+        if fastest.step_retries and not winner.step_retries:
+            because = "its steps have no allocator retries"
+        return (
+            f"{winner.name}: {winner.tokens_per_second:,.0f} tokens/s, within {WITHIN:.0%} of the fastest, "
+            f"{fastest.name} with {fastest.tokens_per_second:,.0f}: chosen because {because}"
+        )
     text = f"{winner.name} is predicted fastest: {winner.tokens_per_second:,.0f} tokens/s"
     if second is None:
-        return f"{text}; no other method fits"
+        return text if found.spared else f"{text}; no other method fits"
     ahead = winner.tokens_per_second / second.tokens_per_second - 1
     return f"{text}, {ahead:.0%} more than {second.name}"
 
@@ -92,8 +106,9 @@ def closeness(one: Outcome) -> str:
     """The verdict of a method, and how close it is to the limit, by the range of what lies outside the allocator."""
     span = f"{_signed(one.slack_low)} to {_signed(one.slack_high)} by what lies outside the allocator"
     retries = f" after {one.retries} allocator retries" if one.retries else ""
+    steady = f", {one.step_retries} in a steady step" if one.step_retries else ""
     safer = "; a smaller micro-batch is safer" if one.tight else ""
-    return f"{WORDS[one.verdict]}: {format_bytes(one.slack)} left on the fullest GPU{retries} ({span}){safer}"
+    return f"{WORDS[one.verdict]}: {format_bytes(one.slack)} left on the fullest GPU{retries}{steady} ({span}){safer}"
 
 
 def _signed(size: int) -> str:
@@ -106,12 +121,21 @@ def lines(found: Selection) -> Iterator[str]:
     yield reason(found)
     if winner is not None:
         yield f"{winner.name}: {closeness(winner)}"
+        if winner.largest > winner.batch:
+            yield f"{winner.name}: micro-batch {winner.batch}; the largest that fits is {winner.largest}"
     for one in found.outcomes:
         if one.error:
             yield f"{one.name}: not possible: {one_line(one.error)}"
         elif not one.fits:
             mend = f"; it would fit with {' or '.join(one.remedies)}" if one.remedies else ""
             yield f"{one.name}: one sample lacks {format_bytes(one.short)}{mend}"
+    if winner is not None and found.spared:
+        most = max(one.at_most for one in found.spared)
+        names = ", ".join(one.name for one in found.spared)
+        yield (
+            f"not tried, since they cannot be more than {WITHIN:.0%} faster than {winner.name} (at most {most:,.0f} "
+            f"tokens/s; --methods NAME tries one): {names}"
+        )
     if found.unfinished:
         yield f"not finished: {', '.join(found.unfinished)}"
 

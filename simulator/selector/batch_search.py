@@ -1,14 +1,15 @@
 """The largest micro-batch of a method: simulated at one after the other, each captured, until the next does not fit.
 
-Where to look next is read off replays of what was captured with the sizes of other micro-batches
-(`simulator.selector.extrapolate`). The answer itself is a captured step that fits; that one sample more does not is
-decided by a captured step, or by a replay with the sizes on the lines through two captured ones, of which the answer is
-one.
+Of the sizes that people use (`rungs`) the largest that fits is captured (`largest_rung`); LLMem's policy takes the
+largest of all (`largest`). Where to look next is read off replays of what was captured with the sizes of other
+micro-batches (`simulator.selector.extrapolate`). The answer itself is a captured step that fits; that one sample more
+does not is decided by a captured step, or by a replay with the sizes on the lines through two captured ones, of which
+the answer is one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
@@ -61,15 +62,18 @@ class Probe:
         """The case of the method at a micro-batch."""
         return Case.of({**self.keys, "batch": batch, **more}, where=self.name)
 
-    def first(self) -> int:
-        """The micro-batch to begin with."""
+    def first(self, near: int = 0) -> int:
+        """The micro-batch to begin with: a prime, of `near` or more where that is known to be of use."""
         try:
-            return prime_for(sizes_in(configuration(str(self.keys["model"])).document))
+            sizes = sizes_in(configuration(str(self.keys["model"])).document)
         except LLMemError:  # a function of the user's own
-            return PRIMES[0]
+            sizes = []
+        return prime_for(sizes, near)
 
     def fits(self, batch: int) -> bool:
         """Whether a micro-batch fits, captured."""
+        if batch in self.results:
+            return self.results[batch].verdict != "oom"
         case = self.case(batch)
         made = self.trace(case)
         found = self.replayed(made)
@@ -132,6 +136,36 @@ def shared_graph(case: Case, method: Method | None) -> StepGraph:
     if method is None:
         case = replace(case, world=1, mesh={}, memory=None)
     return captured(case, None, method)
+
+
+def rungs(most: int, whole: int | None) -> list[int]:
+    """Micro-batches that people use, up to `most`: powers of two, or those that divide `whole` samples of a rank."""
+    if whole is None:
+        return [1 << power for power in range(most.bit_length()) if 1 << power <= most]
+    return [one for one in range(1, min(whole, most) + 1) if whole % one == 0]
+
+
+def largest_rung(
+    sizes: Sequence[int], fits: Callable[[int], bool], guess: Callable[[int, int], tuple[int, bool]], first: int
+) -> tuple[int, int]:
+    """The largest of these sizes that fits (0: none), which is asked of `fits`; and the largest number that does, up to
+    the last of them, as far as the guesses say.
+
+    Arguments are those of `largest`; `first` need not be one of the sizes.
+    """
+    best, low, high = 0, 0, sizes[-1] + 1
+    place = min(first, sizes[-1])
+    while True:
+        if fits(place):
+            low, best = max(low, place), max(best, place if place in sizes else 0)
+        else:
+            high = place
+        guessed, sure = guess(low, high) if high - low > 1 else (low, low > 0)
+        left = [one for one in sizes if best < one < high]
+        under = [one for one in left if one <= guessed]
+        if not left or (not under and sure):
+            return best, guessed
+        place = under[-1] if under else left[0]
 
 
 def largest(

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from traces.model import Events, Op, RankEvents, Trace
 
 #: Micro-batches to begin with.
-PRIMES: Final = (7, 11, 13, 17, 19, 23)
+PRIMES: Final = (7, 11, 13, 17, 19, 23, 31, 47, 67, 97, 131, 193, 257, 383, 509, 769, 1021, 2053)
 #: Categories in which bytes may follow the micro-batch.
 FOLLOWING: Final = frozenset({"activation", "input", "temporary", "communication", "unknown"})
 #: Numbers of a configuration below this are no sizes of tensors.
@@ -26,9 +26,10 @@ _SIZE: Final = 64
 Growth = npt.NDArray[np.float64]
 
 
-def prime_for(sizes: Sequence[int]) -> int:
-    """A micro-batch that divides none of these sizes."""
-    return next((prime for prime in PRIMES if all(size % prime for size in sizes)), PRIMES[0])
+def prime_for(sizes: Sequence[int], near: int = 0) -> int:
+    """A micro-batch of `near` or more, if there is one, that divides none of these sizes."""
+    primes = [prime for prime in PRIMES if prime >= near] or [PRIMES[-1]]
+    return next((prime for prime in primes if all(size % prime for size in sizes)), primes[0])
 
 
 def sizes_in(document: Mapping[str, Any]) -> list[int]:

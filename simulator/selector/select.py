@@ -1,13 +1,15 @@
-"""Which method, and which micro-batch, for a model on given GPUs: every method is simulated at its largest batch.
+"""Which method, and which micro-batch, for a model on given GPUs: every method is simulated at its best micro-batch.
 
-`select` is the whole of it: for each method and split of the GPUs it captures the step at a micro-batch, replays it on
-the device less what lies outside the allocator, and searches the largest one that fits
-(`simulator.selector.batch_search`). Methods are searched in parallel, each in one worker.
+`select` is the whole of it. For each method and split of the GPUs (`simulator.selector.candidates`) it captures the
+step at a micro-batch, replays it on the device less what lies outside the allocator, and searches the largest one that
+fits (`simulator.selector.batch_search`). Methods are searched in parallel, each in one worker, in the order of
+preference; one that cannot win any more by what is known (`simulator.selector.bounds`) is not tried.
 """
 
 from __future__ import annotations
 
 import gc
+import math
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,28 +17,33 @@ from concurrent.futures import Executor
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final
 
-from graph.case import Case, meaningful
+from graph.case import Case
 from simulator.engine.result import OutsideTerm, Verdict
 from simulator.estimator.devices import device
 from simulator.estimator.jobs import Dispatch, MakeExecutor, local_pool
 from simulator.estimator.outside import bytes_of, least_of, most_of, outside_of
-from simulator.selector.batch_search import Probe, largest
+from simulator.estimator.step_time import Stall, stall_of
+from simulator.selector.batch_search import Probe, largest, largest_rung, rungs
+from simulator.selector.bounds import Work, most_tokens, work_between
+from simulator.selector.candidates import LIKELY, Candidate, candidates, preference
 from strategies import registry
-from strategies.gemini.record import STRATEGIES
-from strategies.strategy import MACHINE, Axis, Kind, Share
+from strategies.strategy import Axis, Kind
 from strategies.timing.clock import Clock
 from traces.errors import ConfigError, LLMemError
 from traces.text import one_line
 
 if TYPE_CHECKING:
     from simulator.estimator.outside import Context
-    from strategies.timing.clock import Clock
 
 POLICIES: Final = ("throughput", "llmem")
 #: The share of a device that stays free beside the likely size of what lies outside the allocator.
 MARGIN: Final = 0.02
+#: Speeds that differ by less cannot be told apart by a model of time (docs/explanation/time.md: 8 to 15 %).
+WITHIN: Final = 0.10
 #: Largest micro-batch that is tried.
 MOST: Final = 4096
+#: Of how many methods, those that lack least, remedies are sought where nothing fits.
+CLOSEST: Final = 3
 #: What is tried where a method does not fit with one sample, beside what it offers itself: words, keys of the case.
 REMEDIES: Final[tuple[tuple[str, Mapping[str, Any]], ...]] = (
     ("expandable_segments:True", {"alloc_conf": "expandable_segments:True"}),
@@ -63,23 +70,12 @@ CDP_BONUS: Final = 1.5
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
-    """A method on a split of the GPUs: what it is called, and the keys of the case that say it.
-
-    `shares` are the ranks that work on different samples.
-    """
-
-    name: str
-    keys: Mapping[str, Any]
-    shares: int
-
-
-@dataclass(frozen=True, slots=True)
 class Asked:
     """What is asked: keys of the case that all methods share (`model`, `seq`, ...), the GPUs by rank, and how.
 
     `gpus` has a name a rank; `margin` is the share of each device that stays free; `context` are the bytes of each that
-    are not PyTorch's (`simulator.estimator.outside`).
+    are not PyTorch's (`simulator.estimator.outside`). `methods` are names of methods, meshes such as `fsdp2=4,tp=2` or
+    families (`simulator.selector.candidates`), of which each is then searched; `exclude` those that are left out.
     """
 
     keys: Mapping[str, Any]
@@ -89,6 +85,8 @@ class Asked:
     margin: float = MARGIN
     remedies: bool = True
     context: Context = "auto"
+    methods: tuple[str, ...] = ()
+    exclude: tuple[str, ...] = ()
 
     @property
     def world(self) -> int:
@@ -98,7 +96,11 @@ class Asked:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a method can do: its largest micro-batch (0: none fits), and peaks, time and speed at it.
+    """What a method can do: its best micro-batch (0: none fits), and peaks, time and speed at it.
+
+    `largest` is the largest micro-batch that fits, as sizes between captured steps say. `retries` are those of the
+    whole run, `step_retries` those of a steady step, whose time has what they take. `at_most` are the tokens per second
+    that a method cannot exceed that was not searched for it. `work` is what a sample costs at the least.
 
     Bytes are of the worst rank, replayed beside what lies outside the allocator, without the margin; `limit` is its
     device less both. `slack` is what is left on the device when everything outside has its likely size, `slack_low` at
@@ -110,6 +112,7 @@ class Outcome:
     keys: Mapping[str, Any]
     shares: int
     batch: int = 0
+    largest: int = 0
     accum: int = 1
     peak_allocated: int = 0
     peak_reserved: int = 0
@@ -119,6 +122,7 @@ class Outcome:
     slack_low: int = 0
     slack_high: int = 0
     retries: int = 0
+    step_retries: int = 0
     tight: bool = False
     step_seconds: float = 0.0
     tokens_per_second: float = 0.0
@@ -126,6 +130,8 @@ class Outcome:
     tried: Mapping[int, bool] = field(default_factory=dict)
     short: int = 0
     remedies: tuple[str, ...] = ()
+    at_most: float = 0.0
+    work: Work | None = None
     error: str = ""
     seconds: float = 0.0
 
@@ -152,10 +158,14 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Selection:
-    """The answer: all methods, best first, then those that do not fit; what was asked; notes."""
+    """The answer: all methods, the best first, then by speed, then those that do not fit; what was asked.
+
+    `spared` are methods that were not searched, since they cannot win.
+    """
 
     asked: Asked
     outcomes: tuple[Outcome, ...]
+    spared: tuple[Outcome, ...] = ()
     outside: tuple[OutsideTerm, ...] = ()
     seconds: float = 0.0
     unfinished: tuple[str, ...] = ()
@@ -193,53 +203,139 @@ def select(
     every method. Raises ConfigError for a bad case or GPU, and where no method can take the model; Interrupted with
     what is finished on KeyboardInterrupt.
     """
-    started = time.perf_counter()
     _check(asked)
-    wanted = candidates(asked)
-    found: dict[str, Outcome] = {}
+    course = _Course(asked, candidates(asked), progress)
+    try:
+        course.run(jobs, executor)
+    except KeyboardInterrupt:
+        raise Interrupted(course.selection()) from None
+    errors = {outcome.error for outcome in course.found.values()}
+    if len(errors) == 1 and "" not in errors:  # what all methods say alike is about the case
+        raise ConfigError(errors.pop())
+    return course.selection()
 
-    def finished(job: _Job, answer: Mapping[str, Any]) -> None:
+
+class _Course:
+    """A selection under way: what was found, and what may still win."""
+
+    def __init__(
+        self, asked: Asked, wanted: tuple[Candidate, ...], progress: Callable[[int, int, str], None] | None
+    ) -> None:
+        self.asked = asked
+        self.wanted = wanted
+        self.found: dict[str, Outcome] = {}
+        self.spared: dict[str, Outcome] = {}
+        self._progress = progress
+        self._started = time.perf_counter()
+
+    def run(self, jobs: int | None, executor: Executor | MakeExecutor | None) -> None:
+        """Search what may win, until nothing is left; where nothing fits, what would make it fit."""
+
+        def do(work: list[_Job]) -> None:
+            if jobs == 1 and executor is None:
+                for job in work:
+                    self._finished(job, _work([job.document], None)[0])
+            else:
+                Dispatch(_work, None, self._finished, jobs, executor, pool=_pool, most=1).run(work)
+
+        left = [_Job(one, self) for one in self.wanted]
+        while left:
+            do(left)
+            left = [_Job(one, self) for one in self.wanted if self._may_win(one)]
+        near = sorted((one for one in self.found.values() if one.short), key=lambda one: one.short)[:CLOSEST]
+        if near and not any(one.fits for one in self.found.values()) and self._mends():
+            names = {one.name for one in near}
+            do([_Job(one, self, mend=True) for one in self.wanted if one.name in names])
+
+    def _mends(self) -> bool:
+        return self.asked.remedies and self.asked.policy != "llmem"
+
+    def _may_win(self, candidate: Candidate) -> bool:
+        """Whether one that was spared, by what was known then, may win by what is known now."""
+        spared = self.spared.get(candidate.name)
+        return spared is not None and spared.at_most > self.rival(candidate).floor
+
+    def rival(self, candidate: Candidate) -> Rival:
+        """What a candidate has to beat, when it is looked at now: nothing where it is likely or asked for by name."""
+        best = chosen(list(self.found.values()))
+        if best is None or best.step_retries or self.asked.methods or self.asked.policy == "llmem":
+            return Rival()
+        if candidate.name in LIKELY or preference(candidate.name, candidate.keys) < preference(best.name, best.keys):
+            return Rival()
+        micro = int(candidate.keys.get("microbatches", 1))
+        if self.asked.global_batch is not None:
+            micro = max(micro, self.asked.global_batch // candidate.shares)
+        known = [one.work for one in self.found.values() if one.work is not None]
+        case = Case.of({**candidate.keys, "batch": 1}, where=candidate.name)
+        fastest = most_tokens(candidate, micro, case.seq, known, clock_of(self.asked))
+        near = 2 * best.samples // (candidate.shares * int(candidate.keys.get("microbatches", 1)))
+        return Rival(best.tokens_per_second * (1 + WITHIN), fastest, near)
+
+    def _finished(self, job: _Job, answer: Mapping[str, Any]) -> None:
         candidate = job.candidate
         outcome = answer.get("outcome")
         if outcome is None:
             error = str(answer.get("error", "no answer"))
             outcome = Outcome(candidate.name, candidate.keys, candidate.shares, error=error)
-        found[candidate.name] = outcome
-        if progress is not None:
-            progress(len(found), len(wanted), candidate.name)
+        self.spared.pop(candidate.name, None)
+        (self.spared if outcome.at_most else self.found)[candidate.name] = outcome
+        if self._progress is not None:
+            self._progress(len(self.found) + len(self.spared), len(self.wanted), candidate.name)
 
-    def selection() -> Selection:
-        missing = tuple(one.name for one in wanted if one.name not in found)
-        return ranked(asked, [found[one.name] for one in wanted if one.name in found], missing, started)
-
-    work = [_Job(candidate, asked) for candidate in wanted]
-    try:
-        if jobs == 1 and executor is None:
-            for job in work:
-                finished(job, _work([job.document], None)[0])
-        else:
-            Dispatch(_work, None, finished, jobs, executor, pool=_pool, most=1).run(work)
-    except KeyboardInterrupt:
-        raise Interrupted(selection()) from None
-    errors = {outcome.error for outcome in found.values()}
-    if len(errors) == 1 and "" not in errors:  # what all methods say alike is about the case
-        raise ConfigError(errors.pop())
-    return selection()
+    def selection(self) -> Selection:
+        """What is known now."""
+        missing = tuple(one.name for one in self.wanted if one.name not in self.found and one.name not in self.spared)
+        outcomes = [self.found[one.name] for one in self.wanted if one.name in self.found]
+        spared = tuple(self.spared[one.name] for one in self.wanted if one.name in self.spared)
+        return ranked(self.asked, outcomes, missing, self._started, spared)
 
 
-def ranked(asked: Asked, outcomes: Sequence[Outcome], missing: tuple[str, ...], started: float) -> Selection:
+@dataclass(frozen=True, slots=True)
+class Rival:
+    """What a method has to beat to be searched to the end: tokens per second of which it needs more; the most that it
+    can have; and a micro-batch that is probably larger than its largest.
+    """
+
+    floor: float = 0.0
+    fastest: float = math.inf
+    near: int = 0
+
+
+def ranked(
+    asked: Asked,
+    outcomes: Sequence[Outcome],
+    missing: tuple[str, ...],
+    started: float,
+    spared: tuple[Outcome, ...] = (),
+) -> Selection:
     """The outcomes in the order of the policy, with the terms outside the allocator and advice where nothing fits."""
     if asked.policy == "llmem":
         outcomes = [replace(one, score=llmem_score(one)) for one in outcomes]
         best = sorted(outcomes, key=lambda one: -one.score)  # stable: ties stay in the order of the algorithm
     else:
         outcomes = [replace(one, score=one.tokens_per_second) for one in outcomes]
-        best = sorted(outcomes, key=lambda one: (-one.score, one.short))
+        first = chosen(outcomes)
+        best = sorted(outcomes, key=lambda one: (one is not first, -one.score, one.short))
     advice = ""
     if best and not any(one.fits for one in best):
         advice = "CPU offload" if asked.policy == "llmem" else _advice(best)
     seconds = time.perf_counter() - started
-    return Selection(asked, tuple(best), outside(asked, min(1, asked.world - 1)), seconds, missing, advice)
+    outside_terms = outside(asked, min(1, asked.world - 1))
+    return Selection(asked, tuple(best), spared, outside_terms, seconds, missing, advice)
+
+
+def chosen(outcomes: Sequence[Outcome]) -> Outcome | None:
+    """The method to take: of those that a model of time cannot tell from the fastest, one whose steady steps have no
+    allocator retries, before one that has; then the first in the order of preference, then the one with most room.
+    """
+    fitting = [one for one in outcomes if one.fits]
+    fastest = max((one.tokens_per_second for one in fitting), default=0.0)
+    near = [one for one in fitting if one.tokens_per_second * (1 + WITHIN) >= fastest]
+    return min(near, key=_merit, default=None)
+
+
+def _merit(one: Outcome) -> tuple[bool, tuple[bool, int, int], int]:
+    return (one.step_retries > 0, preference(one.name, one.keys), -one.slack)
 
 
 def llmem_score(outcome: Outcome) -> float:
@@ -264,95 +360,14 @@ def _check(asked: Asked) -> None:
     Case.of({**asked.keys, "gpu": asked.gpus[0]}, where="options", any_strategy=True)
 
 
-# --- candidates ---------------------------------------------------------------------------------------------------
-
-
-def candidates(asked: Asked) -> tuple[Candidate, ...]:
-    """Every method and split of the GPUs, those that are dear to search first; those of LLMem for its policy.
-
-    Keys of the case that mean nothing for a method are left out of its own.
-    """
-    return tuple(replace(one, keys=meaningful(one.keys)) for one in _candidates(asked))
-
-
-def _candidates(asked: Asked) -> tuple[Candidate, ...]:
-    world = asked.world
-    keys = _shared_keys(asked)
-    if asked.policy == "llmem":
-        return tuple(_llmem_candidates(keys, world))
-    if world == 1:
-        return (Candidate("single", keys, 1),)
-    micro = int(keys.get("microbatches", 0))
-    quiet = {"return_outputs": False}  # nobody looks at the logits of all micro-batches
-    piped = {**keys, **quiet, "strategy": "pp", "world": world, "microbatches": max(micro, world)}
-    splits = []
-    for axes in meshes(world):
-        more = {**quiet, "microbatches": max(micro, axes["pp"])} if "pp" in axes else {}
-        name = ",".join(f"{axis}={size}" for axis, size in axes.items())
-        shares = axes.get(Axis.REPLICAS, 1) * axes.get(Axis.SHARDS, 1)
-        splits.append(Candidate(name, {**keys, "mesh": axes, "world": world, **more}, shares))
-    return (Candidate("pp", piped, 1), *splits[::-1], *_plain(keys, world))
-
-
-def _plain(keys: Mapping[str, Any], world: int) -> Iterator[Candidate]:
-    """The methods by themselves; pipelines, whose micro-batches are chosen, apart."""
-    for one in registry.known().values():
-        if one.share is not Share.NO and one.sensible(world):
-            own = {**keys, "strategy": one.name, "world": world}
-            if one.half_weights and keys.get("autocast"):
-                own |= {"dtype": keys["autocast"], "autocast": ""}
-            yield Candidate(one.name, own, world if one.share is Share.EACH else 1)
-
-
-def meshes(world: int) -> list[dict[str, int]]:
-    """Every split of GPUs over pipeline stages, replicas or shards, and tensor parallelism, two or three of them."""
-    found: list[dict[str, int]] = []
-    for stages in _divisors(world):
-        for tensor in _divisors(world // stages):
-            data = world // stages // tensor
-            inner = {"tp": tensor} if tensor > 1 else {}
-            outer = {"pp": stages} if stages > 1 else {}
-            if tensor > MACHINE or len(outer) + len(inner) + (data > 1) < 2:
-                continue
-            kinds = (Axis.REPLICAS.value, Axis.SHARDS.value) if data > 1 else ("",)
-            found += [{**outer, **({kind: data} if kind else {}), **inner} for kind in kinds]
-    return found
-
-
-def _divisors(number: int) -> list[int]:
-    return [one for one in range(1, number + 1) if number % one == 0]
-
-
-def _shared_keys(asked: Asked) -> dict[str, Any]:
-    """The keys of the case that all methods have, with the memory of each rank where the GPUs differ."""
-    keys = {key: value for key, value in asked.keys.items() if key not in ("batch", "strategy", "world", "mesh")}
-    keys["gpu"] = asked.gpus[0]
-    if len(set(asked.gpus)) > 1:
-        keys["memory"] = [device(name).total_bytes for name in asked.gpus]
-    return keys
-
-
-def _llmem_candidates(keys: Mapping[str, Any], world: int) -> list[Candidate]:
-    """Conventional data parallelism, ADP, TP and DP+TP on Gemini, in LLMem's own setting."""
-    (gemini,) = STRATEGIES
-    own = {**keys, **gemini.usual, "strategy": gemini.name, "world": world}
-    meshes = [(f"CDP-{world}", {"cdp": world}, world), (f"{world}DP", {"dp": world}, world)]
-    if world > 1:
-        meshes.append((f"{world}TP", {"tp": world}, 1))
-    for tensor in range(2, world):
-        if world % tensor == 0:
-            data = world // tensor
-            meshes.append((f"{data}DP+{tensor}TP", {"dp": data, "tp": tensor}, data))
-    return [Candidate(name, {**own, "mesh": mesh}, shares) for name, mesh, shares in meshes]
-
-
 # --- one method ---------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class _Job:
     candidate: Candidate
-    asked: Asked
+    course: _Course
+    mend: bool = False
 
     @property
     def group(self) -> str:
@@ -361,20 +376,24 @@ class _Job:
 
     @property
     def document(self) -> Any:
-        """What a worker gets."""
-        return (self.candidate, self.asked)
+        """What a worker gets; made when the job is handed out, so that it has what is known by then."""
+        if self.mend:
+            return (self.candidate, self.course.asked, self.course.found[self.candidate.name])
+        return (self.candidate, self.course.asked, self.course.rival(self.candidate))
 
 
 def _work(jobs: Sequence[Any], _: Any) -> list[dict[str, Any]]:
     """What a worker does: the outcome of each method, or its error."""
-    return [_one(candidate, asked) for candidate, asked in jobs]
+    return [_one(*job) for job in jobs]
 
 
-def _one(candidate: Candidate, asked: Asked) -> dict[str, Any]:
+def _one(candidate: Candidate, asked: Asked, known: Rival | Outcome) -> dict[str, Any]:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # what torch says about a captured model is not about this choice
-            return {"outcome": search(candidate, asked)}
+            if isinstance(known, Outcome):
+                return {"outcome": mended(known, candidate, asked)}
+            return {"outcome": search(candidate, asked, known)}
     except LLMemError as error:
         return {"error": one_line(error)}
     except MemoryError:
@@ -393,37 +412,93 @@ def _ready() -> None:
     gc.set_threshold(COLLECTED)
 
 
-def search(candidate: Candidate, asked: Asked) -> Outcome:
-    """The largest micro-batch of a method that fits, and what it does at it. Raises what `estimate` raises."""
+def search(candidate: Candidate, asked: Asked, rival: Rival = Rival()) -> Outcome:
+    """The best micro-batch of a method, and what it does at it, unless it cannot beat `rival`. Raises what `estimate`
+    raises.
+    """
     started = time.perf_counter()
-    probe = _probe(candidate, asked)
-    most = MOST
-    if asked.global_batch is not None:
-        most = asked.global_batch // (candidate.shares * int(candidate.keys.get("microbatches", 1)))
-        if most < 1:
-            raise ConfigError(f"a global batch of {asked.global_batch} is less than a sample for each of the ranks")
     outcome = Outcome(candidate.name, candidate.keys, candidate.shares)
-    batch = largest(probe.fits, probe.guess, most, probe.first())
-    outcome = replace(outcome, tried=probe.tried)
+    if rival.fastest <= rival.floor:
+        return replace(outcome, at_most=rival.fastest)
+    probe = _probe(candidate, asked)
+    whole = None
+    if asked.global_batch is not None:
+        whole = asked.global_batch // (candidate.shares * int(candidate.keys.get("microbatches", 1)))
+        if whole < 1:
+            raise ConfigError(f"a global batch of {asked.global_batch} is less than a sample for each of the ranks")
+    first = probe.first(rival.near)
+    bound = _bound(candidate, asked, probe, first) if rival.floor and whole is None else math.inf
+    if bound <= rival.floor:
+        return replace(outcome, at_most=bound, seconds=time.perf_counter() - started)
+    if asked.policy == "llmem":
+        batch = most = largest(probe.fits, probe.guess, MOST if whole is None else whole, first)
+    else:
+        batch, most = largest_rung(rungs(MOST, whole), probe.fits, probe.guess, first)
+    outcome = replace(outcome, largest=most)
+    found = _best(outcome, candidate, asked, probe, list(_divided(batch, whole)))
+    found = _too_large(outcome, probe, asked) if found is None else found
+    work = _work_of(candidate, asked, probe)
+    return replace(found, tried=probe.tried, work=work, seconds=time.perf_counter() - started)
+
+
+def _bound(candidate: Candidate, asked: Asked, probe: Probe, batch: int) -> float:
+    """Tokens per second that a method cannot exceed, where this micro-batch does not fit: those that it would have
+    with it.
+    """
+    if probe.fits(batch):
+        return math.inf
+    case = probe.case(batch)
+    samples = batch * candidate.shares * int(candidate.keys.get("microbatches", 1))
+    return samples * case.seq / probe.seconds(case, clock_of(asked))
+
+
+def _best(
+    outcome: Outcome, candidate: Candidate, asked: Asked, probe: Probe, sizes: list[tuple[int, int]]
+) -> Outcome | None:
+    """The method at the first of these micro-batches that fits; where steady steps have retries then, at the next one
+    if it has none and is about as fast.
+    """
     found = None
-    for micro, accum in _divided(batch, most):
-        found = _measured(outcome, candidate, asked, probe, micro, accum)
-        if found is not None:
+    for micro, accum in sizes:
+        made = _measured(outcome, candidate, asked, probe, micro, accum)
+        if made is None:
+            continue
+        if found is None and made.step_retries and asked.policy != "llmem":
+            found = made
+        elif found is None or (
+            not made.step_retries and made.tokens_per_second * (1 + WITHIN) >= found.tokens_per_second
+        ):
+            return made
+        else:
             break
-    outcome = _too_large(outcome, probe, asked) if found is None else found
-    return replace(outcome, seconds=time.perf_counter() - started)
+    return found
 
 
-def _divided(batch: int, most: int) -> Iterator[tuple[int, int]]:
+def _divided(batch: int, whole: int | None) -> Iterator[tuple[int, int]]:
     """Micro-batches up to `batch`, largest first, and how many of them make a step.
 
-    Where the global batch was asked for (`most` samples a rank) gradients that stay while micro-batches pass may make
+    Where the global batch was asked for (`whole` samples a rank) gradients that stay while micro-batches pass may make
     the largest one too large.
     """
-    if most == MOST:
-        yield from [(batch, 1)] * (batch > 0)
+    if whole is None:
+        yield from [(batch, 1), (batch // 2, 1)][: batch.bit_length()]
     else:
-        yield from ((micro, most // micro) for micro in range(batch, 0, -1) if most % micro == 0)
+        yield from ((micro, whole // micro) for micro in range(batch, 0, -1) if whole % micro == 0)
+
+
+def _work_of(candidate: Candidate, asked: Asked, probe: Probe) -> Work | None:
+    """What a sample costs at the least, by two captured steps of a method that is no pipeline and has no work of its
+    own making; None where there are not two.
+    """
+    strategy = registry.find(probe.case(1))
+    tensor = candidate.size(Axis.TENSOR)
+    alone = candidate.shares == asked.world or (candidate.name == Axis.TENSOR and tensor > 1)
+    if len(probe.traces) < 2 or not alone or Kind.OWN_LOSS in strategy.kind or asked.policy == "llmem":
+        return None
+    clock = clock_of(asked)
+    low, high = min(probe.traces), max(probe.traces)
+    small, large = (probe.trace(probe.case(batch), clock) for batch in (low, high))
+    return work_between(large, high, small, low, tensor)
 
 
 def _probe(candidate: Candidate, asked: Asked) -> Probe:
@@ -438,7 +513,7 @@ def _least(asked: Asked) -> int:
 
 
 def _too_large(outcome: Outcome, probe: Probe, asked: Asked) -> Outcome:
-    """What a method lacks with one sample, and what would make it fit."""
+    """What a method lacks with one sample."""
     case = probe.case(1)
     found = probe.unlimited(case)
     top = max(found.ranks, key=lambda rank: rank.peak_reserved)
@@ -450,8 +525,12 @@ def _too_large(outcome: Outcome, probe: Probe, asked: Asked) -> Outcome:
         worst=top.ranks if probe.alone is None else (probe.alone,),
         limit=limit,
         short=top.peak_reserved - limit,
-        remedies=_remedies(probe, asked) if asked.remedies and asked.policy != "llmem" else (),
     )
+
+
+def mended(outcome: Outcome, candidate: Candidate, asked: Asked) -> Outcome:
+    """The outcome of a method that does not fit, with what would make it fit."""
+    return replace(outcome, remedies=_remedies(_probe(candidate, asked), asked))
 
 
 def _remedies(probe: Probe, asked: Asked) -> tuple[str, ...]:
@@ -506,18 +585,20 @@ def _measured(
     if accum > 1:
         case = replace(case, accum=2)
     trace = probe.trace(case)
-    found = probe.results[batch] if accum == 1 and batch in probe.results else probe.replayed(trace)
-    if found.verdict != "oom":
-        found = judged(trace, probe.terms(trace), analyse=False)
-    if found.verdict == "oom":
+    fits = probe.fits(batch) if accum == 1 else probe.replayed(trace).verdict != "oom"
+    found = judged(trace, probe.terms(trace), analyse=False) if fits else None
+    if found is None or found.verdict == "oom":
         return None
     top = max(found.ranks, key=lambda rank: rank.peak_reserved - rank.device.total_bytes)
     total = top.device.total_bytes
-    clock = _clock(asked)
+    clock = clock_of(asked)
     seconds = probe.seconds(case, clock)
     if accum > 1:
         once = probe.seconds(replace(case, accum=1), clock)
         seconds = once + (accum - 1) * max(0.0, seconds - once)
+    retries = max(rank.retries for rank in found.ranks)
+    stall = stall_of(trace, bytes_of(top.outside)) if retries else Stall()
+    seconds += stall.seconds
     done = replace(
         outcome,
         batch=batch,
@@ -529,14 +610,15 @@ def _measured(
         slack=total - top.device_total,
         slack_low=total - top.peak_reserved - most_of(top.outside),
         slack_high=total - top.peak_reserved - bytes_of(least_of(top.outside)),
-        retries=max(rank.retries for rank in found.ranks),
+        retries=retries,
+        step_retries=stall.retries,
         tight=found.verdict == "tight",
         step_seconds=seconds,
     )
     return replace(done, tokens_per_second=done.samples * case.seq / seconds)
 
 
-def _clock(asked: Asked) -> Clock:
+def clock_of(asked: Asked) -> Clock:
     """The speeds of the slowest card: it decides."""
     clocks = [Clock.of(name) for name in asked.gpus]
     return min(clocks, key=lambda clock: (clock.card.half, clock.card.memory))
