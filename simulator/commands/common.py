@@ -79,19 +79,14 @@ def progress_bar(what: str, quiet: bool) -> Iterator[Callable[..., None]]:
     if quiet or not shows_progress():
         yield lambda done, total, text=what: None
         return
+    from rich import progress as bars
     from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )
 
-    words = TextColumn("{task.description}", markup=False)
-    columns = (words, BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True, redirect_stdout=False) as progress:
+    words = bars.TextColumn("{task.description}", markup=False)
+    elapsed, left = bars.TimeElapsedColumn(), bars.TimeRemainingColumn()
+    columns = (words, bars.BarColumn(), bars.MofNCompleteColumn(), elapsed, bars.TextColumn("left"), left)
+    console = Console(stderr=True)
+    with bars.Progress(*columns, console=console, transient=True, redirect_stdout=False) as progress:
         task = progress.add_task(what, total=None)
         yield lambda done, total, text=what: progress.update(task, completed=done, total=total, description=text)
 

@@ -88,7 +88,7 @@ def reason(found: Selection) -> str:
         return text if second is None else f"{text}, before {second.name} with {second.score:g}"
     fastest = max((one for one in found.outcomes if one.fits), key=lambda one: one.tokens_per_second)
     if fastest is not winner:
-        because = "it is the plainer method"
+        because = "it is the plainer, current method"
         if fastest.step_retries and not winner.step_retries:
             because = "its steps have no allocator retries"
         return (

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from simulator.launch.configuration import files
-from simulator.selector.select import Asked, candidates
+from simulator.selector.candidates import candidates
+from simulator.selector.select import Asked
 
 CONFIG = {
     "model_type": "llama",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,8 @@ import numpy as np
 import pytest
 
 from simulator.estimator.estimate import Estimate, estimate
-from simulator.estimator.step_time import GenerationTime, StepTime
-from traces.model import Op
+from simulator.estimator.step_time import GenerationTime, Stall, StepTime, stall_of
+from traces.model import Device, Events, Op, RankEvents, Strings, Trace
 
 torch = pytest.importorskip("torch")
 
@@ -132,3 +133,31 @@ def test_generation_by_hand(config: str) -> None:
     launches = 4 * 30 * 8_000  # some thirty kernels a layer: the host is slower than a GPU with so little to do
     assert launches < found.decode_ns / 4 < 3 * launches
     assert found.document()["decode_tokens_per_second"] == pytest.approx(16e9 / found.decode_ns, abs=0.1)
+
+
+def streams_that_take_turns(steps: int) -> Trace:
+    """In each step 60 MiB on one stream and then on another, of a device that has room for one of them."""
+    rows: list[tuple[Op, int, int, int]] = []  # event, id, stream, step
+    for step in range(steps):
+        rows.append((Op.PHASE, -1, 0, step))
+        for stream in (0, 1):
+            rows += [(Op.ALLOC, 2 * step + stream, stream, -1), (Op.FREE, 2 * step + stream, stream, -1)]
+    op, ids, streams, steps_of = (np.asarray(column) for column in zip(*rows, strict=True))
+    columns = {
+        "id": ids.astype(np.int64),
+        "stream": streams.astype(np.int64),
+        "step": steps_of.astype(np.int64),
+        "bytes": np.where(op == Op.ALLOC, 60 << 20, 0),
+        "name": Strings(np.where(op == Op.PHASE, 0, -1).astype(np.int32), ("forward",)),
+    }
+    events = Events(op.astype(np.uint8), columns)
+    return Trace((RankEvents((0,), events),), release="2.13", devices=(Device("A100-80GB", 100 << 20),))
+
+
+def test_retries_of_a_steady_step_cost_the_calls_that_they_make() -> None:
+    """Each request of a step frees the other stream's segment and allocates one: two retries and four calls."""
+    found = stall_of(streams_that_take_turns(3))
+    assert (found.retries, found.seconds) == (2, pytest.approx(2 * 50e-6 + 4 * 200e-6))
+    ample = streams_that_take_turns(3)
+    assert stall_of(replace(ample, devices=(Device("A100-80GB", 200 << 20),))) == Stall()
+    assert stall_of(replace(ample, devices=(Device("A100-80GB", 200 << 20),)), 100 << 20) == found

@@ -16,15 +16,20 @@ from typing import Any
 import numpy as np
 import pytest
 from click.testing import CliRunner
+from hypothesis import given
+from hypothesis import strategies as st
 
 from simulator.cli import main
 from simulator.reports.html import page
 from simulator.reports.select import closeness, document_of, reason, render_json
 from simulator.selector import select as selection
-from simulator.selector.batch_search import largest
+from simulator.selector.batch_search import largest, largest_rung, rungs
+from simulator.selector.bounds import Work, most_tokens
+from simulator.selector.candidates import candidates, meshes, split_words
 from simulator.selector.extrapolate import Line, prime_for, sizes_in
-from simulator.selector.select import Asked, Outcome, Selection, candidates, meshes, ranked
+from simulator.selector.select import Asked, Outcome, Rival, Selection, chosen, ranked
 from tests.places import ROOT
+from tests.support.launched import model
 from traces.errors import ConfigError
 from traces.model import Events, Op, RankEvents, Strings, Trace
 
@@ -71,6 +76,41 @@ def test_a_guess_that_is_not_sure_is_tried() -> None:
 
     assert largest(fits, lambda low, high: (37, len(tried) > 2), 4096, 7) == 38
     assert tried == [7, 37, 38]
+
+
+@given(st.integers(0, 300), st.integers(-50, 50), st.integers(1, 200), st.one_of(st.none(), st.integers(1, 120)))
+def test_the_largest_rung_is_found_wherever_the_guess_is(limit: int, off: int, first: int, whole: int | None) -> None:
+    tried: list[int] = []
+    sizes = rungs(256, whole)
+
+    def fits(batch: int) -> bool:
+        assert batch not in tried or batch == tried[-1], "a capture is dear"
+        tried.append(batch)
+        return batch <= limit
+
+    def guess(low: int, high: int) -> tuple[int, bool]:
+        return min(max(limit + off, low), high - 1), False
+
+    best, _ = largest_rung(sizes, fits, guess, first)
+    assert best == max((one for one in sizes if one <= limit), default=0)
+    assert not best or best in tried, "the answer is captured"
+
+
+def test_micro_batches_that_people_use() -> None:
+    assert rungs(100, None) == [1, 2, 4, 8, 16, 32, 64]
+    assert rungs(4096, 60) == [1, 2, 3, 4, 5, 6, 10, 12, 15, 20, 30, 60]
+
+
+def test_two_captures_are_enough_where_the_guesses_are_right() -> None:
+    tried: list[int] = []
+
+    def fits(batch: int) -> bool:
+        tried.append(batch)
+        return batch <= 86
+
+    found = largest_rung(rungs(4096, None), fits, lambda low, high: (86, len(tried) > 1), 7)
+    assert found == (64, 86)
+    assert tried == [7, 64]
 
 
 def outcome(name: str, batch: int, shares: int, **more: Any) -> Outcome:
@@ -131,6 +171,46 @@ def test_throughput_ranks_and_says_why() -> None:
     written = page.render(document_of(found))
     assert "<script" not in written
     assert "it would fit with expandable_segments:True" in written
+
+
+def speeds(*rows: tuple[str, float, int, int]) -> list[Outcome]:
+    """Methods by name, tokens per second, retries of a steady step, and MiB left."""
+    known = {one.name: one.keys for one in candidates(Asked(KEYS, ("A100-40GB",) * 8))}
+    return [
+        outcome(name, 4, 4, keys=known[name], tokens_per_second=speed, step_retries=retries, slack=left << 20)
+        for name, speed, retries, left in rows
+    ]
+
+
+@pytest.mark.parametrize(
+    ("rows", "name"),
+    [
+        ([("fsdp1", 101.0, 7, 0), ("fsdp2", 100.0, 0, 5000)], "fsdp2"),  # retries, and deprecated
+        ([("fsdp1", 101.0, 0, 0), ("fsdp2", 100.0, 0, 0)], "fsdp2"),
+        ([("ddp", 100.0, 1, 0), ("hsdp", 95.0, 0, 0)], "hsdp"),  # no retries, before the plainer method
+        ([("ddp", 100.0, 1, 0), ("hsdp", 80.0, 0, 0)], "ddp"),  # slower by more than can be told
+        ([("fsdp2", 100.0, 0, 0), ("ddp", 95.0, 0, 0)], "ddp"),
+        ([("dp=4,tp=2", 100.0, 0, 10), ("tp", 95.0, 0, 0)], "tp"),
+        ([("pp=2,dp=4", 100.0, 0, 10), ("dp=4,tp=2", 95.0, 0, 0)], "dp=4,tp=2"),
+        ([("dp=4,tp=2", 100.0, 0, 10), ("dp=2,tp=4", 95.0, 0, 20)], "dp=2,tp=4"),  # more room
+    ],
+)
+def test_what_a_model_of_time_cannot_tell_apart(rows: list[tuple[str, float, int, int]], name: str) -> None:
+    best = chosen(speeds(*rows))
+    assert best is not None
+    assert best.name == name
+
+
+def test_the_report_says_why_the_fastest_is_not_chosen() -> None:
+    asked = Asked(KEYS, ("A100-40GB",) * 8)
+    spared = (outcome("pp", 0, 1, at_most=70.0),)
+    found = ranked(asked, speeds(("fsdp1", 101.0, 7, 0), ("fsdp2", 100.0, 0, 0)), (), 0.0, spared)
+    says = "fsdp2: 100 tokens/s, within 10% of the fastest, fsdp1 with 101: chosen because"
+    assert reason(found) == f"{says} its steps have no allocator retries"
+    found = ranked(asked, speeds(("fsdp1", 101.0, 0, 0), ("fsdp2", 100.0, 0, 0)), (), 0.0, spared)
+    assert reason(found) == f"{says} it is the plainer, current method"
+    assert "cannot be more than 10% faster than fsdp2 (at most 70 tokens/s" in page.render(document_of(found))
+    assert render_json(found)["not_tried"] == [{"method": "pp", "at_most_tokens_per_second": 70.0}]
 
 
 # --- sizes ---------------------------------------------------------------------------------------------------------
@@ -204,6 +284,100 @@ def test_every_split_of_the_gpus_is_a_candidate() -> None:
     assert (shares["dp=2,tp=2"], shares["pp=2,fsdp2=2"], shares["pp=2,tp=2"], shares["fsdp2"]) == (2, 2, 1, 4)
 
 
+# --- methods by name -----------------------------------------------------------------------------------------------
+
+
+def names_of(methods: str = "", exclude: str = "", world: int = 8) -> list[str]:
+    asked = Asked(
+        KEYS, ("A100-40GB",) * world, methods=split_words(methods, world), exclude=split_words(exclude, world)
+    )
+    return [one.name for one in candidates(asked)]
+
+
+def test_likely_methods_come_first() -> None:
+    found = names_of()
+    assert found[:5] == ["ddp", "fsdp2", "zero1", "hsdp", "tp"]
+    kinds = ["pp" in name.replace("=", ",").split(",") for name in found]
+    assert kinds == sorted(kinds), "pipelines last"
+    assert found.index("fsdp1") > found.index("fsdp2")
+
+
+@pytest.mark.parametrize(
+    ("methods", "exclude", "names"),
+    [
+        ("fsdp2,ddp", "", ["ddp", "fsdp2"]),
+        ("fsdp", "", ["fsdp2"]),
+        ("zero-3", "", ["deepspeed-3"]),
+        ("fsdp2=4,tp=2,ddp,tp=4,pp=2", "", ["ddp", "fsdp2=4,tp=2", "tp=4,pp=2"]),
+        ("fsdp2=4,tp=2,dp=2,tp=4", "", ["dp=2,tp=4", "fsdp2=4,tp=2"]),
+        ("fsdp2-nr", "", ["fsdp2-nr"]),  # not tried by itself
+        ("deepspeed", "deepspeed-2", ["deepspeed-1", "deepspeed-3"]),
+        ("zero", "deepspeed", ["zero1"]),
+        ("", "pp,tp,megatron,deepspeed,fsdp1,tp-sp,fsdp2-offload", ["ddp", "fsdp2", "zero1", "hsdp"]),
+    ],
+)
+def test_methods_by_name(methods: str, exclude: str, names: list[str]) -> None:
+    assert sorted(names_of(methods, exclude)) == sorted(names)
+
+
+def test_excluding_an_axis_leaves_out_its_meshes() -> None:
+    assert not [name for name in names_of(exclude="pp") if name == "pp" or "pp=" in name]
+    assert not [name for name in names_of(exclude="pipelines") if name == "pp" or "pp=" in name]
+    assert not [name for name in names_of(exclude="meshes") if "=" in name]
+
+
+# --- what cannot win ------------------------------------------------------------------------------------------------
+
+
+def test_no_method_is_faster_than_its_bound(tmp_path: Path) -> None:
+    """Of methods that are searched to the end, by the work of one that has the whole model on every GPU."""
+    pytest.importorskip("torch")
+    names = ("ddp", "fsdp1", "tp", "pp=2,dp=2", "dp=2,tp=2")
+    keys = {"model": model(tmp_path), "seq": 64, "memory": 1 << 30}
+    asked = Asked(keys, ("T4-16GB",) * 4, methods=names)
+    ddp, *others = candidates(asked)
+    first = selection.search(ddp, asked)
+    assert first.work is not None
+    assert first.work.seconds > 0
+    for one in others:
+        micro = int(one.keys.get("microbatches", 1))
+        most = most_tokens(one, micro, 64, [first.work], selection.clock_of(asked))
+        assert 0 < selection.search(one, asked).tokens_per_second <= most
+
+
+def test_bounds_of_pipelines_and_of_tensor_parallelism() -> None:
+    asked = Asked(KEYS, ("A100-40GB",) * 8)
+    one = {candidate.name: candidate for candidate in candidates(asked)}
+    clock = selection.clock_of(asked)
+    whole = Work(0.5)
+    assert most_tokens(one["fsdp1"], 1, 100, [], clock) == float("inf")
+    assert most_tokens(one["fsdp1"], 1, 100, [whole], clock) == 8 * 100 / 0.5
+    assert most_tokens(one["pp"], 8, 100, [whole], clock) == pytest.approx(8 * 100 / 0.5 * 8 / 15)
+    assert most_tokens(one["pp=2,dp=4"], 6, 100, [whole], clock) == pytest.approx(8 * 100 / 0.5 * 6 / 7)
+    sent = Work(0.6, 1e9, 8)  # of tp; its kernels are not the least
+    wait = 1 / 240e9 * 1e9  # 300 GB/s of NVLink 3, of which 80 % are reached
+    assert most_tokens(one["dp=4,tp=2"], 1, 100, [whole, sent], clock) == pytest.approx(800 / (0.5 + 2 * wait))
+    assert most_tokens(one["dp=2,tp=4"], 1, 100, [whole, sent], clock) == pytest.approx(800 / (0.5 + 6 * wait))
+
+
+def test_what_cannot_win_is_not_searched(small: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("torch")
+    captured: list[int] = []
+    fits = selection.Probe.fits
+    monkeypatch.setattr(selection.Probe, "fits", lambda self, batch: captured.append(batch) or fits(self, batch))
+    asked = Asked({"model": small, "seq": 128, "memory": 1 << 30}, ("T4-16GB",) * 2)
+    fsdp1 = next(one for one in candidates(asked) if one.name == "fsdp1")
+    known = selection.search(fsdp1, asked)
+    assert known.fits
+    captured.clear()
+    assert selection.search(fsdp1, asked, Rival(floor=100.0, fastest=90.0)).at_most == 90.0
+    assert captured == []
+    spared = selection.search(fsdp1, asked, Rival(floor=1e12, near=1021))
+    assert captured == [1021]
+    assert known.tokens_per_second <= spared.at_most < 1e12
+    assert selection.search(fsdp1, asked, Rival(floor=1.0, near=1021)).batch == known.batch
+
+
 # --- end to end ---------------------------------------------------------------------------------------------------
 
 
@@ -220,13 +394,15 @@ def few(names: tuple[str, ...]) -> Callable[[Asked], tuple[selection.Candidate, 
     return lambda asked: tuple(one for one in whole(asked) if one.name in names)
 
 
-def test_the_batch_found_is_the_largest(small: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """At the batch that was found every rank fits, at the next one some rank does not: both are captured here."""
+def test_the_batch_found_is_the_largest(small: str) -> None:
+    """At the batch that was found every rank fits, at twice as much some rank does not, and so it is with the largest
+    and one more: all are captured here.
+    """
     pytest.importorskip("torch")
     from simulator.estimator.estimate import estimate
 
-    monkeypatch.setattr(selection, "candidates", few(("ddp", "zero1", "fsdp2", "pp")))
     options = ["--memory", "1600MiB", "--seq", "128", "--margin", "0", "--jobs", "1", "--json"]
+    options += ["--methods", "ddp,zero1,fsdp2,pp"]
     shown = CliRunner().invoke(main, ["select", small, "--gpus", "2", "--gpu", "T4-16GB", *options])
     document = json.loads(shown.stdout)
     assert {one["method"] for one in document["methods"]} == {"ddp", "zero1", "fsdp2", "pp"}
@@ -235,18 +411,31 @@ def test_the_batch_found_is_the_largest(small: str, monkeypatch: pytest.MonkeyPa
         whole = {**one["case"], "memory": 1600 << 20}
         assert one["verdict"] == estimate(whole, analyse=False).verdict != "oom", "a margin of 0 is the estimate itself"
         assert one["tried"][str(one["batch"])], "the answer itself was captured"
-        for batch, fits in ((one["batch"], True), (one["batch"] + 1, False)):
+        assert one["batch"] & (one["batch"] - 1) == 0, "a power of two"
+        sizes = {one["batch"]: True, 2 * one["batch"]: False, one["largest"]: True, one["largest"] + 1: False}
+        for batch, fits in sizes.items():
             found = estimate({**one["case"], "batch": batch}, context=aside, analyse=False)
             assert (found.verdict != "oom") == fits, one
 
 
-def test_a_global_batch_is_divided(small: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_global_batch_is_divided(small: str, tmp_path: Path) -> None:
     """23 samples would fit DDP, 24 the pipeline: of 120 it takes a part that divides them."""
     pytest.importorskip("torch")
-    monkeypatch.setattr(selection, "candidates", few(("ddp", "pp")))
     room = sum(term.bytes for term in selection.outside(Asked(KEYS, ("T4-16GB",) * 2), 1)) + (100 << 20)
     options = ["--memory", f"{room}B", "--seq", "128", "--margin", "0", "--jobs", "1", "--json"]
-    words = ["select", small, "--gpus", "2", "--gpu", "T4-16GB", "--global-batch", "120", *options]
+    words = [
+        "select",
+        small,
+        "--gpus",
+        "2",
+        "--gpu",
+        "T4-16GB",
+        "--global-batch",
+        "120",
+        "--methods",
+        "ddp,pp",
+        *options,
+    ]
     words += ["--config", str(tmp_path / "c")]
     shown = CliRunner().invoke(main, words)
     found = {one["method"]: one for one in json.loads(shown.stdout)["methods"]}
@@ -274,7 +463,8 @@ def test_what_would_make_a_method_fit(tmp_path: Path, method: str, room: int, re
     candidate = next(one for one in candidates(asked) if one.name == method)
     found = selection.search(candidate, asked)
     assert not found.fits
-    assert found.remedies == remedies
+    assert found.remedies == ()
+    assert selection.mended(found, candidate, asked).remedies == remedies
     assert found.limit == room << 20
     assert found.short == found.peak_reserved - found.limit > 0
 
@@ -288,7 +478,7 @@ def test_gpus_of_two_sizes_are_limited_by_the_smaller(small: str) -> None:
 def test_interruption_keeps_what_is_finished(small: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(selection, "candidates", few(("ddp", "fsdp2")))
 
-    def one(candidate: selection.Candidate, asked: Asked) -> dict[str, Any]:
+    def one(candidate: selection.Candidate, *_: Any) -> dict[str, Any]:
         if candidate.name == "fsdp2":
             signal.raise_signal(signal.SIGINT)
         return {"outcome": outcome("ddp", 3, 2, tokens_per_second=9.0, step_seconds=1.0)}
@@ -352,7 +542,13 @@ def test_keys_of_a_method_are_left_out_of_the_others() -> None:
     ("words", "says"),
     [
         (["--gpu", "T4,T4", "--gpus", "3"], "one for each GPU"),
-        (["--strategy", "ddp"], "what select finds"),
+        (["--world", "2"], "what select finds"),
+        (["--gpus", "4", "--methods", "fsdp2x"], "did you mean 'fsdp2'?"),
+        (["--gpus", "4", "--methods", "fsdp2,piplines"], "did you mean 'pipelines'?"),
+        (["--gpus", "4", "--strategy", "gemini"], "not one of these GPUs'"),
+        (["--gpus", "4", "--methods", "fsdp2=2,tp=4"], "fsdp2=2,tp=4 has 8 ranks, but world is 4"),
+        (["--gpus", "2", "--exclude", "nosuch"], "'nosuch'"),
+        (["--gpus", "2", "--methods", "ddp", "--exclude", "ddp"], "no method is left"),
         (["--per-device-train-batch-size", "4"], "--per-device-train-batch-size is what select finds"),
         (["--prompt", "4"], "--prompt: only with --task: 'inference'"),
         (["--gpu", "Z9"], "unknown GPU"),
