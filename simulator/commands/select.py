@@ -14,6 +14,7 @@ from simulator.commands.case_options import CaseCommand, case_from, case_options
 from simulator.commands.common import announce, context_size, progress_bar, show, working
 from simulator.commands.shared_options import check_workers, context_option, worker_options, workers
 from simulator.launch.configuration import FILES, absent, files
+from simulator.launch.training_script import Predicted
 from simulator.reports.outputs import check_output
 from traces.errors import OutputError
 from traces.files import write_atomically
@@ -158,9 +159,10 @@ def _draw(found: Selection, html: str, force: bool, quiet: bool) -> None:
 
 
 def _configure(found: Selection, folder: Path, force: bool, quiet: bool) -> None:
-    assert found.winner is not None
-    case = found.winner.case
-    written = files(case)
+    winner = found.winner
+    assert winner is not None
+    case = winner.case
+    written = files(case, Predicted(winner.worst[0], winner.peak_allocated, winner.peak_reserved))
     for name, text in written.items():
         with write_atomically(folder / name, force=force) as file:
             file.write(text.encode())

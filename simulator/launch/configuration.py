@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 from graph.case import Case
 from graph.dtypes import NAMES
 from graph.optimizers import OPTIMIZERS
-from simulator.launch.training_script import axes_of, deepspeed_runs, script, templates, why_not
+from simulator.launch.training_script import Predicted, axes_of, deepspeed_runs, script, templates, why_not
 from strategies import registry
 from strategies.parallel.deepspeed import configuration
 from strategies.parallel.fsdp import Flattened, Sharded
@@ -28,15 +28,16 @@ if TYPE_CHECKING:
 FILES: Final = ("launch.sh", "train.py", "accelerate.yaml", "deepspeed.json", "training_args.json", "sft_args.json")
 
 
-def files(case: Mapping[str, Any] | Case) -> dict[str, str]:
+def files(case: Mapping[str, Any] | Case, predicted: Predicted | None = None) -> dict[str, str]:
     """File name -> text, for a case: those of `FILES` for which `absent` has no reason.
 
-    Raises ConfigError for a case that cannot be.
+    `predicted` are the peaks beside which the training script prints those that it measures. Raises ConfigError for a
+    case that cannot be.
     """
     asked = _case(case)
     made = {
         "launch.sh": lambda: launch(asked),
-        "train.py": lambda: script(asked),
+        "train.py": lambda: script(asked, predicted),
         "accelerate.yaml": lambda: _yaml(accelerate(asked)),
         "deepspeed.json": lambda: _json(deepspeed(asked)),
         "training_args.json": lambda: _json(training_arguments(asked)),
@@ -222,12 +223,12 @@ def training_arguments(case: Case) -> dict[str, Any]:
         "gradient_accumulation_steps": case.accum,
         "optim": OPTIMIZERS[case.optimizer].hugging_face,
         "max_grad_norm": case.clip,
-        "gradient_checkpointing": case.checkpointing in ("nonreentrant", "reentrant"),
+        "activation_checkpointing": case.checkpointing in ("nonreentrant", "reentrant"),
         "bf16": case.autocast == "bf16",
         "fp16": case.autocast == "fp16",
     }
-    if found["gradient_checkpointing"]:
-        found["gradient_checkpointing_kwargs"] = {"use_reentrant": case.checkpointing == "reentrant"}
+    if found["activation_checkpointing"]:
+        found["activation_checkpointing_kwargs"] = {"use_reentrant": case.checkpointing == "reentrant"}
     if case.accum > 1 and case.grad_sync == "each" and case.world > 1 and not deepspeed_runs(case):
         found["accelerator_config"] = {"gradient_accumulation_kwargs": {"sync_each_batch": True}}
     if deepspeed_runs(case):
@@ -238,13 +239,17 @@ def training_arguments(case: Case) -> dict[str, Any]:
 
 
 def sft_arguments(case: Case) -> dict[str, Any]:
-    """Arguments of TRL's SFTTrainer (`SFTConfig`): packed sequences, and how the model is loaded."""
+    """Arguments of TRL's SFTTrainer (`SFTConfig`): rows that are full, as simulated, and how the model is loaded.
+
+    Packing is "wrapped": the other strategies flatten the batch (padding-free), which is another program.
+    """
     model: dict[str, Any] = {"dtype": NAMES[case.dtype]}
     if case.attn != "default":
         model["attn_implementation"] = case.attn
     if Axis.TENSOR in axes_of(case):
         model["tp_plan"] = "auto"
-    return {**training_arguments(case), "max_length": case.seq, "packing": True, "model_init_kwargs": model}
+    packed = {"max_length": case.seq, "packing": True, "packing_strategy": "wrapped"}
+    return {**training_arguments(case), **packed, "model_init_kwargs": model}
 
 
 def _json(document: Mapping[str, Any]) -> str:

@@ -14,7 +14,7 @@ import json
 import shlex
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from graph.dtypes import NAMES
 from graph.keys import is_function
@@ -24,7 +24,7 @@ from graph.optimizers import OPTIMIZERS
 from strategies import registry
 from strategies.parallel.ddp import ReplicasWithShards
 from strategies.parallel.fsdp import Flattened
-from strategies.parallel.native import layers
+from strategies.parallel.native import layers, tied
 from strategies.parallel.tp import COUNTS, Split, layer_plan, model_plan
 from strategies.strategy import Axis
 from traces.errors import ConfigError
@@ -36,10 +36,11 @@ if TYPE_CHECKING:
 
 #: What a script may import: modules by the name that they have in it, those of the standard library first, and names
 #: by their modules.
-_STANDARD: Final = ("contextlib", "functools", "os")
+_STANDARD: Final = ("argparse", "contextlib", "functools", "os")
 _LIBRARIES: Final = {"bitsandbytes": "", "deepspeed": "", "torch": "", "dist": "torch.distributed as dist"}
 _NAMES: Final[Mapping[str, tuple[str, ...]]] = {
     "peft": ("LoraConfig", "get_peft_model", "prepare_model_for_kbit_training"),
+    "torch.distributed.checkpoint.state_dict": ("StateDictOptions", "set_model_state_dict"),
     "torch.distributed.device_mesh": ("init_device_mesh",),
     "torch.distributed.fsdp": (
         *("CPUOffloadPolicy", "FullyShardedDataParallel", "MixedPrecision", "MixedPrecisionPolicy", "fully_shard"),
@@ -125,15 +126,24 @@ def templates() -> jinja2.Environment:
     return found
 
 
-def script(case: Case) -> str:
-    """The script's text.
+class Predicted(NamedTuple):
+    """Peaks of the rank that needs most, in bytes, as they were simulated."""
+
+    rank: int
+    allocated: int
+    reserved: int
+
+
+def script(case: Case, predicted: Predicted | None = None) -> str:
+    """The script's text; it prints the peaks that it measures beside those `predicted`.
 
     Raises ConfigError where `why_not` has a reason, and CaptureError for a model that tensor parallelism cannot split.
     """
     reason = why_not(case)
     if reason:
         raise ConfigError(f"no training script: {reason}")
-    template, context = templates().get_template("train.py.j2"), _context(case)
+    known = {"predicted": predicted, "worst": predicted.rank if predicted else 0}
+    template, context = templates().get_template("train.py.j2"), {**_context(case), **known}
     program = template.render(context, imports=())
     return template.render(context, imports=_imports(program))
 
@@ -184,6 +194,7 @@ def _context(case: Case) -> dict[str, Any]:
         "group": f"dist.get_rank(){by}" if spread else "0",
         "reshard": getattr(strategy, "reshard_after_forward", True),
         "on_host": strategy.on_host(case),
+        "on_meta": _on_meta(case, axes),
         "bucket_view": getattr(strategy, "bucket_view", False),
         "sharded_optimizer": isinstance(strategy, ReplicasWithShards),
         "optimizer_class": optimizer.path,
@@ -193,6 +204,20 @@ def _context(case: Case) -> dict[str, Any]:
         **_around(case, axes, deepspeed or flat),
         **(_plans(case, axes[Axis.TENSOR]) if Axis.TENSOR in axes else {"sequence": False}),
     }
+
+
+def _on_meta(case: Case, axes: Mapping[str, int]) -> bool:
+    """Whether rank 0 alone loads the weights: FSDP2's shards can be filled from it, of a model that is whole before.
+
+    A model with tied parameters is loaded by every rank, since they would come apart, and so are adapters' models.
+    """
+    from graph.models.sources import build
+
+    shards = Axis.SHARDS in axes and Axis.TENSOR not in axes
+    if not shards or case.lora or case.quant or registry.find(case).on_host(case):
+        return False
+    module: Any = build(case).module
+    return not tied(module)
 
 
 def _saved(case: Case) -> list[str]:

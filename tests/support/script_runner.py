@@ -38,6 +38,7 @@ def run(path: Path, world: int) -> str:
         _without_compiler()
     try:
         with (
+            mock.patch.object(sys, "argv", [str(path)]),
             mock.patch.object(dist, "init_process_group", once),
             mock.patch.object(dist, "destroy_process_group"),  # some libraries remember the group
             contextlib.redirect_stdout(shown),

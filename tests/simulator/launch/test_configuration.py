@@ -160,7 +160,7 @@ def test_arguments_follow_the_case() -> None:
     found = files({**BASE, "strategy": "fsdp2", "dtype": "bf16", "autocast": "", "checkpointing": "reentrant"})
     arguments = json.loads(found["training_args.json"])
     assert (arguments["per_device_train_batch_size"], arguments["gradient_accumulation_steps"]) == (6, 2)
-    assert arguments["gradient_checkpointing_kwargs"] == {"use_reentrant": True}
+    assert arguments["activation_checkpointing_kwargs"] == {"use_reentrant": True}
     assert json.loads(found["sft_args.json"])["model_init_kwargs"] == {"dtype": "bfloat16"}  # as transformers chooses
     eager = files({**BASE, "strategy": "fsdp2", "attn": "eager"})
     assert json.loads(eager["sft_args.json"])["model_init_kwargs"]["attn_implementation"] == "eager"

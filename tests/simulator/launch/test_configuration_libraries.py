@@ -177,12 +177,12 @@ def test_trainer_and_trl_read_their_arguments(
         assert (read.per_device_train_batch_size, read.gradient_accumulation_steps) == (2, keys.get("accum", 1))
         assert read.max_grad_norm == keys.get("clip", 0.0)
         assert read.bf16 is ("autocast" in keys or ("dtype" in keys and "deepspeed" in method))
-        assert read.gradient_checkpointing is ("checkpointing" in keys)
+        assert read.activation_checkpointing is read.gradient_checkpointing is ("checkpointing" in keys)
         each = keys.get("accum", 1) > 1 and "grad_sync" not in keys and "deepspeed" not in method
         settings = read.accelerator_config.gradient_accumulation_kwargs or {}
         assert bool(settings.get("sync_each_batch")) is each
         if name == "sft_args.json":
-            assert (read.max_length, read.packing) == (16, True)
+            assert (read.max_length, read.packing, read.packing_strategy) == (16, True, "wrapped")
             assert ("tp_plan" in read.model_init_kwargs) is ("tp" in method.split(",")[-1])
 
 
@@ -213,18 +213,36 @@ def test_trl_takes_the_command_of_the_start_script(tmp_path: Path, monkeypatch: 
 # -------------------------------------------------------------------------------------------- all together
 
 
-def test_the_start_script_runs_as_it_is(tmp_path: Path) -> None:
-    """bash, torchrun, two processes and PyTorch's FSDP2, on the CPU."""
-    model(tmp_path / "model")
-    written(tmp_path, "fsdp2", 2)
+def started(folder: Path, **settings: str) -> list[str]:
+    """The lines that a start script prints."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    settings = {"RANDOM_WEIGHTS": "1", "STEPS": "2", "OMP_NUM_THREADS": "1", "PATH": path}
     done = subprocess.run(
-        ["bash", str(tmp_path / "launch.sh")],
+        ["bash", str(folder / "launch.sh")],
         capture_output=True,
         text=True,
         check=False,
-        env={**os.environ, **settings},
+        env={**os.environ, "STEPS": "2", "OMP_NUM_THREADS": "1", "PATH": path, **settings},
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    assert [line.split(":")[0] for line in done.stdout.splitlines()] == ["step 0", "step 1"]
+    assert "FutureWarning" not in done.stderr
+    return done.stdout.splitlines()
+
+
+def test_the_start_script_runs_as_it_is(tmp_path: Path) -> None:
+    """bash, torchrun, two processes and PyTorch's FSDP2, on the CPU: the second gets its shards from the first, whose
+    first loss is that of the model whole.
+    """
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    alone, both = tmp_path / "alone", tmp_path / "both"
+    written(alone, "single", 1, checkpointing="nonreentrant")
+    written(both, "fsdp2", 2, checkpointing="nonreentrant")
+    torch.manual_seed(0)
+    config = AutoConfig.from_pretrained(model(tmp_path / "model"), initializer_range=0.3)
+    for folder in (alone, both):
+        AutoModelForCausalLM.from_config(config).save_pretrained(folder / "model")
+        torch.manual_seed(0)
+    found = started(both)
+    assert [line.split(":")[0] for line in found] == ["step 0", "step 1"]
+    assert found[0] == started(alone)[0] != "step 0: loss 4.1589, peak 0 MiB"
