@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ pytest.importorskip("transformers")
 pytest.importorskip("peft")
 
 from graph.case import Case
-from simulator.launch.training_script import script, why_not
+from simulator.launch.training_script import Predicted, script, why_not
 from tests.support.launched import METHODS, model, written
 from traces.errors import ConfigError
 
@@ -130,3 +131,37 @@ def test_no_script_is_one_line() -> None:
     with pytest.raises(ConfigError, match="no training script: pipeline stages") as caught:
         script(case)
     assert why_not(case) in str(caught.value)
+
+
+@pytest.mark.parametrize("predicted", [None, Predicted(0, 3 << 20, 5 << 20)])
+def test_measured_peaks_stand_beside_the_predicted_ones(
+    predicted: Predicted | None, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = Case.of({"model": model(tmp_path / "model"), "batch": 2, "seq": 16, "strategy": "ddp", "world": 2})
+    program = compile(script(case, predicted), "train.py", "exec")
+    names: dict[str, Any] = {"__name__": "train"}
+    exec(program, names)
+    dumped: list[str] = []
+    memory = SimpleNamespace(_dump_snapshot=dumped.append)
+    cuda = SimpleNamespace(max_memory_allocated=lambda: 2 << 20, max_memory_reserved=lambda: 4 << 20, memory=memory)
+    names |= {"DEVICE": "cuda", "torch": SimpleNamespace(cuda=cuda)}
+    monkeypatch.setenv("RANK", "1")
+    names["report"]("other.pickle")
+    monkeypatch.setenv("RANK", "0")
+    names["report"](None)
+    names["report"]("snapshot.pickle")
+    assert dumped == ["snapshot.pickle"], "of one rank, where it is asked for"
+    beside = (", 3.00 MiB predicted", ", 5.00 MiB predicted") if predicted else ("", "")
+    lines = [f"peak allocated: 2.00 MiB measured{beside[0]}", f"peak reserved: 4.00 MiB measured{beside[1]}"]
+    assert capsys.readouterr().out.splitlines() == 2 * lines
+
+
+@pytest.mark.parametrize(
+    ("keys", "once"),
+    [({"strategy": "fsdp2"}, True), ({"strategy": "hsdp"}, True), ({"strategy": "ddp"}, False),
+     ({"strategy": "fsdp2-offload"}, False), ({"strategy": "fsdp2", "lora": 4}, False)],
+)  # fmt: skip
+def test_fsdp2_loads_the_weights_once(keys: dict[str, Any], once: bool, tmp_path: Path) -> None:
+    text = script(Case.of({"model": model(tmp_path / "model"), "seq": 16, "world": 4, **keys}))
+    assert ("broadcast_from_rank0=True" in text) is once
+    assert ('torch.device("meta")' in text) is once
