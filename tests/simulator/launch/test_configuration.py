@@ -212,7 +212,8 @@ def test_select_says_why_a_file_is_missing(tmp_path: Path, capsys: pytest.Captur
     from simulator.commands.select import _configure
 
     case = {"model": "gpt2", "strategy": "zero1", "world": 2}
-    found: Any = SimpleNamespace(winner=SimpleNamespace(case=case))
+    winner = SimpleNamespace(case=case, worst=(1,), peak_allocated=12345, peak_reserved=23456)
+    found: Any = SimpleNamespace(winner=winner)
     _configure(found, tmp_path, force=False, quiet=False)
     said = capsys.readouterr().err.splitlines()
     assert said[0].startswith("note: wrote launch.sh, train.py to ")
