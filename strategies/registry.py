@@ -13,15 +13,12 @@ from traces.errors import ConfigError
 #: Modules that hold the records of methods, each in a tuple `STRATEGIES`, in the order in which help lists them.
 _MODULES: Final = (
     "strategies.one_gpu",
-    "strategies.parallel.ddp",
-    "strategies.parallel.fsdp",
-    "strategies.parallel.tp",
-    "strategies.parallel.pp",
+    "strategies.parallel.meshes",
     "strategies.megatron.megatron",
     "strategies.parallel.deepspeed",
     "strategies.gemini.record",
 )
-#: The module of the method that a case's `mesh` describes.
+#: The module of the method that a case's `mesh` describes, `MESH`.
 _MESH: Final = "strategies.parallel.meshes"
 
 _known: dict[str, Strategy] = {}

@@ -17,7 +17,7 @@ from graph.optimizers import OPTIMIZERS
 from simulator.launch.training_script import Predicted, axes_of, deepspeed_runs, script, templates, why_not
 from strategies import registry
 from strategies.parallel.deepspeed import configuration
-from strategies.parallel.fsdp import Flattened, Sharded
+from strategies.parallel.fsdp import Flattened
 from strategies.strategy import MACHINE, Axis
 from traces.release import version_of
 
@@ -184,7 +184,7 @@ def _fsdp(case: Case) -> dict[str, Any]:
     if isinstance(strategy, Flattened):
         one = {"fsdp_version": 1, "fsdp_reshard_after_forward": "FULL_SHARD", "fsdp_use_orig_params": True}
         return {**one, **common, "fsdp_state_dict_type": "SHARDED_STATE_DICT"}
-    reshard = not isinstance(strategy, Sharded) or strategy.reshard_after_forward
+    reshard = getattr(strategy, "reshard_after_forward", True)
     two = {"fsdp_version": 2, "fsdp_reshard_after_forward": reshard}
     return {**two, **common, "fsdp_state_dict_type": "SHARDED_STATE_DICT"}
 

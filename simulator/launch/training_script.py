@@ -22,10 +22,10 @@ from graph.models import catalogue
 from graph.models.lookup import configuration
 from graph.optimizers import OPTIMIZERS
 from strategies import registry
-from strategies.parallel.ddp import ReplicasWithShards
 from strategies.parallel.fsdp import Flattened
+from strategies.parallel.meshes import ReplicasWithShards
 from strategies.parallel.native import layers, tied
-from strategies.parallel.tp import COUNTS, Split, layer_plan, model_plan
+from strategies.parallel.tp import COUNTS, layer_plan, model_plan
 from strategies.strategy import Axis
 from traces.errors import ConfigError
 
@@ -248,7 +248,7 @@ def _plans(case: Case, size: int) -> dict[str, Any]:
     from graph.models.sources import build
 
     strategy = registry.find(case)
-    sequence = isinstance(strategy, Split) and strategy.sequence
+    sequence = getattr(strategy, "sequence", False)
     module: Any = build(case).module
     return {
         "sequence": sequence,

@@ -6,15 +6,13 @@ Ranks are numbered as torch's DeviceMesh numbers them: the last axis changes fas
 from __future__ import annotations
 
 import difflib
-import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Final
 
 from traces.errors import ConfigError
 
-WORLD: Final = "world"
 #: More ranks than any machine has; a typing slip, not a wish.
 LIMIT: Final = 2**20
 
@@ -87,34 +85,12 @@ class Mesh:
             rank, found[name] = divmod(rank, size)
         return {name: found[name] for name, _ in self.axes}
 
-    def rank(self, coordinates: Mapping[str, int]) -> int:
-        """The rank at these coordinates; an axis left out counts as 0."""
-        rank = 0
-        for name, size in self.axes:
-            place = coordinates.get(name, 0)
-            if not 0 <= place < size:
-                raise ConfigError(f"mesh: {name}={place} is outside {self}")
-            rank = rank * size + place
-        return rank
-
-    def group(self, rank: int, *axes: str) -> tuple[int, ...]:
-        """The ranks that differ from `rank` in nothing but their places along `axes`, in order."""
-        own = self.coordinates(rank)
-        spans = [range(size) if name in axes else (own[name],) for name, size in self.axes]
-        names = [name for name, _ in self.axes]
-        return tuple(self.rank(dict(zip(names, places, strict=True))) for places in itertools.product(*spans))
-
-    def groups(self, *axes: str) -> tuple[tuple[int, ...], ...]:
-        """All groups along `axes`, disjoint and together the world, by their first rank."""
-        return tuple(self._groups(axes))
-
-    def _groups(self, axes: Sequence[str]) -> Iterator[tuple[int, ...]]:
-        others = [(name, size) for name, size in self.axes if name not in axes]
-        for places in itertools.product(*(range(size) for _, size in others)):
-            first = self.rank(dict(zip((name for name, _ in others), places, strict=True)))
-            yield self.group(first, *axes)
-
-    def table(self) -> dict[str, tuple[tuple[int, ...], ...]]:
-        """The groups of a trace: one entry an axis of more than one rank, and the world."""
-        found = {name: self.groups(name) for name, size in self.axes if size > 1}
-        return {**found, WORLD: (tuple(range(self.world)),)}
+    def groups(self, axis: str) -> tuple[tuple[int, ...], ...]:
+        """All groups along an axis, disjoint and together the world, by their first rank."""
+        size, stride = self.size(axis), 1
+        for name, other in reversed(self.axes):
+            if name == axis:
+                break
+            stride *= other
+        firsts = (rank for rank in range(self.world) if rank // stride % size == 0)
+        return tuple(tuple(range(first, first + size * stride, stride)) for first in firsts)

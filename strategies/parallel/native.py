@@ -141,29 +141,3 @@ def tied(module: torch.nn.Module) -> bool:
 def without_autocast(case: Case) -> Case:
     """The case for methods that cast by themselves."""
     return replace(case, autocast="")
-
-
-def by_shards(case: Case, shards: int, divisors: tuple[int, ...] = (1,)) -> tuple[tuple[int, ...], ...]:
-    """Groups of ranks that hold shards of the same sizes, when every parameter is split over `shards` ranks.
-
-    The first dimension is split as torch.chunk splits it (pieces of one size, the last ones smaller or empty);
-    `divisors` are by what else it may have been divided before. Rank `r` has shard `r % shards`.
-    """
-    from graph.models.sources import build
-
-    rows = {max(1, -(-tensor.shape[0] // by)) for tensor in _parameters(build(case).module) for by in divisors}
-    found = shard_groups(rows, shards)
-    return tuple(tuple(rank for rank in range(case.world) if rank % shards in members) for members in found)
-
-
-def shard_groups(rows: set[int], shards: int) -> tuple[frozenset[int], ...]:
-    """Groups of shards of the same sizes, when every one of `rows` is split as torch.chunk splits it."""
-    groups: dict[tuple[int, ...], list[int]] = {}
-    for shard in range(shards):
-        key = tuple(min(max(count - shard * -(-count // shards), 0), -(-count // shards)) for count in sorted(rows))
-        groups.setdefault(key, []).append(shard)
-    return tuple(map(frozenset, groups.values()))
-
-
-def _parameters(module: torch.nn.Module) -> Iterator[torch.Tensor]:
-    return (one for one in module.parameters() if one.dim())

@@ -9,17 +9,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from graph.case import Case
-from strategies.parallel.native import Native, place_all
-from strategies.strategy import Groups, Ranks, Share, Strategy
+from strategies.parallel.native import Native
 from traces.errors import ConfigError
 
 if TYPE_CHECKING:
-    import torch
-
     from graph.loop.training import Clock
     from graph.models.sources import Built
     from graph.recorder.attribution import Roles
@@ -29,28 +25,13 @@ LOAD, PIPE, STEP, END = range(4)
 
 
 class Pipeline(Native):
-    """One stage of a pipeline over all ranks."""
+    """One stage of a pipeline: the loop around its schedule."""
 
     phases: tuple[str, ...] = ("load", "pipe", "step", "end")
-    #: The group of ranks that make a pipeline; None: all.
-    group: Any = None
-
-    @property
-    def stage(self) -> int:
-        """Which stage this rank has."""
-        return self.rank
-
-    @property
-    def stages(self) -> int:
-        """How many stages there are."""
-        return self.case.world
-
-    def wrap(self, recorder: Recorder, built: Built) -> torch.nn.Module:
-        """The stage's part of the model, on the device."""
-        from strategies.parallel.stages import cut
-
-        built.module = cut(built.module, self.stage, self.stages)
-        return place_all(recorder, built)
+    #: Which of how many stages this rank has, and the group of ranks that make its pipeline.
+    stage: int
+    stages: int
+    group: Any
 
     def train(self, clock: Clock, built: Built, case: Case, roles: Roles, steps: int) -> None:
         """Steps of the schedule, each followed by the optimizer's."""
@@ -140,64 +121,3 @@ def check_schedule(case: Case, stages: int) -> None:
             f"key 'microbatches': 1F1B needs at least as many micro-batches as stages ({stages}), not "
             f"{case.microbatches}"
         )
-
-
-def built_layers(case: Case) -> int:
-    """How many layers the model of a case has. Raises ConfigError for a model that is no decoder."""
-    from graph.models.sources import build
-    from strategies.parallel.stages import layers_of
-
-    built = build(case)
-    if built.head != "causal-lm":
-        raise ConfigError(
-            f"strategy 'pp' is for decoders (head causal-lm), and this model is {built.head or 'unknown'}"
-        )
-    return len(list(layers_of(built.module)))
-
-
-@dataclass(frozen=True)
-class Stages(Strategy):
-    """A pipeline: every rank has a stage of its own."""
-
-    def method(self, case: Case, rank: int) -> Native:
-        """How rank `rank` runs."""
-        return Pipeline(case, rank)
-
-    def distinct(self, case: Case) -> Ranks:
-        """Each rank for itself. Raises ConfigError for a model or schedule that has too little for so many."""
-        from strategies.parallel.stages import shares
-
-        shares(built_layers(case), case.world)
-        check_schedule(case, case.world)
-        return tuple((rank,) for rank in range(case.world))
-
-    def groups(self, case: Case) -> Groups:
-        """All ranks, and the pairs of neighbours with one name for each direction."""
-        found: dict[str, Ranks] = {"default_pg": (tuple(range(case.world)),)}
-        for rank in range(case.world - 1):
-            found[f"default_pg:{rank}>{rank + 1}"] = ((rank, rank + 1),)
-            found[f"default_pg:{rank + 1}>{rank}"] = ((rank, rank + 1),)
-        return found
-
-    def axes(self, case: Case) -> dict[str, int]:
-        """Stages."""
-        return {"pp": case.world}
-
-    def micro_batches(self, case: Case) -> int:
-        """All of the schedule's, which every stage sees."""
-        return case.microbatches
-
-    def refused(self, case: Case) -> Iterator[tuple[str, str]]:
-        """What no pipeline can run."""
-        return refused(case)
-
-
-STRATEGIES = (
-    Stages(
-        "pp",
-        "torch.distributed.pipelining, 1F1B or GPipe",
-        share=Share.NO,
-        takes=("pipeline",),
-        mesh_axes=("pp",),
-    ),
-)

@@ -1,30 +1,19 @@
-"""Tensor parallel by torch's `parallelize_module`: `tp`, `tp-sp` (sequence-parallel norms) and `fsdp2-tp`.
+"""Tensor parallel by torch's `parallelize_module`: how a model is split, with sequence-parallel norms or without.
 
 The plan is that of PyTorch's own tutorial: linear layers that make heads or the inner dimension of the MLP are split
-by columns, those that take them by rows; embedding by rows, head by columns, the loss on whole logits. `fsdp2-tp`
-shards over the other ranks what tensor parallelism has split over pairs.
+by columns, those that take them by rows; embedding by rows, head by columns, the loss on whole logits.
 """
 
 from __future__ import annotations
 
-import contextlib
-import functools
-from collections.abc import Callable
-from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
 from graph.case import Case
 from graph.errors import CaptureError
-from strategies.parallel.fsdp import FullyShard, Sharded
-from strategies.parallel.native import Native, by_shards, layers, place_all
-from strategies.strategy import Groups, Kind, Launch, Ranks, Share, Strategy
 
 if TYPE_CHECKING:
     import torch
     from torch.distributed.device_mesh import DeviceMesh
-
-    from graph.models.sources import Built
-    from graph.recorder.recorder import Recorder
 
 #: Last names of linear layers that are split by columns (their output), and by rows (their input).
 COLUMNS: Final = frozenset(
@@ -34,75 +23,8 @@ COLUMNS: Final = frozenset(
 ROWS: Final = frozenset({"o_proj", "out_proj", "down_proj", "fc2", "fc_out", "c_proj", "dense", "dense_4h_to_h"})
 #: Attributes of an attention module that count heads, or columns of a fused projection.
 COUNTS: Final = ("num_heads", "num_attention_heads", "num_key_value_heads", "split_size")
-#: How many ranks of `fsdp2-tp` split a tensor.
-PAIR: Final = 2
 #: Norms in front of attention and MLP, and the blocks that they feed.
 NORMS: Final = frozenset({"input_layernorm", "post_attention_layernorm"})
-
-
-class TensorParallel(Native):
-    """One rank of tensor parallelism over all ranks; `sequence`: activations between the blocks are split too."""
-
-    def __init__(self, case: Case, rank: int, *, sequence: bool = False) -> None:
-        super().__init__(case, rank)
-        self.sequence = sequence
-
-    def wrap(self, recorder: Recorder, built: Built) -> torch.nn.Module:
-        """Split on meta, tied embedding and head each for itself, then placed."""
-        import torch
-        from torch.distributed.device_mesh import init_device_mesh
-
-        from graph.loop.inputs import Input
-
-        module: torch.nn.Module = built.module
-        built.loss = functools.partial(self._forward, built.loss)
-        if self.sequence:  # the model would count its own part of the sequence
-            numbers = torch.arange(self.case.seq, device="cpu")[None]
-            positions = Input(("position_ids",), (1, self.case.seq), torch.long, "values", numbers)
-            built.batch = (*built.batch, positions)
-        parallelize(
-            module,
-            init_device_mesh("cuda", (self.case.world,)),
-            self.sequence,
-            local=not self.case.tp_loss,
-        )
-        return place_all(recorder, built)
-
-    def backward(self, loss: torch.Tensor) -> None:
-        """With the loss over the split vocabulary, its backward knows the split as well."""
-        with self._loss():
-            super().backward(loss)
-
-    def _loss(self) -> contextlib.AbstractContextManager[None]:
-        if not self.case.tp_loss:
-            return contextlib.nullcontext()
-        from torch.distributed.tensor.parallel import loss_parallel
-
-        return loss_parallel()
-
-    def _forward(self, forward: Callable[..., Any], module: torch.nn.Module, inputs: dict[str, Any]) -> Any:
-        with self._loss():
-            return forward(module, inputs)
-
-    def optimizer(self, case: Case, parameters: list[torch.nn.Parameter]) -> Any:
-        """Split and whole parameters apart: one foreach call cannot mix them."""
-        return apart(case, parameters)
-
-
-class ShardedTensorParallel(FullyShard):
-    """One rank of `fully_shard` over pairs of tensor-parallel ranks."""
-
-    def mesh(self, module: torch.nn.Module) -> Any:
-        """Tensor parallelism over the inner dimension first, then the mesh of the outer one."""
-        from torch.distributed.device_mesh import init_device_mesh
-
-        both = init_device_mesh("cuda", (self.case.world // PAIR, PAIR), mesh_dim_names=("dp", "tp"))
-        parallelize(module, both["tp"], False)
-        return both["dp"]
-
-    def optimizer(self, case: Case, parameters: list[torch.nn.Parameter]) -> Any:
-        """Split and whole parameters apart."""
-        return apart(case, parameters)
 
 
 def apart(case: Case, parameters: list[torch.nn.Parameter]) -> Any:
@@ -121,13 +43,13 @@ def parallelize(
     module: torch.nn.Module,
     mesh: DeviceMesh,
     sequence: bool,
-    blocks: list[torch.nn.Module] | None = None,
+    blocks: list[torch.nn.Module],
     *,
-    local: bool = True,
+    local: bool,
 ) -> None:
     """Split `module` over `mesh`; `sequence`: between the blocks, activations are split along the sequence.
 
-    `blocks` are its layers, where they are known; embedding and head are split where the module has them. `local`:
+    `blocks` are its layers; embedding and head are split where the module has them. `local`:
     the head gathers whole logits; else they stay split by vocabulary, for `loss_parallel`.
 
     Raises CaptureError for a model without linear layers of these names, or whose sizes the ranks do not divide.
@@ -137,7 +59,7 @@ def parallelize(
     size = mesh.size()
     check_heads(module, size)
     found = False
-    for layer in layers(module) if blocks is None else blocks:
+    for layer in blocks:
         plan = layer_plan(layer, sequence, size)
         found = found or bool(plan)
         if sequence and plan and not any(path.rpartition(".")[2] in NORMS for path in plan):
@@ -261,73 +183,3 @@ def model_plan(module: torch.nn.Module, sequence: bool, local: bool = True) -> d
     if sequence:
         plan[f"{embedding.rpartition('.')[0]}.norm".lstrip(".")] = SequenceParallel()
     return plan
-
-
-@dataclass(frozen=True)
-class Split(Strategy):
-    """Tensor-parallel ranks are alike, since the sizes divide."""
-
-    kind: Kind = Kind.SPLIT | Kind.TENSOR
-    takes: tuple[str, ...] = ("tp_loss",)
-    share: Share = Share.ALL
-    sequence: bool = False
-    """Activations between the blocks are split along the sequence."""
-
-    def method(self, case: Case, rank: int) -> Native:
-        """How rank `rank` runs."""
-        return TensorParallel(case, rank, sequence=self.sequence)
-
-    def axes(self, case: Case) -> dict[str, int]:
-        """Tensor-parallel ranks."""
-        return {"tp": case.world}
-
-
-@dataclass(frozen=True)
-class SplitThenSharded(Sharded):
-    """`fully_shard` over pairs."""
-
-    kind: Kind = Kind.SHARDED | Kind.SPLIT
-    share: Share = Share.NO
-
-    def method(self, case: Case, rank: int) -> Native:
-        """How rank `rank` runs. Raises CaptureError for an odd number of ranks."""
-        if case.world % PAIR:
-            raise CaptureError(f"key 'world': fsdp2-tp splits over pairs, so an even number of ranks, not {case.world}")
-        return ShardedTensorParallel(case, rank, self)
-
-    def distinct(self, case: Case) -> Ranks:
-        """Ranks whose shards have the same sizes."""
-        half = case.world // PAIR
-        pairs = by_shards(replace(case, world=half), half, (1, PAIR))
-        return tuple(tuple(PAIR * place + side for place in group for side in range(PAIR)) for group in pairs)
-
-    def groups(self, case: Case) -> Groups:
-        """All, those that share shards, and pairs."""
-        everyone = tuple(range(case.world))
-        return {
-            "default_pg": (everyone,),
-            "mesh_dp": (everyone[::2], everyone[1::2]),
-            "mesh_tp": tuple(everyone[rank : rank + 2] for rank in everyone[::2]),
-        }
-
-    def axes(self, case: Case) -> dict[str, int]:
-        """Shards of pairs."""
-        return {"fsdp2": case.world // PAIR, "tp": PAIR}
-
-    def micro_batches(self, case: Case) -> int:
-        """One for each pair."""
-        return max(1, case.world // PAIR)
-
-
-_SEQUENCE = Launch(no_accelerate="accelerate keeps activations whole between tensor-parallel layers")
-STRATEGIES = (
-    SplitThenSharded("fsdp2-tp", "fully_shard over pairs of tensor-parallel ranks"),
-    Split("tp", "parallelize_module"),
-    Split(
-        "tp-sp",
-        "... with sequence parallelism",
-        Kind.SPLIT | Kind.TENSOR | Kind.ALL_SPLIT,
-        launch=_SEQUENCE,
-        sequence=True,
-    ),
-)

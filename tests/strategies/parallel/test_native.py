@@ -14,7 +14,7 @@ from graph.case import Case
 from graph.errors import CaptureError
 from simulator.estimator.estimate import estimate
 from strategies import registry
-from strategies.parallel import native
+from strategies.parallel import meshes, native
 from traces.errors import LLMemError
 from traces.model import Op
 
@@ -132,11 +132,11 @@ def test_tied_weights_load_as_recorded(
 
 def test_collectives_name_groups_that_the_trace_has(config: str) -> None:
     found = trained(config, strategy="hsdp", world=4)
-    assert set(found.trace.groups) == {"default_pg", "mesh_shard", "mesh_replicate"}
+    assert set(found.trace.groups) == {"default_pg", "mesh_dp", "mesh_fsdp2"}
     case = Case.of({"model": "gpt2", "strategy": "hsdp", "world": 6})
-    assert registry.find(case).groups(case)["mesh_replicate"] == ((0, 3), (1, 4), (2, 5))
+    assert registry.find(case).groups(case)["mesh_dp"] == ((0, 3), (1, 4), (2, 5))
     pairs = Case.of({"model": "gpt2", "strategy": "fsdp2-tp", "world": 4})
-    assert registry.find(pairs).groups(pairs)["mesh_dp"] == ((0, 2), (1, 3))
+    assert registry.find(pairs).groups(pairs)["mesh_fsdp2"] == ((0, 2), (1, 3))
 
 
 @pytest.mark.parametrize(
@@ -157,8 +157,7 @@ def test_what_cannot_be_split_is_one_clear_line(config: str, keys: dict[str, Any
 @given(rows=st.integers(1, 500), ranks=st.integers(1, 40))
 def test_shards_are_those_of_chunk(rows: int, ranks: int) -> None:
     """The sizes by which ranks are told apart are those of torch.chunk, which FSDP2 shards by."""
-    size = -(-rows // ranks)
-    ours = [min(max(rows - rank * size, 0), size) for rank in range(ranks)]
+    ours = [meshes.pieces(rows, ranks, rank) for rank in range(ranks)]
     theirs = [len(part) for part in torch.zeros(rows).chunk(ranks)]
     assert ours == theirs + [0] * (ranks - len(theirs))
 
