@@ -181,14 +181,4 @@ def _placed(where: npt.NDArray[np.bool_], values: Int64Array) -> Int64Array:
 
 def _held(events: Events) -> Events:
     """The same events after one that holds recorded events back."""
-    op = np.concatenate([np.asarray([Op.HOLD_EVENTS], dtype=np.uint8), events.op])
-    columns: dict[str, Column] = {}
-    for name, column in events.columns.items():
-        if isinstance(column, Strings):
-            columns[name] = Strings(np.concatenate([np.asarray([-1], np.int32), column.codes]), column.table)
-        else:
-            absent = -1 if name in ("id", "step", "on") else 0
-            columns[name] = np.concatenate([np.asarray([absent], column.dtype), column])
-    hold = np.zeros(len(op), dtype=np.bool_)
-    hold[0] = True
-    return Events(op, {**columns, "hold": hold})
+    return Events.joined([Events(np.asarray([Op.HOLD_EVENTS], np.uint8), {"hold": np.asarray([True])}), events])

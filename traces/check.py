@@ -289,7 +289,7 @@ def _faults(trace: Trace, entry: RankEvents) -> Iterator[Finding]:
     unknown = _first(events.op > max(Op))
     if unknown >= 0:
         yield Finding(unknown, "op", f"there is no op of number {int(events.op[unknown])}")
-        events = head(events, unknown)
+        events = events.take(slice(unknown))
         if not len(events):
             return
     counts = np.bincount(events.op, minlength=len(Op))
@@ -304,16 +304,6 @@ def _faults(trace: Trace, entry: RankEvents) -> Iterator[Finding]:
     if any(op in present for op in _POOL_OPS):
         yield from _pools(events, entry.initial)
     yield from _lives(events, entry.initial)
-
-
-def head(events: Events, count: int) -> Events:
-    """The first `count` events."""
-    columns = {
-        name: Strings(column.codes[:count], column.table) if isinstance(column, Strings) else column[:count]
-        for name, column in events.columns.items()
-    }
-    extra = {name: {i: v for i, v in values.items() if i < count} for name, values in events.extra.items()}
-    return Events(events.op[:count], columns, {name: values for name, values in extra.items() if values})
 
 
 def _is_absent(events: Events, field: str) -> Any:

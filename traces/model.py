@@ -116,6 +116,16 @@ class Strings:
         )
         return cls(codes, tuple(known))
 
+    @classmethod
+    def joined(cls, parts: Sequence[Strings]) -> Strings:
+        """Text columns one after the other, over one table."""
+        known: dict[str, int] = {}
+        codes = []
+        for part in parts:
+            renamed = [known.setdefault(text, len(known)) for text in part.table]
+            codes.append(np.asarray([*renamed, -1], dtype=np.int32)[part.codes])
+        return cls(np.concatenate(codes), tuple(known))
+
 
 Column = Int64Array | FloatArray | BoolArray | Strings
 
@@ -172,6 +182,35 @@ class Events:
     def with_columns(self, **columns: Column) -> Events:
         """A copy with some columns added or replaced."""
         return replace(self, columns={**self.columns, **columns})
+
+    def take(self, places: Int64Array | slice) -> Events:
+        """The events at `places`, in their order."""
+        columns: dict[str, Column] = {
+            name: Strings(column.codes[places], column.table) if isinstance(column, Strings) else column[places]
+            for name, column in self.columns.items()
+        }
+        if not self.extra:
+            return Events(self.op[places], columns)
+        new = {old: place for place, old in enumerate(np.arange(len(self))[places].tolist())}
+        extra = {name: {new[i]: one for i, one in values.items() if i in new} for name, values in self.extra.items()}
+        return Events(self.op[places], columns, {name: values for name, values in extra.items() if values})
+
+    @classmethod
+    def joined(cls, parts: Sequence[Events]) -> Events:
+        """Events one after the other; fields that the format does not know are left behind."""
+        columns: dict[str, Column] = {}
+        for name in dict.fromkeys(name for part in parts for name in part.columns):
+            if name in STRING_FIELDS:
+                columns[name] = Strings.joined([part.strings(name) for part in parts])
+            else:
+                read = cls.ints if name in INT_FIELDS else cls.floats if name in FLOAT_FIELDS else cls.bools
+                columns[name] = np.concatenate([read(part, name) for part in parts])
+        return cls(np.concatenate([part.op for part in parts]), columns)
+
+    def insert(self, where: Int64Array, added: Events) -> Events:
+        """The events with those of `added` each before the place `where` says, as `numpy.insert` counts places."""
+        order = np.insert(np.arange(len(self)), where, len(self) + np.arange(len(added)))
+        return Events.joined([self, added]).take(order)
 
 
 @dataclass(frozen=True, slots=True)

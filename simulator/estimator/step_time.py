@@ -16,7 +16,7 @@ import numpy as np
 from strategies import registry
 from strategies.timing.clock import timed
 from traces.errors import ConfigError
-from traces.model import Events, Op, Strings, Trace
+from traces.model import Events, Op, Trace
 
 if TYPE_CHECKING:
     from graph.case import Case
@@ -152,7 +152,7 @@ def _replayed(trace: Trace, context: int | None) -> Result:
 
 def of_last_step(events: Events) -> Events:
     """The events of the last iteration, all where there are none."""
-    return _part(events, slice(_last_step(events), None))
+    return events.take(slice(_last_step(events), None))
 
 
 def of_case(trace: Trace, case: Case, result: Result) -> StepTime | GenerationTime | None:
@@ -208,14 +208,5 @@ def _before(trace: Trace, place: Callable[[Events], int | None]) -> Trace | None
         stop = place(entry.events)
         if stop is None:
             return None
-        entries.append(replace(entry, events=_part(entry.events, slice(stop))))
+        entries.append(replace(entry, events=entry.events.take(slice(stop))))
     return replace(trace, ranks=tuple(entries))
-
-
-def _part(events: Events, part: slice) -> Events:
-    """Some of the events that follow each other."""
-    columns = {
-        name: Strings(column.codes[part], column.table) if isinstance(column, Strings) else column[part]
-        for name, column in events.columns.items()
-    }
-    return Events(events.op[part], columns)

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from traces.errors import ConfigError
-from traces.model import FLOAT_FIELDS, INT_FIELDS, Column, Events, Int64Array, Op, RankEvents, Strings, Trace
+from traces.model import Column, Events, Int64Array, Op, RankEvents, Trace
 
 Deferred = Literal["recorded", "prompt", "late"]
 
@@ -78,8 +78,8 @@ def _deferred(events: Events, *, late: bool) -> Events:
     Without simulated time, and without what the trace says about the completion of events.
     """
     keep = np.flatnonzero(~np.isin(events.op, (*_TIMES, *_HELD)))
-    events = _taken(events, keep)
-    return _joined([_holding(), events]) if late else events
+    events = events.take(keep)
+    return Events.joined([_holding(), events]) if late else events
 
 
 def _holding() -> Events:
@@ -195,7 +195,7 @@ def _plan(movable: Sequence[int], variant: Variant) -> list[tuple[int, float]]:
 def _composed(rank: RankEvents, cut: _Steps, plan: Sequence[tuple[int, float]]) -> RankEvents:
     """The rank's events with its movable steps replaced by those of `plan`."""
     first, stop = cut.movable[0], cut.movable[-1] + 1
-    parts = [_taken(cut.events, np.arange(cut.starts[first], dtype=np.int64))]
+    parts = [cut.events.take(np.arange(cut.starts[first], dtype=np.int64))]
     scaled = _scaled(cut)
     fresh = int(cut.known[-1]) + 1
     carried = cut.known[cut.handed_on(first - 1)] if first else np.empty(0, np.int64)
@@ -210,7 +210,7 @@ def _composed(rank: RankEvents, cut: _Steps, plan: Sequence[tuple[int, float]]) 
     rest = np.arange(cut.starts[stop], len(cut.events), dtype=np.int64)
     shift = len(plan) - len(cut.movable)
     parts += _instance(cut, rest, stop, cut.known.copy(), carried, (scaled, 1.0), shift)
-    return replace(rank, events=_joined(parts), extra={})
+    return replace(rank, events=Events.joined(parts), extra={})
 
 
 def _instance(
@@ -234,7 +234,7 @@ def _instance(
     surplus = carried[len(taken) :] if len(freed) else carried[:0]
     dense = cut.dense[places]
     places = places[(ids[dense] >= 0) | (dense == 0)]
-    part = _taken(cut.events, places)
+    part = cut.events.take(places)
     columns: dict[str, Column] = {"id": ids[cut.dense[places]]}
     wanted, factor = scale
     if factor != 1.0:
@@ -263,34 +263,3 @@ def _scaled(cut: _Steps) -> npt.NDArray[np.bool_]:
         if names.get(mark) in _UNSCALED_PHASES:
             chosen[mark:stop] = False
     return np.asarray(chosen)
-
-
-# --- columns ------------------------------------------------------------------------------------------------------
-
-
-def _taken(events: Events, places: Int64Array) -> Events:
-    """Some events, in order; fields that the format does not know are left behind."""
-    columns: dict[str, Column] = {
-        name: Strings(column.codes[places], column.table) if isinstance(column, Strings) else column[places]
-        for name, column in events.columns.items()
-    }
-    return Events(events.op[places], columns)
-
-
-def _joined(parts: Sequence[Events]) -> Events:
-    """Events one after the other; text columns of all parts share the longest table, which the others begin."""
-    names = dict.fromkeys(name for part in parts for name in part.columns)
-    columns: dict[str, Column] = {}
-    for name in names:
-        if name in INT_FIELDS:
-            columns[name] = np.concatenate([part.ints(name) for part in parts])
-        elif name in FLOAT_FIELDS:
-            columns[name] = np.concatenate([part.floats(name) for part in parts])
-        elif any(isinstance(part.columns.get(name), Strings) for part in parts):
-            texts = [part.strings(name) for part in parts]
-            columns[name] = Strings(
-                np.concatenate([text.codes for text in texts]), max((t.table for t in texts), key=len)
-            )
-        else:
-            columns[name] = np.concatenate([part.bools(name) for part in parts])
-    return Events(np.concatenate([part.op for part in parts]), columns)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from math import ceil, log2
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
@@ -16,7 +16,7 @@ from graph.hardware.gpus import Gpu, gpu
 from strategies.timing.links import LINKS, Link, link, ways
 from strategies.timing.roofline import Speed
 from traces.errors import ConfigError
-from traces.model import Column, Events, Op, RankEvents, Strings, Trace
+from traces.model import Events, Op, RankEvents, Trace
 
 if TYPE_CHECKING:
     from strategies.timing.roofline import Speed
@@ -179,15 +179,6 @@ def _with_waits(events: Events, places: Int64Array) -> Events:
 
 def _inserted(events: Events, waits: list[tuple[int, int, int]]) -> Events:
     """The events with `wait_stream`s: (place before which, stream, stream waited for) each."""
-    where = np.asarray([place for place, _, _ in waits])
-    columns: dict[str, Column] = {}
-    events = Events(events.op, {**events.columns, "stream": events.ints("stream"), "on": events.ints("on")})
-    for name, column in events.columns.items():
-        if isinstance(column, Strings):
-            columns[name] = Strings(np.insert(column.codes, where, -1), column.table)
-            continue
-        absent = -1 if name in ("id", "step", "on") else 0
-        values = {"stream": [stream for _, stream, _ in waits], "on": [on for _, _, on in waits]}.get(name, absent)
-        inserted: Any = np.insert(column, where, values)
-        columns[name] = inserted
-    return Events(np.insert(events.op, where, np.uint8(Op.WAIT_STREAM)), columns)
+    where, stream, on = np.asarray(waits, dtype=np.int64).T
+    added = np.full(len(waits), Op.WAIT_STREAM, dtype=np.uint8)
+    return events.insert(where, Events(added, {"stream": stream, "on": on}))

@@ -27,7 +27,7 @@ import numpy as np
 from msgspec import Raw
 from numpy.lib import format as npy
 
-from traces.check import REQUIRED, Finding, head, missing
+from traces.check import REQUIRED, Finding, missing
 from traces.errors import TraceError
 from traces.files import MAX_BYTES
 from traces.forms.document import build, decode, encode, encode_document
@@ -186,7 +186,7 @@ def _read_events(
             columns[field] = Strings(array, _table(said, field, place)) if field in STRING_FIELDS else array
     events = Events(op, columns, _read_extra(said, place, len(op)))
     finding = _first_lacking(events)
-    return (events if finding is None else head(events, finding.event)), finding
+    return (events if finding is None else events.take(slice(finding.event))), finding
 
 
 def _first_lacking(events: Events) -> Finding | None:

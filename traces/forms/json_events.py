@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 from msgspec import Meta, Raw, Struct
 
-from traces.check import MAX_INT, REQUIRED, Finding, head, missing
+from traces.check import MAX_INT, REQUIRED, Finding, missing
 from traces.errors import TraceError
 from traces.forms.document import (
     DECODE_ERRORS,
@@ -157,7 +157,7 @@ def _settle(
             column[empty] = INT_FIELDS[field]
         settled[field] = column
     events = Events(op, settled, extra)
-    return (events if finding is None else head(events, finding.event)), finding
+    return (events if finding is None else events.take(slice(finding.event))), finding
 
 
 def _first_absent(op: OpArray, columns: Mapping[str, Column], field: str) -> Finding | None:
