@@ -21,6 +21,7 @@ from strategies.gemini.chunk_layout import HALF, MASTER, Chunk, ChunkLayout
 from strategies.gemini.event_builder import EventBuilder
 from strategies.gemini.skeleton import FORWARD, LOAD, OPTIMIZER, Skeleton, Walker
 from strategies.timing.roofline import Speed
+from traces.model import Op
 
 #: The stream of NCCL's collectives, and the group over which chunks are shared.
 NCCL: Final = 1
@@ -144,7 +145,7 @@ class Gemini(Walker):
         """Halve the model, build the chunks, make what the booster makes, and give the cache back."""
         if self.options.protocol:
             self._halve()
-            self.out.empty_cache()
+            self.out.add(Op.EMPTY_CACHE)
             self._probe()
             self.out.alloc(OVERFLOW, "buffer", "overflow")
             self._barriers()
@@ -152,7 +153,7 @@ class Gemini(Walker):
         if self.options.protocol:
             for name, size in SCALER:
                 self.out.alloc(size, "buffer", name)
-            self.out.empty_cache()
+            self.out.add(Op.EMPTY_CACHE)
 
     def _probe(self) -> None:
         """The batch by which the script learns shapes: ids, labels and a bool mask, kept to the end."""
@@ -236,7 +237,7 @@ class Gemini(Walker):
             self._passing.clear()
         if name == OPTIMIZER and self.options.protocol and not self._emptied:
             self._emptied = True
-            self.out.empty_cache()
+            self.out.add(Op.EMPTY_CACHE)
         super().phase(name, step)
 
     def allocate(self, storage: int) -> None:
@@ -267,7 +268,7 @@ class Gemini(Walker):
         In the first iteration Gemini's monitor waits for the device before (memory_tracer/chunk_memstats_collector.py).
         """
         if self.options.protocol and self._waits(operator, uses):
-            self.out.synchronize()
+            self.out.add(Op.SYNCHRONIZE)
         if self.options.protocol and self._cloned(operator):
             self._short.append(self.out.alloc(self._written(operator), "temporary", "clone"))
         for parameter in sorted(uses):
@@ -386,7 +387,7 @@ class Gemini(Walker):
     def _any(self, mask: int, elements: int) -> None:
         """A mask's `any()`, read by the host: it waits, and with it what NCCL had to do before."""
         if not self.options.small:
-            self.out.synchronize()
+            self.out.add(Op.SYNCHRONIZE)
             self.out.free(mask)
             return
         answer = self.out.alloc(ANSWER, "temporary", "any")
@@ -394,7 +395,7 @@ class Gemini(Walker):
             staging = self.out.alloc(STAGING, "temporary", "any.staging")
             self.out.free(self.out.alloc(SEMAPHORES, "temporary", "any.semaphores"))
             self.out.free(staging)
-        self.out.synchronize()
+        self.out.add(Op.SYNCHRONIZE)
         self.out.free(mask)
         self.out.free(answer)
 

@@ -22,7 +22,7 @@ from strategies.parallel.mesh import Mesh
 from strategies.strategy import Capture, Lowered
 from strategies.timing.roofline import Speed
 from traces.errors import ConfigError
-from traces.model import RankEvents
+from traces.model import Op, RankEvents
 
 
 def lowered(case: Case, axes: Mesh, capture: Capture, speed: Speed | None) -> Lowered:
@@ -42,7 +42,7 @@ def lowered(case: Case, axes: Mesh, capture: Capture, speed: Speed | None) -> Lo
     for members in distinct(chunks):
         out = EventBuilder()
         if case.deferred == "late":
-            out.hold_events(True)
+            out.add(Op.HOLD_EVENTS, hold=True)
         kind = GeminiTensorParallel if tensor > 1 else Gemini
         walker = kind(skeleton, chunks, members[0], Options(), out)
         if speed is not None:

@@ -19,6 +19,7 @@ import numpy as np
 from graph.dtypes import SIZES
 from graph.model import Int32Array, Int64Array, Kind, Role, StepGraph, UInt8Array
 from strategies.gemini.event_builder import EventBuilder
+from traces.model import Op
 
 #: Phases of a captured run.
 OPTIMIZER: Final = "optimizer"
@@ -174,8 +175,7 @@ class Walker:
 
     A strategy overrides what it does differently. `numbers` maps storages of the graph to those of `out`; one that is
     missing there has no storage in this run. `durations`, nanoseconds of each operator, make kernels of them; none are
-    written without. `recomputing` is true inside a checkpoint's second forward, `backward`
-    in the backward phase, `step` the iteration.
+    written without. `phase_name` and `step_number` say where the walk is.
     """
 
     def __init__(self, skeleton: Skeleton, out: EventBuilder | None = None) -> None:
@@ -197,17 +197,8 @@ class Walker:
         """A phase starts."""
         self.out.phase(name, step)
 
-    def step(self, number: int) -> None:
-        """Iteration `number` starts."""
-
-    def micro_step(self, number: int) -> None:
-        """A micro-batch of the iteration starts."""
-
     def enter(self, module: str) -> None:
         """A module's forward starts (again, inside backward, for a checkpoint)."""
-
-    def leave(self, module: str) -> None:
-        """A module's forward has ended."""
 
     def before(self, operator: int, uses: tuple[int, ...]) -> None:
         """An operator is about to run; nothing of it is allocated yet. `uses`: parameters that it reads."""
@@ -227,10 +218,6 @@ class Walker:
         """A parameter is loaded to the GPU."""
         self.place(self.skeleton.parameters[parameter].storage)
 
-    def parameter_released(self, parameter: int) -> None:
-        """A parameter dies (at the end of the run, if at all)."""
-        self.drop(self.skeleton.parameters[parameter].storage)
-
     def gradient_allocated(self, parameter: int, storage: int) -> None:
         """A gradient of a parameter is born: an operator writes it; it is not complete yet."""
         self.place(storage)
@@ -246,29 +233,12 @@ class Walker:
         """The optimizer's phase starts. True: its events are written here, the captured ones are left out."""
         return False
 
-    def synchronize(self) -> None:
-        """The host waits for the device."""
-        self.out.synchronize()
-
-    def ended(self) -> None:
-        """The last event has passed."""
-
     # What it offers ----------------------------------------------------------------------------------------------
 
     @property
     def role(self) -> int:
         """The role of the current operator."""
         return int(self.skeleton.graph.operators.role[self.current]) if self.current >= 0 else int(Role.LOAD)
-
-    @property
-    def recomputing(self) -> bool:
-        """Whether the current operator runs a checkpoint's forward again."""
-        return self.role == Role.RECOMPUTE
-
-    @property
-    def backward(self) -> bool:
-        """Whether the backward phase is running."""
-        return self.phase_name == BACKWARD
 
     def place(self, storage: int, size: int | None = None) -> int:
         """Write the birth of a storage as captured (or of another `size`); answers its number in `out`."""
@@ -306,7 +276,6 @@ class Walker:
         self._finish()
         if loading:
             self.loaded()
-        self.ended()
         return self.out
 
     # Inside ------------------------------------------------------------------------------------------------------
@@ -345,7 +314,10 @@ class Walker:
         else:
             parameter = int(self.skeleton.parameter[storage])
             if owner == Owner.PARAMETER:
-                (self.parameter_allocated if born else self.parameter_released)(parameter)
+                if born:
+                    self.parameter_allocated(parameter)
+                else:
+                    self.drop(self.skeleton.parameters[parameter].storage)
             else:
                 (self.gradient_allocated if born else self.gradient_released)(parameter, storage)
 
@@ -358,15 +330,10 @@ class Walker:
                 self._skipping = self.optimizer(value)
         elif kind == Kind.STEP:
             self.step_number = value
-            self.step(value)
-        elif kind == Kind.MICRO_STEP:
-            self.micro_step(value)
         elif kind == Kind.ENTER:
             self.enter(self.skeleton.text(index))
-        elif kind == Kind.EXIT:
-            self.leave(self.skeleton.text(index))
         elif kind == Kind.GRADIENT:
             storage = value if value >= 0 and self.skeleton.owner[value] == Owner.GRADIENT else -1
             self.gradient_ready(int(self.skeleton.parameter[index]), storage)
         elif kind == Kind.SYNCHRONIZE:
-            self.synchronize()
+            self.out.add(Op.SYNCHRONIZE)

@@ -23,6 +23,7 @@ from strategies.gemini.chunk_layout import HALF, MASTER, ChunkLayout
 from strategies.gemini.chunk_moves import NCCL, WORKSPACE, Gemini, Options
 from strategies.gemini.event_builder import EventBuilder
 from strategies.gemini.skeleton import BACKWARD, EMBEDDINGS, Skeleton
+from traces.model import Op
 
 GROUP: Final = "tp"
 PRODUCTS: Final = ("aten.mm.default", "aten.addmm.default")
@@ -197,7 +198,7 @@ class GeminiTensorParallel(Gemini):
             one = self.skeleton.parameters[parameter]
             self._model[parameter] = self.out.alloc(HALF * one.elements, "parameter", f"model.{one.name}")
             self.out.free(number)
-        self.out.empty_cache()
+        self.out.add(Op.EMPTY_CACHE)
         for parameter, number in self._model.items():
             one = self.skeleton.parameters[parameter]
             if len(one.shape) == 2:

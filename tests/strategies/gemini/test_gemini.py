@@ -67,7 +67,7 @@ def run(row: dict[str, Any]) -> Events:
     )
     out = EventBuilder()
     if row["lag"] == "1":
-        out.hold_events(True)
+        out.add(Op.HOLD_EVENTS, hold=True)
     kind = GeminiTensorParallel if tensor > 1 else Gemini
     return kind(found, chunks, int(row["rank"]), out=out).run().events()
 

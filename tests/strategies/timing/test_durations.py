@@ -30,11 +30,11 @@ def builder(stream: int, waits: bool = False) -> EventBuilder:
         out.phase("forward", step)
         out.kernel(1_000_000, "first")
         if waits:
-            out.wait_stream(stream, 0)
+            out.add(Op.WAIT_STREAM, stream=stream, on=0)
         out.collective("all_reduce", "dp", 1 << 30, stream=stream)
         out.kernel(1_000_000, "second")
         if waits:
-            out.wait_stream(0, stream)
+            out.add(Op.WAIT_STREAM, stream=0, on=stream)
         out.phase("step", step)
         out.kernel(1_000_000, "third")
     return out
