@@ -1,20 +1,20 @@
 """What one operator call costs: floating-point operations, and bytes read and written on the GPU.
 
-FLOPs are those of matrix products, convolutions and attention, by the formulas of `torch/utils/flop_counter.py` (a
-multiply and an add are two; causal attention counts as full); every other operator counts 0, as there, so that totals
-equal those of `FlopCounterMode`. Bytes are those of a kernel that reads each operand once and writes each result once:
-what is broadcast is read once, views and empty tensors move nothing. Nothing here imports torch: tensors are known by
-their attributes.
+FLOPs are those of matrix products, convolutions and attention, by torch's own formulas (`torch/utils/flop_counter.py`:
+a multiply and an add are two; causal attention counts as full), and by formulas of ours for products that torch's
+counter passes by; every other operator counts 0. Bytes are those of a kernel that reads each operand once and writes
+each result once: what is broadcast is read once, views and empty tensors move nothing.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from math import prod
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
-if TYPE_CHECKING:
-    import torch
+import torch
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 Shape = Sequence[int]
 Arguments = tuple[Any, ...]
@@ -148,11 +148,6 @@ MOVED: Final[dict[str, Formula]] = {
 # FLOPs ---------------------------------------------------------------------------------------------------------------
 
 
-def _argument(args: Arguments, kwargs: Options, place: int, name: str, default: object = None) -> Any:
-    """An argument by place, or by name where it was given so."""
-    return args[place] if place < len(args) else kwargs.get(name, default)
-
-
 def _product(first: Shape, second: Shape) -> int:
     """[..., m, k] times [..., k, n], with as many matrices as `first` has."""
     return 2 * prod(first) * int(second[-1])
@@ -193,57 +188,6 @@ def _outer(args: Arguments, kwargs: Options, out: object) -> int:
     return int(2 * prod(args[1].shape) * int(args[2].shape[0]))
 
 
-def _convolved(x: Shape, weight: Shape, out: Shape, transposed: bool) -> int:
-    """`conv_flop_count` of torch: each place of the result (of the input, transposed) meets the whole filter."""
-    return 2 * prod((x if transposed else out)[2:]) * int(x[0]) * prod(weight)
-
-
-def _convolution(args: Arguments, kwargs: Options, out: torch.Tensor) -> int:
-    transposed = bool(_argument(args, kwargs, 6, "transposed", False))
-    return _convolved(args[0].shape, args[1].shape, out.shape, transposed)
-
-
-def _cudnn_convolution(args: Arguments, kwargs: Options, out: torch.Tensor) -> int:
-    return _convolved(args[0].shape, args[1].shape, out.shape, False)
-
-
-def _swapped(shape: Shape) -> list[int]:
-    return [shape[1], shape[0], *shape[2:]]
-
-
-def _convolution_backward(args: Arguments, kwargs: Options, out: Sequence[torch.Tensor]) -> int:
-    """(grad, x, weight, bias sizes, stride, padding, dilation, transposed, output padding, groups, output mask)."""
-    grad, x, weight = args[0].shape, args[1].shape, args[2].shape
-    transposed, mask = bool(args[7]), args[10]
-    flops = 0
-    if mask[0]:
-        flops += _convolved(grad, weight, out[0].shape, not transposed)
-    if mask[1]:
-        first, second = (grad, x) if transposed else (x, grad)
-        flops += _convolved(_swapped(first), _swapped(second), _swapped(out[1].shape), False)
-    return flops
-
-
-def _attention(query: Shape, key: Shape, value: Shape) -> int:
-    """Query times keys and scores times values; [batch, heads, length, width] each, grouped heads as if repeated."""
-    batch, heads, length, width = query
-    return 2 * batch * heads * length * key[2] * (width + value[3])
-
-
-def _attention_backward(query: Shape, key: Shape, value: Shape) -> int:
-    """Scores again, then gradients of scores, values, queries and keys: five products."""
-    batch, heads, length, width = query
-    return 2 * batch * heads * length * key[2] * (3 * width + 2 * value[3])
-
-
-def _sdpa(args: Arguments, kwargs: Options, out: object) -> int:
-    return _attention(args[0].shape, args[1].shape, args[2].shape)
-
-
-def _sdpa_backward(args: Arguments, kwargs: Options, out: object) -> int:
-    return _attention_backward(args[1].shape, args[2].shape, args[3].shape)
-
-
 def _heads_first(shape: Shape, offsets: torch.Tensor | None, longest: int) -> list[int]:
     """[batch, heads, length, width] of an operand [batch, length, heads, width] of the inner attention kernels.
 
@@ -254,7 +198,7 @@ def _heads_first(shape: Shape, offsets: torch.Tensor | None, longest: int) -> li
     return [int(offsets.shape[0]) - 1, shape[-2], int(longest), shape[-1]]
 
 
-def _inner(first: int, offsets: int, count: Callable[[Shape, Shape, Shape], int]) -> Formula:
+def _inner(first: int, offsets: int, count: Callable[..., int]) -> Formula:
     """Kernels below `scaled_dot_product_attention`: query, key, value from `first`, offsets and lengths from `offsets`.
 
     Their lengths come before their heads, which torch's counter overlooks where there are no offsets.
@@ -263,11 +207,8 @@ def _inner(first: int, offsets: int, count: Callable[[Shape, Shape, Shape], int]
     def formula(args: Arguments, kwargs: Options, out: object) -> int:
         query, key, value = (operand.shape for operand in args[first : first + 3])
         queries, keys, longest_query, longest_key = args[offsets : offsets + 4]
-        return count(
-            _heads_first(query, queries, longest_query),
-            _heads_first(key, keys, longest_key),
-            _heads_first(value, keys, longest_key),
-        )
+        given = _heads_first(query, queries, longest_query), _heads_first(key, keys, longest_key)
+        return count(*given, _heads_first(value, keys, longest_key))
 
     return formula
 
@@ -277,36 +218,39 @@ def _four_bit(args: Arguments, kwargs: Options, out: object) -> int:
     return int(2 * prod(args[0].shape) * int(args[2][0]))
 
 
-#: Formulas by operator, overloads apart.
+def _attention_backward(query: Shape, key: Shape, value: Shape) -> int:
+    """The gradient of the result has the shape of the queries, as wide as the values."""
+    counted: Callable[..., int] = sdpa_backward_flop_count
+    return counted([*query[:3], value[3]], query, key, value)
+
+
+def _of_torch(counted: Callable[..., int]) -> Formula:
+    """A formula of torch's over shapes, without what it wraps around it, which takes as long as a small kernel."""
+    plain = inspect.unwrap(counted)
+
+    def formula(args: Arguments, kwargs: Options, out: object) -> int:
+        named = {name: _shape(value) for name, value in kwargs.items()}
+        return int(plain(*map(_shape, args), **named, out_shape=_shape(out)))
+
+    return formula
+
+
+def _shape(value: object) -> Any:
+    return value.shape if isinstance(value, torch.Tensor) else value
+
+
+#: Formulas by operator, overloads apart: torch's, and ours for what its counter passes by or takes in another order.
 FLOPS: Final[dict[str, Formula]] = {
-    **dict.fromkeys(_aten("mm,bmm,_int_mm,_scaled_mm"), _products(0)),
-    **dict.fromkeys(_aten("addmm,addmm_,baddbmm,baddbmm_,_addmm_activation,addbmm,addbmm_"), _products(1)),
+    **{str(packet): _of_torch(counted) for packet, counted in flop_registry.items()},
+    "aten._int_mm": _products(0),
+    **dict.fromkeys(_aten("addmm_,baddbmm_,_addmm_activation,addbmm,addbmm_"), _products(1)),
     **dict.fromkeys(_aten("mv,dot,vdot"), _vector(0)),
     **dict.fromkeys(_aten("addmv,addmv_"), _vector(1)),
     **dict.fromkeys(_aten("addr,addr_"), _outer),
     **dict.fromkeys(_aten("_grouped_mm,_scaled_grouped_mm"), _grouped),
     "aten.linear": _linear,
-    **dict.fromkeys(_aten("convolution,_convolution,convolution_overrideable"), _convolution),
-    **dict.fromkeys(_aten("cudnn_convolution,_slow_conv2d_forward"), _cudnn_convolution),
-    "aten.convolution_backward": _convolution_backward,
-    **dict.fromkeys(
-        _aten(
-            "_scaled_dot_product_flash_attention,_scaled_dot_product_efficient_attention,"
-            "_scaled_dot_product_cudnn_attention,_scaled_dot_product_flash_attention_for_cpu,"
-            "_scaled_dot_product_fused_attention_overrideable"
-        ),
-        _sdpa,
-    ),
-    **dict.fromkeys(
-        _aten(
-            "_scaled_dot_product_flash_attention_backward,_scaled_dot_product_efficient_attention_backward,"
-            "_scaled_dot_product_cudnn_attention_backward,_scaled_dot_product_flash_attention_for_cpu_backward,"
-            "_scaled_dot_product_fused_attention_overrideable_backward"
-        ),
-        _sdpa_backward,
-    ),
-    "aten._flash_attention_forward": _inner(0, 3, _attention),
-    "aten._efficient_attention_forward": _inner(0, 4, _attention),
+    "aten._flash_attention_forward": _inner(0, 3, sdpa_flop_count),
+    "aten._efficient_attention_forward": _inner(0, 4, sdpa_flop_count),
     "aten._flash_attention_backward": _inner(1, 6, _attention_backward),
     "aten._efficient_attention_backward": _inner(1, 6, _attention_backward),
     "bitsandbytes.int8_linear_matmul": _linear,
