@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 
 from traces.errors import OutputError
 from traces.timelines.chrome import MAX_POINTS, ranks_text, write_chrome
-from traces.timelines.files import COLUMNS, downsample, write_timeline
+from traces.timelines.downsampling import downsample
+from traces.timelines.files import COLUMNS, write_timeline
 from traces.timelines.timeline import PhaseSpan, Timeline
 
 
@@ -160,20 +161,6 @@ def test_parquet_without_pyarrow_names_the_extra(tmp_path: Path, monkeypatch: py
     with pytest.raises(OutputError, match=r"pip install 'vramsim\[parquet\]'"):
         write_timeline([timeline()], tmp_path / "t.parquet")
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize("name", ["t.csv", "t.npz", "t.csv.gz"])
-def test_tables_can_be_downsampled(tmp_path: Path, name: str) -> None:
-    line = timeline(5000)
-    write_timeline([line], tmp_path / name, max_points=200)
-    if name.endswith(".npz"):
-        with np.load(tmp_path / name) as data:
-            kept, peak = data["event"], data["reserved_bytes"].max()
-    else:
-        rows = rows_of(tmp_path / name)
-        kept, peak = [int(row["event"]) for row in rows], max(int(row["reserved_bytes"]) for row in rows)
-    assert len(kept) <= 200
-    assert peak == line.reserved.max()
 
 
 def test_no_timelines_and_empty_ones_are_tables_too(tmp_path: Path) -> None:
