@@ -128,12 +128,8 @@ def _coded(
 ) -> Strings:
     """Text of storages as a column: `codes` into `table`, of the storages `index[where]`."""
     column = np.full(len(index), -1, dtype=np.int32)
-    chosen = codes[index[where]]
-    used = np.unique(chosen[chosen >= 0])
-    short = np.full(len(table) + 1, -1, dtype=np.int32)
-    short[used] = np.arange(len(used))
-    column[where] = short[chosen]
-    return Strings(column, tuple(table[code] for code in used.tolist()))
+    column[where] = codes[index[where]]
+    return Strings(column, table).only(where)
 
 
 def _labels(

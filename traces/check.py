@@ -16,9 +16,9 @@ import numpy as np
 import traces._lifecycle as _lifecycle
 from traces.errors import ConfigError, EventError, TraceError
 from traces.model import (
-    BOOL_FIELDS,
     CATEGORIES,
     DEFAULT_RELEASE,
+    DTYPES,
     FIELDS,
     FLOAT_FIELDS,
     INT_FIELDS,
@@ -268,7 +268,7 @@ def _check_kind(name: str, column: object, place: str) -> None:
         if len(codes) and not (codes.min() >= -1 and codes.max() < len(column.table)):
             raise TraceError(f"{place}: column '{name}' has codes outside its table of {len(column.table)}")
         return
-    dtype: Any = np.int64 if name in INT_FIELDS else np.bool_ if name in BOOL_FIELDS else np.float64
+    dtype = DTYPES[name]
     if not isinstance(column, np.ndarray) or column.ndim != 1 or column.dtype != dtype:
         raise TraceError(f"{place}: column '{name}' must be a list of {np.dtype(dtype).name}")
 

@@ -85,6 +85,13 @@ BOOL_FIELDS: Final[tuple[str, ...]] = ("hold", "no_split", "use_on_oom")
 FLOAT_FIELDS: Final[tuple[str, ...]] = ("fraction",)
 STRING_FIELDS: Final[tuple[str, ...]] = ("category", "name", "conf", "group", "kind")
 FIELDS: Final[tuple[str, ...]] = (*INT_FIELDS, *BOOL_FIELDS, *FLOAT_FIELDS, *STRING_FIELDS)
+#: numpy's type of each column; of text, that of its codes.
+DTYPES: Final[Mapping[str, Any]] = {
+    **dict.fromkeys(INT_FIELDS, np.int64),
+    **dict.fromkeys(BOOL_FIELDS, np.bool_),
+    **dict.fromkeys(FLOAT_FIELDS, np.float64),
+    **dict.fromkeys(STRING_FIELDS, np.int32),
+}
 
 BlockState = Literal["active_allocated", "active_pending_free", "inactive"]
 Placement = Literal["first-fit", "bump", "recorded"]
@@ -108,13 +115,17 @@ class Strings:
     @classmethod
     def encode(cls, values: Sequence[str | None]) -> Strings:
         """Intern `values`; the table keeps the order of first appearance."""
-        known: dict[str, int] = {}
-        codes = np.fromiter(
-            (-1 if value is None else known.setdefault(value, len(known)) for value in values),
-            dtype=np.int32,
-            count=len(values),
-        )
-        return cls(codes, tuple(known))
+        table = tuple(value for value in dict.fromkeys(values) if value is not None)
+        known: dict[str | None, int] = {None: -1, **{text: code for code, text in enumerate(table)}}
+        return cls(np.fromiter(map(known.__getitem__, values), dtype=np.int32, count=len(values)), table)
+
+    def only(self, where: BoolArray) -> Strings:
+        """The texts of some events, and a table of those that are left."""
+        codes = np.where(where, self.codes, -1)
+        used = np.unique(codes[codes >= 0])
+        short = np.full(len(self.table) + 1, -1, dtype=np.int32)
+        short[used] = np.arange(len(used))
+        return Strings(short[codes], tuple(self.table[code] for code in used.tolist()))
 
     @classmethod
     def joined(cls, parts: Sequence[Strings]) -> Strings:
@@ -179,6 +190,11 @@ class Events:
         assert isinstance(column, Strings)
         return column
 
+    def column(self, name: str) -> Column:
+        """Column `name` of any kind, filled as the trace leaves it out."""
+        read = self.strings if name in STRING_FIELDS else self.ints if name in INT_FIELDS else None
+        return read(name) if read else self.bools(name) if name in BOOL_FIELDS else self.floats(name)
+
     def with_columns(self, **columns: Column) -> Events:
         """A copy with some columns added or replaced."""
         return replace(self, columns={**self.columns, **columns})
@@ -203,8 +219,8 @@ class Events:
             if name in STRING_FIELDS:
                 columns[name] = Strings.joined([part.strings(name) for part in parts])
             else:
-                read = cls.ints if name in INT_FIELDS else cls.floats if name in FLOAT_FIELDS else cls.bools
-                columns[name] = np.concatenate([read(part, name) for part in parts])
+                filled: list[Any] = [part.column(name) for part in parts]
+                columns[name] = np.concatenate(filled)
         return cls(np.concatenate([part.op for part in parts]), columns)
 
     def insert(self, where: Int64Array, added: Events) -> Events:

@@ -230,14 +230,16 @@ def settings_for(release: str, trace: Trace | None = None) -> list[str]:
     """The settings of `SETTINGS` that a release knows, and those of `LIMITED` where the trace sets a limit."""
     chosen = parse_release(release)
     limited = trace is not None and any((rank.events.op == Op.SET_MEMORY_FRACTION).any() for rank in trace.ranks)
-    known = []
-    for conf in (*SETTINGS, *(LIMITED if limited else ())):
-        try:
-            parse_conf(conf, chosen)
-        except ConfigError:
-            continue
-        known.append(conf)
-    return known
+    return [conf for conf in (*SETTINGS, *(LIMITED if limited else ())) if _refusal(conf, chosen) is None]
+
+
+def _refusal(conf: str, release: Release) -> ConfigError | None:
+    """Why a release refuses a setting; None where it takes it."""
+    try:
+        parse_conf(conf, release)
+    except ConfigError as error:
+        return error
+    return None
 
 
 def grid(varied: Mapping[str, Sequence[str]]) -> list[str]:
@@ -290,33 +292,23 @@ def _check_settings(trace: Trace, axes: Axes) -> None:
     """Refuse a setting that is illegal in every release, and a grid without a legal combination."""
     releases = [parse_release(release) for release in axes.releases or (trace.release or DEFAULT_RELEASE,)]
 
-    def legal(conf: str, *, last: bool) -> bool:
-        for release in releases:
-            try:
-                parse_conf(conf, release)
-                return True
-            except ConfigError:
-                if last and release is releases[-1]:
-                    raise
-        return False
+    def refusal(conf: str) -> ConfigError | None:
+        """The last release's, where all refuse it."""
+        errors = [_refusal(conf, release) for release in releases]
+        return errors[-1] if all(errors) else None
 
-    for conf in axes.settings:
-        legal(conf, last=True)
-    if axes.combined and not any(legal(conf, last=False) for conf in axes.combined):
-        legal(axes.combined[0], last=True)
+    refused = [refusal(conf) for conf in axes.settings]
+    combined = [refusal(conf) for conf in axes.combined]
+    refused += combined[:1] if all(combined) else []
+    for error in filter(None, refused):
+        raise error
 
 
 def _known(settings: Iterable[str], release: Release, notes: list[str]) -> list[str]:
     """The settings that a release knows, each once."""
-    known = []
-    for conf in dict.fromkeys(settings):
-        try:
-            parse_conf(conf, release)
-        except ConfigError as error:
-            notes.append(f"left out for PyTorch {release.text}: {error}")
-        else:
-            known.append(conf)
-    return known
+    refusals = {conf: _refusal(conf, release) for conf in settings}
+    notes += [f"left out for PyTorch {release.text}: {error}" for error in refusals.values() if error is not None]
+    return [conf for conf, error in refusals.items() if error is None]
 
 
 def _variants(trace: Trace, axes: Axes, notes: list[str]) -> list[Variant]:
@@ -491,20 +483,10 @@ def pack(trace: Trace) -> bytes:
         columns = {name: column for name, column in events.columns.items() if name not in unneeded}
         names = columns.get("name")
         if isinstance(names, Strings):
-            columns["name"] = _phase_names(names, events.op == Op.PHASE)
+            columns["name"] = names.only(events.op == Op.PHASE)
         entries.append(replace(rank, events=replace(events, columns=columns, extra={}), extra={}))
     bare = replace(trace, ranks=tuple(entries), metadata={}, extra={}, notes=())
     return zlib.compress(pickle.dumps(bare, pickle.HIGHEST_PROTOCOL), 1)
-
-
-def _phase_names(names: Strings, phases: Any) -> Strings:
-    """The names of phases alone."""
-    codes = names.codes.copy()
-    codes[~phases] = -1
-    used = sorted(set(codes[codes >= 0].tolist()))
-    position = {code: place for place, code in enumerate(used)}
-    codes[codes >= 0] = [position[code] for code in codes[codes >= 0].tolist()]
-    return Strings(codes, tuple(names.table[code] for code in used))
 
 
 def receive(key: str, given: Trace | bytes) -> None:

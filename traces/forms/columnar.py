@@ -33,10 +33,8 @@ from traces.files import MAX_BYTES
 from traces.forms.document import build, decode, encode, encode_document
 from traces.forms.json_events import said_fields
 from traces.model import (
-    BOOL_FIELDS,
+    DTYPES,
     FIELDS,
-    FLOAT_FIELDS,
-    INT_FIELDS,
     STRING_FIELDS,
     Column,
     Events,
@@ -158,14 +156,6 @@ def _fitting(data: Any, dtype: np.dtype[Any], name: str, kind: Any) -> Any:
     return array.astype(kind)
 
 
-def _kind(field: str) -> Any:
-    if field in INT_FIELDS:
-        return np.int64
-    if field in BOOL_FIELDS:
-        return np.bool_
-    return np.float64 if field in FLOAT_FIELDS else np.int32
-
-
 def _read_events(
     archive: zipfile.ZipFile, members: Mapping[str, zipfile.ZipInfo], index: int, place: str, raw: Raw
 ) -> tuple[Events, Finding | None]:
@@ -180,7 +170,7 @@ def _read_events(
     for field in FIELDS:
         name = f"{index}.{field}"
         if name in members:
-            array = _array(archive, members, name, _kind(field))
+            array = _array(archive, members, name, DTYPES[field])
             if len(array) != len(op):
                 raise TraceError(f"{place}: column '{field}' has {len(array)} values, 'op' has {len(op)}")
             columns[field] = Strings(array, _table(said, field, place)) if field in STRING_FIELDS else array
@@ -243,7 +233,8 @@ def write_npz(trace: Trace, file: IO[bytes], *, compressed: bool = False) -> Non
     for index, entry in enumerate(trace.ranks):
         arrays[f"{index}.op"] = entry.events.op
         for field in fields[index]:
-            arrays[f"{index}.{field}"] = _stored(entry.events, field)
+            column = entry.events.column(field)
+            arrays[f"{index}.{field}"] = column.codes if isinstance(column, Strings) else column
     pieces = encode_document(trace, lambda index, events: [encode(_said(events, fields[index]))])
     document = b"".join(pieces)
     save: Any = np.savez_compressed if compressed else np.savez
@@ -251,14 +242,6 @@ def write_npz(trace: Trace, file: IO[bytes], *, compressed: bool = False) -> Non
     save(target, **{_DOCUMENT: np.frombuffer(document, dtype=np.uint8)}, **arrays)
     if isinstance(target, io.BytesIO) and target is not file:
         file.write(target.getbuffer())
-
-
-def _stored(events: Events, field: str) -> Any:
-    if field in STRING_FIELDS:
-        return events.strings(field).codes
-    if field in BOOL_FIELDS:
-        return events.bools(field)
-    return events.floats(field) if field in FLOAT_FIELDS else events.ints(field)
 
 
 def _said(events: Events, fields: Sequence[str]) -> dict[str, Any]:

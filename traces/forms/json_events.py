@@ -8,13 +8,14 @@ what to mend.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from operator import attrgetter
+from types import GenericAlias
 from typing import Annotated, Any, Final, Literal, cast
 
 import msgspec
 import numpy as np
-from msgspec import Meta, Raw, Struct
+from msgspec import Meta, Raw
 
 from traces.check import MAX_INT, REQUIRED, Finding, missing
 from traces.errors import TraceError
@@ -31,6 +32,7 @@ from traces.forms.document import (
 )
 from traces.model import (
     BOOL_FIELDS,
+    DTYPES,
     FIELDS,
     FLOAT_FIELDS,
     INT_FIELDS,
@@ -108,34 +110,22 @@ def _explain_int(value: object, least: int) -> str:
     return "" if value <= MAX_INT else f"must be below 2^63, is {quoted(value)}"
 
 
-def _column_type(field: str) -> Any:
-    """The msgspec type of a column in a file."""
-    kind: Any = _Natural if field in INT_FIELDS else bool if field in BOOL_FIELDS else float
-    return list[str | None] if field in STRING_FIELDS else list[kind | None]
-
-
-_COLUMN_TYPES: Final = {field: _column_type(field) for field in FIELDS}
+#: By the type of a column: the msgspec type of a value, and what stands for an absent one (of an integer -1, whatever
+#: its default).
+_KINDS: Final[Mapping[Any, Any]] = {np.int64: _Natural, np.bool_: bool, np.float64: float, np.int32: str | None}
+_ABSENT: Final[Mapping[Any, Any]] = {np.int64: -1, np.bool_: False, np.float64: np.nan, np.int32: None}
+_COLUMN_TYPES: Final[Mapping[str, Any]] = {
+    field: GenericAlias(list, _KINDS[dtype] | None) for field, dtype in DTYPES.items()
+}
 
 
 def _to_column(field: str, values: Sequence[Any]) -> Column:
-    """The array of values that are right in kind; an absent integer is -1, whatever its default."""
-    if field in INT_FIELDS:
-        return np.array([-1 if value is None else value for value in values], dtype=np.int64)
-    if field in BOOL_FIELDS:
-        return np.array([value is True for value in values], dtype=np.bool_)
-    if field in FLOAT_FIELDS:
-        return np.array([np.nan if value is None else value for value in values], dtype=np.float64)
-    return _to_strings(values)
-
-
-def _to_strings(values: Sequence[str | None]) -> Strings:
-    codes: dict[str | None, int] = dict.fromkeys(values, 0)
-    codes.pop(None, None)
-    table = cast(tuple[str, ...], tuple(codes))
-    for code, text in enumerate(table):
-        codes[text] = code
-    codes[None] = -1
-    return Strings(np.fromiter(map(codes.__getitem__, values), dtype=np.int32, count=len(values)), table)
+    """The column of values that are right in kind."""
+    if field in STRING_FIELDS:
+        return Strings.encode(values)
+    absent = _ABSENT[DTYPES[field]]
+    column: Column = np.array([absent if value is None else value for value in values], dtype=DTYPES[field])
+    return column
 
 
 def _settle(
@@ -224,40 +214,21 @@ def _bad_values(field: str, values: Sequence[Any]) -> Iterator[Finding]:
 # Events as rows
 
 
-class _Row(Struct, gc=False, forbid_unknown_fields=True):
-    """An event with the fields that most traces have; absent integers are -1, which no file can say."""
-
-    op: str
-    id: _Natural = -1
-    bytes: _Natural = -1
-    stream: _Natural = -1
-    address: _Natural = -1
-    step: _Natural = -1
-    category: str | None = None
-    name: str | None = None
+def _row_type(fields: Iterable[str]) -> Any:
+    """The type of an event with these fields, none of which it must have."""
+    declared = [(field, _KINDS[DTYPES[field]], _ABSENT[DTYPES[field]]) for field in fields]
+    return msgspec.defstruct("Row", [("op", str), *declared], gc=False, forbid_unknown_fields=True)
 
 
-class _FullRow(_Row, gc=False, forbid_unknown_fields=True):
-    """An event with any field of the format."""
-
-    duration_ns: _Natural = -1
-    host_ns: _Natural = -1
-    flops: _Natural = -1
-    pool: _Natural = -1
-    on: _Natural = -1
-    hold: bool = False
-    no_split: bool = False
-    use_on_oom: bool = False
-    fraction: float = np.nan
-    conf: str | None = None
-    group: str | None = None
-    kind: str | None = None
+#: An event with the fields that most traces have, and with any field of the format.
+_Row: Final = _row_type(("id", "bytes", "stream", "address", "step", "category", "name"))
+_FullRow: Final = _row_type(FIELDS)
 
 
 def _rows(raw: Raw) -> tuple[Events, Finding | None]:
-    for kind, kinds in ((_Row, list[_Row]), (_FullRow, list[_FullRow])):
+    for kind in (_Row, _FullRow):
         try:
-            rows: Sequence[_Row] = msgspec.json.decode(raw, type=cast(Any, kinds))
+            rows: Sequence[Any] = msgspec.json.decode(raw, type=GenericAlias(list, kind))
             op = _op_column([row.op for row in rows])
         except (*DECODE_ERRORS, KeyError):
             continue
@@ -280,12 +251,11 @@ def _op_column(names: Sequence[str]) -> OpArray:
     return np.fromiter(map(OP_CODES.__getitem__, names), dtype=np.uint8, count=len(names))
 
 
-def _row_column(field: str, rows: Sequence[_Row]) -> Column:
+def _row_column(field: str, rows: Sequence[Any]) -> Column:
     values = map(attrgetter(field), rows)
     if field in STRING_FIELDS:
-        return _to_strings(list(values))
-    dtype: Any = np.int64 if field in INT_FIELDS else np.bool_ if field in BOOL_FIELDS else np.float64
-    column: Column = np.fromiter(values, dtype=dtype, count=len(rows))
+        return Strings.encode(list(values))
+    column: Column = np.fromiter(values, dtype=DTYPES[field], count=len(rows))
     return column
 
 
