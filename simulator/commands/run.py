@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from typing import TYPE_CHECKING
 
 import click
 
@@ -11,6 +12,9 @@ from simulator.commands.common import announce, show, sizes, working
 from simulator.commands.shared_options import file_options
 from simulator.reports.outputs import Outputs
 from traces.text import path_text
+
+if TYPE_CHECKING:
+    from simulator.engine.replay import AfterOom
 
 _EPILOG = (
     "Sizes: 80GB is 80 x 10^9 bytes, 80GiB is 80 x 2^30, a plain number is bytes. Exit codes: 0 it fits, or is tight "
@@ -26,6 +30,13 @@ _EPILOG = (
 @click.option("--memory", metavar="SIZE", help="Total memory of each GPU, over the trace's.")
 @click.option("--context", metavar="SIZE", help="Memory of each GPU that is not PyTorch's (default: the trace's).")
 @click.option("--ranks", metavar="0,3-5", help="Ranks to report, in the table and in files. All are replayed.")
+@click.option(
+    "--after-oom",
+    type=click.Choice(["stop", "continue"]),
+    default="stop",
+    show_default=True,
+    help="After its first out-of-memory error a rank stops, as a program does; or go on, as if it caught every error.",
+)
 @file_options
 def command(
     trace: str,
@@ -35,6 +46,7 @@ def command(
     memory: str | None,
     context: str | None,
     ranks: str | None,
+    after_oom: AfterOom,
     as_json: bool,
     written: Outputs,
     quiet: bool,
@@ -71,6 +83,7 @@ def command(
             release=release,
             memory=total,
             context=outside,
+            after_oom=after_oom,
             **written.kept,
         )
     shown = result if chosen is None else only_ranks(result, chosen)

@@ -384,7 +384,7 @@ def _alive(entry: RankEvents, event: int, failed: Any) -> tuple[dict[str, int], 
     before = np.arange(len(events)) <= event
     born = before & (events.op == Op.ALLOC)
     if failed is not None:
-        born &= ~failed
+        born[: len(failed)] &= ~failed  # the replay may have ended early
     dead = ids[before & (events.op == Op.FREE)]
     names, categories = events.strings("name"), events.strings("category")
     born &= (names.codes >= 0) & ~np.isin(ids, dead)

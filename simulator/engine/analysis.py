@@ -144,8 +144,11 @@ def peak_of(machine: Machine, spans: tuple[PhaseSpan, ...]) -> Peak:
     allocated = machine.out[:, engine.OUT_ALLOCATED]
     index = int(allocated.argmax()) if len(allocated) else -1
     before = machine.initial_bytes[0]
-    if index < 0 or before >= allocated[index]:
-        index = -1
+    return _alive_at(machine, spans, -1 if index < 0 or before >= allocated[index] else index)
+
+
+def _alive_at(machine: Machine, spans: tuple[PhaseSpan, ...], index: int) -> Peak:
+    """What was alive after event `index`; -1: before the first."""
     alive = alive_after(machine, index)
     codes, names = _categories(machine, alive)
     sums: dict[str, int] = {}
@@ -168,7 +171,7 @@ def peak_of(machine: Machine, spans: tuple[PhaseSpan, ...]) -> Peak:
     return Peak(
         event=index,
         phase=phase_at(spans, index) if index >= 0 else None,
-        allocated=int(allocated[index]) if index >= 0 else before,
+        allocated=int(machine.out[index, engine.OUT_ALLOCATED]) if index >= 0 else machine.initial_bytes[0],
         reserved=int(machine.out[index, engine.OUT_RESERVED]) if index >= 0 else machine.initial_bytes[2],
         by_category=dict(sorted(sums.items(), key=lambda item: -item[1])),
         largest=largest,
@@ -241,6 +244,7 @@ def out_of_memory(machine: Machine, spans: tuple[PhaseSpan, ...]) -> OutOfMemory
         pieces=pieces,
         peak_allocated_before=int(before[:, engine.OUT_ALLOCATED].max()),
         peak_reserved_before=max(int(before[:, engine.OUT_RESERVED].max()), machine.stat(at.RESERVED_BYTES)["all"][1]),
+        alive=_alive_at(machine, spans, index),
     )
 
 

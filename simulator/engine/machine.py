@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,7 @@ from simulator.allocator.conf import AllocatorSettings, parse_conf
 from simulator.allocator.releases import Release
 from simulator.engine import kernels as engine
 from traces.check import MAX_DEVICE_BYTES
+from traces.check import head as first_of
 from traces.errors import EventError, ReplayError, TraceError
 from traces.model import Device, Events, Initial, InitialSegment, Int64Array, Op, RankEvents
 
@@ -55,6 +56,10 @@ class Program:
 
     def __len__(self) -> int:
         return len(self.ops)
+
+    def survived(self, index: int) -> bool:
+        """Whether the allocation at `index` failed in a recording too, whose program went on: it has no address."""
+        return "address" in self.events.columns and bool(self.events.ints("address")[index] < 0)
 
     @property
     def num_pools(self) -> int:
@@ -192,6 +197,7 @@ class Machine:
         self.first_settings = settings
         self.release = release
         self.index = 0
+        self.ended = False  # before its last event
         self.stretch = 4096  # how many events the kernels are given at once
         self.fraction = 1.0
         columns = engine.OUT_FULL if full else engine.OUT_TIMED if program.timed else engine.OUT_PLAIN
@@ -425,6 +431,15 @@ class Machine:
             self.memory[at.LOG] = self.memory[at.TOP]
             self.memory[at.TOP] += wanted * at.L_COLUMNS
             self.memory[at.LOG_ROOM] = wanted
+
+    def end_here(self) -> None:
+        """The events from `index` on are never served: the program ends before them."""
+        served = max(1, self.index)
+        self.program = replace(
+            self.program, events=first_of(self.program.events, served), ops=_plain(self.program.ops[:served])
+        )
+        self.out = self.out[:served]
+        self.ended = True
 
     def log(self) -> Int64Array:
         """All entries logged so far, (entries, 5)."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Final
+from typing import Final, Literal
 
 import numpy as np
 
@@ -42,6 +42,8 @@ REMEDIES: Final = (
     "roundup_power2_divisions:8",
     "garbage_collection_threshold:0.8,per_process_memory_fraction:0.99",  # it works below a memory limit only
 )
+#: What a rank does after an out-of-memory error.
+AfterOom = Literal["stop", "continue"]
 REMEDY_EVENTS: Final = 3_000_000  # longer traces are not tried again
 ENDLESS: Final = 1 << 43  # the largest device that there may be
 
@@ -99,20 +101,25 @@ def replay(
     snapshot: bool = False,
     picture: bool = False,
     analyse: bool = True,
+    after_oom: AfterOom = "stop",
 ) -> Result:
     """Replay a trace (or a prepared one) and return what it needs of memory, worst rank first.
 
     `conf`, `release`, `memory` (total bytes of every device) and `context` (bytes of it that are not PyTorch's)
     override what the trace says. `events` keeps what stood after every event, `log` every call of the device and entry
     of a torch memory trace, `snapshot` the final state in torch's layout (with the log as its trace), `picture` what a
-    page draws (`simulator.reports.picture`). `analyse` tries other allocator settings when the trace runs out of
-    memory.
+    page draws (`simulator.reports.picture`). `analyse` finds what a rank that runs out of memory needs, and tries other
+    allocator settings. After its first out-of-memory error a rank stops, and so do those that then wait for it, as a
+    program does; one that a recording has got over as well does not count. With `after_oom` "continue" all events are
+    served, as by a program that catches every error.
 
     Raises ConfigError for illegal settings, TraceError where the trace is not valid (`traces.check`) or ranks wait for
     each other forever, and ReplayError where the events ask for what PyTorch leaves undefined.
     """
     logged = log or snapshot or picture
-    setup, classes, machines, watch = _served(trace, conf, release, memory, context, full=events, log=logged)
+    setup, classes, machines, watch = _served(
+        trace, conf, release, memory, context, full=events, log=logged, after_oom=after_oom
+    )
     trace = trace.trace if isinstance(trace, Prepared) else trace
     results = [
         _result_of(item, machine, watch, number, events=events, log=log, snapshot=snapshot, picture=picture)
@@ -147,12 +154,13 @@ def serve(
     release: str | None = None,
     memory: int | None = None,
     context: int | None = None,
+    after_oom: AfterOom = "stop",
 ) -> list[Served]:
     """The bare replay, without the analyses of `replay`, for where a few of its figures are all that is wanted.
 
     Arguments and errors are those of `replay`.
     """
-    _, classes, machines, watch = _served(made, conf, release, memory, context)
+    _, classes, machines, watch = _served(made, conf, release, memory, context, after_oom=after_oom)
     parts = zip(classes, machines, watch.first, strict=True)
     return [Served(tuple(item.ranks), machine, oom) for item, machine, oom in parts]
 
@@ -166,6 +174,7 @@ def _served(
     *,
     full: bool = False,
     log: bool = False,
+    after_oom: AfterOom = "stop",
 ) -> tuple[Setup, Sequence[RankClass], list[Machine], Watch]:
     """Serve all events of all classes."""
     given = trace.trace if isinstance(trace, Prepared) else trace
@@ -174,7 +183,7 @@ def _served(
     setup = _set_up(given, conf, release, memory, context)
     made = trace if isinstance(trace, Prepared) else _prepare(trace)
     machines = _build(made, setup, full=full, log=log)
-    watch = Watch([[] for _ in machines], [[] for _ in machines], [None for _ in machines])
+    watch = Watch([[] for _ in machines], [[] for _ in machines], [None for _ in machines], after_oom == "stop")
     schedule = Schedule(made.classes, machines)
     ranks = [item.ranks[0] for item in made.classes]
     schedule.run(lambda number, machine, status: watch.serve(number, machine, status, ranks[number]))
@@ -252,6 +261,7 @@ class Watch:
     reports: list[list[Report]]
     failed: list[list[int]]
     first: list[OutOfMemory | None] = field(default_factory=list)
+    stops: bool = True
 
     def serve(self, number: int, machine: Machine, status: int, rank: int) -> None:
         """Handle what a machine stopped at, and let it go on."""
@@ -260,6 +270,8 @@ class Watch:
             if self.first[number] is None:
                 self.first[number] = analysis.out_of_memory(machine, analysis.phase_spans(machine))
             machine.index += 1
+            if self.stops and not machine.program.survived(machine.index - 1):
+                machine.end_here()
         elif status == at.CONTROL:
             index = machine.index
             report = machine.serve_control()
@@ -385,7 +397,8 @@ def _with_needs(found: Result, trace: Trace, setup: Setup) -> Result:
     for result in found.ranks:
         whole = other.for_rank(result.ranks[0])
         if result.oom is not None and whole.oom is None:
-            result = replace(result, oom=replace(result.oom, needed=whole.peak_reserved))
+            oom = replace(result.oom, needed=whole.peak_reserved, demand=whole.timeline)
+            result = replace(result, oom=oom)
         ranks.append(result)
     return replace(found, ranks=tuple(ranks))
 

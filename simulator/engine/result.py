@@ -55,7 +55,8 @@ class LiveTensor:
 
 @dataclass(frozen=True)
 class Peak:
-    """What was alive when allocated bytes first reached their peak (event `event` of the rank)."""
+    """What was alive at a moment (after event `event` of the rank): when allocated bytes first reached their peak, or
+    when an allocation failed."""
 
     event: int
     phase: str | None
@@ -102,7 +103,8 @@ class OutOfMemory:
     `device_free` is what the driver had left; `remedies` are allocator settings under which the same trace runs
     without any out-of-memory event, with their peak reserved bytes. `tried` are the settings that were tried, each
     added to the replay's own; where there are none, `untried` says why. `needed` is what the rank reserves where the
-    device has no end (None where that is not known, or still fails).
+    device has no end (None where that is not known, or still fails), `demand` its memory over time there. `alive` is
+    what was alive when it failed.
     """
 
     event: int
@@ -124,6 +126,8 @@ class OutOfMemory:
     tried: tuple[str, ...] = ()
     untried: str = "nobody asked for it"
     needed: int | None = None
+    demand: Timeline | None = None
+    alive: Peak | None = None
 
 
 @dataclass(frozen=True)
@@ -293,6 +297,20 @@ class RankResult:
         return "tight" if self.retries or self.oom_with is not None else "fits"
 
     @property
+    def shown(self) -> Peak:
+        """The moment that explains the verdict: the peak, or the failure."""
+        return self.peak if self.oom is None or self.oom.alive is None else self.oom.alive
+
+    @property
+    def needed(self) -> int | None:
+        """What it takes of a device: the device total, or out of memory what one without end would give (None: not
+        known)."""
+        if self.oom is None:
+            return self.device_total
+        outside = self.device_total - self.peak_reserved
+        return None if self.oom.needed is None else self.oom.needed + outside
+
+    @property
     def retries(self) -> int:
         """How often the allocator gave free memory back to the device and tried again."""
         return self.memory_stats.get("num_alloc_retries", 0)
@@ -369,7 +387,7 @@ class Result(Shown):
     def decisive(self) -> RankResult:
         """The rank on which the verdict rests: of those that have it, the one with the least left on its device."""
         having = (rank for rank in self.ranks if rank.verdict == self.verdict)
-        return max(having, key=lambda rank: rank.device_total - rank.device.total_bytes)
+        return max(having, key=lambda rank: (rank.needed or rank.device_total) - rank.device.total_bytes)
 
     def for_rank(self, rank: int) -> RankResult:
         """The result of one rank; KeyError if the trace has none of that number."""

@@ -186,7 +186,8 @@ class Schedule:
                 self._take_turn(heapq.heappop(self.turns)[3], serve)
             if not self.waiting:
                 return
-            self._let_poll(serve)
+            if not self._let_poll(serve):
+                self._end_with_the_dead()
 
     def _take_turn(self, number: int, serve: ServeFunction, patient: int = -1) -> None:
         """Run one class until it ends or waits, and queue those whose waits may be over by that."""
@@ -201,9 +202,8 @@ class Schedule:
     def _advance(self, number: int, serve: ServeFunction, patient: int) -> bool:
         """Run one class until it ends or waits; whether it waits."""
         machine = self.machines[number]
-        end = len(machine.program)
         while True:
-            status = machine.step(end, patient)
+            status = machine.step(len(machine.program), patient)
             if status in (at.PAUSED, at.WAIT):
                 return status == at.WAIT
             serve(number, machine, status)
@@ -267,16 +267,25 @@ class Schedule:
 
     # --- where all wait -------------------------------------------------------------------------------------------
 
-    def _let_poll(self, serve: ServeFunction) -> None:
-        """Let the class that is furthest behind poll its unknown events as incomplete, if it waits for a poll."""
+    def _let_poll(self, serve: ServeFunction) -> bool:
+        """Let the class that is furthest behind poll its unknown events as incomplete; False where none polls."""
         pollers = [number for number in self.waiting if self._polls(number)]
         if not pollers:
-            raise self._deadlock()
+            return False
         number = min(pollers, key=lambda item: (self.waiting[item], item))
         index = self.machines[number].index
         self._take_turn(number, serve, index)
         if number in self.waiting and self.machines[number].index == index:
             self.stuck.add(number)
+        return True
+
+    def _end_with_the_dead(self) -> None:
+        """End the classes that wait for one that has failed, as a launcher does; TraceError where none has."""
+        if not any(machine.ended for machine in self.machines):
+            raise self._deadlock()
+        for number in self.waiting:
+            self.machines[number].end_here()
+        self.waiting.clear()
 
     def _polls(self, number: int) -> bool:
         """Whether a waiting class only asks whether events are complete."""

@@ -104,7 +104,7 @@ def _event_rows(group: RankResult, events: Events) -> Iterator[bytes]:
         raise ReplayError("the replay kept no columns: call replay(..., events=True)")
     ids = events.ints("id")
     names = [op.name.lower() for op in Op]
-    for part in _parts(len(events)):
+    for part in _parts(len(columns.address)):
         op = events.op[part]
         yield _join(
             _digits(np.arange(part.start, part.stop, dtype=np.int64)),

@@ -25,14 +25,14 @@ from simulator.reports.document import (
     Table,
     cut,
 )
-from simulator.reports.verdict import WORDS, label_of, summary
+from simulator.reports.verdict import WORDS, failure, label_of, summary
 from traces.text import one_line
 from traces.units import format_bytes
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from simulator.engine.result import LiveTensor, OutOfMemory, OutsideTerm, PhasePeak, RankResult, Result
+    from simulator.engine.result import LiveTensor, OutOfMemory, OutsideTerm, Peak, PhasePeak, RankResult, Result
 
 #: Distinct ranks that a terminal shows; how many more there are is said.
 MOST_RANKS: Final = 8
@@ -96,11 +96,7 @@ def _rank_json(rank: RankResult) -> dict[str, Any]:
         "all_phases": [
             _fields(phase, "name", "step", "peak", "left", "peak_reserved") for phase in distinct_phases(rank.phases)
         ],
-        "peak": {
-            **_fields(rank.peak, "event", "phase", "allocated", "reserved"),
-            "by_category": dict(rank.peak.by_category),
-            "largest": [_tensor_json(tensor) for tensor in rank.peak.largest],
-        },
+        "peak": _peak_json(rank.peak),
         "fragmentation": _fields(rank.fragmentation, "event", "reserved", *CAUSES),
         "outside": [_fields(term, "name", "bytes", "low", "high", "source") for term in rank.outside],
         "oom_with": rank.oom_with,
@@ -129,6 +125,14 @@ def distinct_phases(phases: Iterable[PhasePeak]) -> list[PhasePeak]:
     return list(found.values())
 
 
+def _peak_json(peak: Peak) -> dict[str, Any]:
+    return {
+        **_fields(peak, "event", "phase", "allocated", "reserved"),
+        "by_category": dict(peak.by_category),
+        "largest": [_tensor_json(tensor) for tensor in peak.largest],
+    }
+
+
 def _tensor_json(tensor: LiveTensor) -> dict[str, Any]:
     return _fields(tensor, "id", "name", "category", "bytes", "block_bytes", "event", "phase")
 
@@ -142,6 +146,7 @@ def _oom_json(oom: OutOfMemory) -> dict[str, Any]:
         "remedies": [{"conf": conf, "peak_reserved": peak} for conf, peak in oom.remedies],
         "tried": list(oom.tried),
         "needed": oom.needed,
+        "alive": None if oom.alive is None else _peak_json(oom.alive),
     }
 
 
@@ -171,11 +176,17 @@ def document_of(result: Result, ranks: int = MOST_RANKS, phases: int = MOST_PHAS
             f"PyTorch {result.release}",
             one_line(result.conf) or "default allocator settings",
         ),
-        head=(_summary(shown, result.ranks[ranks:]),) if shown else (),
+        head=(*_failure(result), _summary(shown, result.ranks[ranks:])) if shown else (),
         sections=tuple(section_of(group, label_of(group.ranks), phases) for group in shown),
         notes=_notes(result, ranks),
         properties=tuple(properties)[:20],
     )
+
+
+def _failure(result: Result) -> Iterator[Lines]:
+    """Where it runs out of memory."""
+    if result.decisive.oom is not None:
+        yield Lines((failure(result.decisive),), style="bad")
 
 
 #: What a trace may call itself.
@@ -246,10 +257,11 @@ def section_of(rank: RankResult, label: str, phases: int = MOST_PHASES) -> Secti
     blocks: list[Block] = [*_oom(rank.oom), _figures(rank)]
     if rank.phases:
         blocks.append(_phases(distinct_phases(rank.phases), phases))
-    if rank.peak.by_category:
-        blocks.append(_categories(rank))
-    if rank.peak.largest:
-        blocks.append(_largest(rank.peak.largest))
+    when = "at the peak" if rank.shown is rank.peak else "when it failed"
+    if rank.shown.by_category:
+        blocks.append(_categories(rank.shown, when))
+    if rank.shown.largest:
+        blocks.append(_largest(rank.shown.largest, when))
     blocks.append(_fragmentation(rank))
     blocks += [*_reports(rank), *_sources(rank.outside)]
     title = f"{label} on {cut(rank.device.name, 40)}, {format_bytes(rank.device.total_bytes)}"
@@ -323,13 +335,13 @@ def _phases(phases: Sequence[PhasePeak], most: int) -> Table:
     )
 
 
-def _categories(rank: RankResult) -> Table:
-    by_size = sorted(rank.peak.by_category.items(), key=lambda item: (-item[1], item[0]))
-    rows = tuple((cut(name, 24), Size(size), Share(size, rank.peak.allocated, name)) for name, size in by_size if size)
-    return Table("Alive at the peak, by category", ("category", "bytes", "share"), rows)
+def _categories(peak: Peak, when: str) -> Table:
+    by_size = sorted(peak.by_category.items(), key=lambda item: (-item[1], item[0]))
+    rows = tuple((cut(name, 24), Size(size), Share(size, peak.allocated, name)) for name, size in by_size if size)
+    return Table(f"Alive {when}, by category", ("category", "bytes", "share"), rows)
 
 
-def _largest(tensors: Sequence[LiveTensor]) -> Table:
+def _largest(tensors: Sequence[LiveTensor], when: str) -> Table:
     rows = tuple(
         (
             Size(tensor.bytes),
@@ -340,7 +352,7 @@ def _largest(tensors: Sequence[LiveTensor]) -> Table:
         )
         for tensor in tensors
     )
-    return Table("Largest tensors alive at the peak", ("bytes", "block", "category", "tensor", "since"), rows)
+    return Table(f"Largest tensors alive {when}", ("bytes", "block", "category", "tensor", "since"), rows)
 
 
 def _oom(oom: OutOfMemory | None) -> Iterator[Block]:

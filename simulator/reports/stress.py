@@ -183,7 +183,7 @@ def drawn(stress: Stress, trace: Trace, context: int | None = None) -> Drawn:
     rows = [("own", stress.baseline()), ("best", stress.best())]
     asked = {row.conf: (f"{what}: {name_of(row, stress)}", row) for what, row in rows if row is not None}
     made = prepare(trace)
-    options: dict[str, Any] = {"context": context, "picture": True, "analyse": False}
+    options: dict[str, Any] = {"context": context, "picture": True, "analyse": False, "after_oom": "continue"}
     return tuple(
         (label, replay(made, conf=row.conf, release=row.release, memory=row.memory, **options))
         for label, row in asked.values()

@@ -7,6 +7,7 @@ from typing import Final
 
 from simulator.engine.ranks import format_ranks
 from simulator.engine.result import RankResult, Result, Verdict
+from traces.text import one_line
 from traces.units import format_bytes
 
 #: The verdicts as reports print them.
@@ -46,11 +47,23 @@ def _lacks(rank: RankResult, where: str) -> str:
     """How much is missing, or what was asked for where that is not known."""
     assert rank.oom is not None
     total = rank.device.total_bytes
-    needed = None if rank.oom.needed is None else rank.oom.needed + (rank.device_total - rank.peak_reserved)
+    needed = rank.needed
     if needed is None or needed <= total:
         asked, left = format_bytes(rank.oom.requested), format_bytes(rank.oom.device_free)
         return f"asked for {asked} with {left} of {format_bytes(total)} left{where}"
-    return f"needs {format_bytes(needed)} of {format_bytes(total)}{where} ({format_bytes(needed - total)} too much)"
+    return (
+        f"needs {format_bytes(needed)}{where}, lacks {format_bytes(needed - total)} (the GPU has {format_bytes(total)})"
+    )
+
+
+def failure(rank: RankResult) -> str:
+    """Where a rank runs out of memory, in one sentence: when, for what, what was asked for and what was left."""
+    oom = rank.oom
+    assert oom is not None
+    when = f"in {one_line(oom.phase)} (event {oom.event})" if oom.phase else f"at event {oom.event}"
+    whom = f", for {one_line(oom.name)}" if oom.name else ""
+    asked, left = format_bytes(oom.requested), format_bytes(oom.device_free)
+    return f"it fails {when}{whom}: asked for {asked} with {left} left on the GPU"
 
 
 def _reasons(rank: RankResult) -> Iterable[str]:

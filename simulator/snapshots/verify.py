@@ -86,7 +86,7 @@ def _not_oldest(report: VerifyReport, first: VerifyReport) -> str:
 
 
 def _verify_as(recording: Recording, release: str | None) -> VerifyReport:
-    result = replay(recording.trace, release=release, log=True, snapshot=True, analyse=False)
+    result = replay(recording.trace, release=release, log=True, snapshot=True, analyse=False, after_oom="continue")
     ranks = tuple(_verify_rank(expected, result.for_rank(expected.rank)) for expected in recording.ranks)
     return VerifyReport(ranks=ranks, release=result.release, conf=result.conf, notes=_notes(result))
 

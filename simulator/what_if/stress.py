@@ -537,7 +537,8 @@ def _measured(scenario: Scenario, task: _Task) -> dict[str, Any]:
 
     made = _prepared(task, scenario.variant)
     conf, release = scenario.conf, scenario.release
-    ranks = serve(made, conf=conf, release=release, memory=scenario.memory, context=task.context)
+    given = scenario.memory
+    ranks = serve(made, conf=conf, release=release, memory=given, context=task.context, after_oom="continue")
 
     def peak(machine: Any, stat: int) -> int:
         return int(machine.stat(stat)["all"][1])

@@ -255,6 +255,7 @@ def test_fits(trace: str, replayed: Callable[[Result], list[dict[str, Any]]]) ->
             "release": None,
             "memory": None,
             "context": None,
+            "after_oom": "stop",
             "events": False,
             "log": False,
             "snapshot": False,

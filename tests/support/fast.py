@@ -93,7 +93,7 @@ def fast_replay(rows: Sequence[Row], setup: Setup) -> Observed:
     from simulator.engine.replay import replay
 
     try:
-        result = replay(to_trace(rows, setup), events=True, log=True, analyse=False)
+        result = replay(to_trace(rows, setup), events=True, log=True, analyse=False, after_oom="continue")
     except ReplayError as error:
         return Observed(undefined=event_of(error))
     return observe(result.ranks[0], rows)

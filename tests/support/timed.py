@@ -102,7 +102,7 @@ def show(result: RankResult, rows: Sequence[Row]) -> Shown:
 
 def fast(case: Case) -> dict[int, Shown]:
     """The case served by the engine."""
-    result = replay(case.trace(), events=True, analyse=False)
+    result = replay(case.trace(), events=True, analyse=False, after_oom="continue")
     return {rank: show(result.for_rank(rank), rows) for rank, rows in case.by_rank()}
 
 

@@ -125,7 +125,7 @@ def test_a_context_that_takes_the_room() -> None:
     assert call("estimate", "m", "--memory", "30MiB", "--context", "10MiB").exit_code == 0
     outcome = call("estimate", "m", "--memory", "30MiB", "--context", "11MiB")
     assert outcome.exit_code == 3
-    assert "\nout of memory: needs 31.00 MiB of 30.00 MiB (1.00 MiB too much)\n" in outcome.stdout
+    assert "\nout of memory: needs 31.00 MiB, lacks 1.00 MiB (the GPU has 30.00 MiB)\n" in outcome.stdout
     assert "+ context" in outcome.stdout
     assert call("estimate", "m", "--context", "auto").stdout == call("estimate", "m").stdout
     outcome = call("estimate", "m", "--memory", "30MiB")  # all of it is taken by others

@@ -143,7 +143,7 @@ def test_neighbouring_pages_in_a_row_are_one_call(drawn: list[tuple[str, int, in
 def test_files_of_a_replay_hold_what_was_recorded(name: str, tmp_path: Path) -> None:
     recording = golden.load(name)
     trace = to_trace(recording.rows, recording.setup)
-    made = replay(trace, events=True, log=True, analyse=False)
+    made = replay(trace, events=True, log=True, analyse=False, after_oom="continue")
     write_events(made, trace, tmp_path / "events.csv")
     write_calls(made, tmp_path / "calls.csv")
     states = [list(map(int, row[4:])) for row in rows(tmp_path / "events.csv")[1:]]

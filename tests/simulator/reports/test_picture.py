@@ -17,7 +17,8 @@ NEWER = SNAPSHOTS[:-1]  # the last one is of 2.0, which has no expandable segmen
 
 
 def pictured(name: str, conf: str | None = None) -> list[RankResult]:
-    found = replay(read(DATA / f"{name}.pickle.gz"), conf=conf, picture=True, snapshot=True, analyse=False)
+    trace = read(DATA / f"{name}.pickle.gz")
+    found = replay(trace, conf=conf, picture=True, snapshot=True, analyse=False, after_oom="continue")
     return list(found.ranks)
 
 
