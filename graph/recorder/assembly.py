@@ -148,23 +148,23 @@ def _storages(
 def _lifetimes(
     count: int, operators: Mapping[str, Int64Array], kind: Int64Array, index: Int64Array
 ) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
-    """For each storage: does it outlive the phase it was born in; is it freed by a backward operator."""
+    """For each storage: does it outlive the forward pass it was born in, which ends with its phase or, in a schedule of
+    many passes, before the next backward operator; is it freed by a backward operator."""
     born = np.zeros(count, dtype=np.int64)
     freed = np.full(count, len(kind), dtype=np.int64)
     alloc = np.flatnonzero(kind == Kind.ALLOC)
     free = np.flatnonzero(kind == Kind.FREE)
     born[index[alloc]] = alloc
     freed[index[free]] = free
-    marks = np.append(np.flatnonzero(kind == Kind.PHASE), len(kind))
-    ends = marks[np.minimum(np.searchsorted(marks, born, side="right"), len(marks) - 1)]
-    lasting = freed > ends
     at = np.flatnonzero(kind == Kind.OPERATOR)
+    backward = operators["role"][index[at]] == Role.BACKWARD
+    marks = np.append(np.union1d(np.flatnonzero(kind == Kind.PHASE), at[backward]), len(kind))
+    ends = marks[np.minimum(np.searchsorted(marks, born, side="right"), len(marks) - 1)]
     before = np.searchsorted(at, freed) - 1
-    role = operators["role"]
     by_backward = np.ones(count, dtype=np.bool_)
     if len(at):
-        by_backward = (before < 0) | (role[index[at[np.maximum(before, 0)]]] == Role.BACKWARD)
-    return lasting, by_backward
+        by_backward = (before < 0) | backward[np.maximum(before, 0)]
+    return freed > ends, by_backward
 
 
 def repeat(table: Tables, boundaries: Sequence[Boundary], times: int) -> Tables | None:

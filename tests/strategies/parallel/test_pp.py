@@ -9,9 +9,12 @@ from typing import Any
 import pytest
 
 pytest.importorskip("torch")
+import numpy as np
 import torch
 
+from graph.analysis import makers
 from graph.case import Case
+from graph.model import Role, StepGraph
 from simulator.estimator.estimate import captured, estimate
 from strategies import lower, registry
 from strategies.parallel.stages import cut, layers_of, shares
@@ -239,3 +242,25 @@ def test_a_model_that_is_no_decoder_is_refused(tmp_path: Path) -> None:
               "num_attention_heads": 2, "intermediate_size": 64}  # fmt: skip
     with pytest.raises(ConfigError, match="decoders"):
         lower(Case.of(keys(tmp_path, config)))
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", "GPipe"])
+def test_what_a_stage_keeps_for_backward_is_an_activation(schedule: str, tmp_path: Path) -> None:
+    """As on one GPU: what forward operators make, backward ones read, and no parameter, input or workspace is."""
+    found: list[StepGraph] = []
+
+    def kept(case: Case, method: Any) -> StepGraph:
+        found.append(captured(case, None, method))
+        return found[-1]
+
+    lower(Case.of(keys(tmp_path, schedule=schedule, microbatches=3)), capture=kept)
+    lower(Case.of({**keys(tmp_path), "strategy": "single", "world": 1}), capture=kept)
+    assert len(found) == 3
+    for graph in found:
+        role, maker = graph.operators.role, makers(graph)
+        reader = np.repeat(np.arange(len(graph.operators)), np.diff(graph.reads.start))
+        read = np.unique(graph.reads.storage[role[reader] == Role.BACKWARD])
+        made = read[(maker[read] >= 0) & (role[maker[read]] == Role.FORWARD)]
+        categories = {graph.name(code) for code in graph.storages.category[made].tolist()}
+        assert "activation" in categories
+        assert categories <= {"activation", "parameter", "buffer", "input", "workspace"}
