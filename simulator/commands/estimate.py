@@ -29,6 +29,11 @@ from traces.text import one_line
     type=click.Choice(["simulation", "llmem", "dnnmem"], case_sensitive=False),
     help="Also the closed form of LLMem or DNNMem (may be repeated); the simulation always stands.",
 )
+@click.option(
+    "--remedies/--no-remedies",
+    default=True,
+    help="Where it does not fit, also try what would: changes of the case, each captured and replayed (default).",
+)
 @click.option("-o", "--output", metavar="FILE", help="Keep the trace (.json, .json.gz or .npz).")
 @file_options
 def command(
@@ -38,6 +43,7 @@ def command(
     timing: bool,
     interconnect: str | None,
     estimators: tuple[str, ...],
+    remedies: bool,
     as_json: bool,
     written: Outputs,
     quiet: bool,
@@ -50,24 +56,30 @@ def command(
     case = case_from(model, options)
     written.check(model)
 
-    from simulator.estimator.estimate import estimate
+    from simulator.estimator.estimate import Interrupted, estimate
     from simulator.reports import estimate as report
     from simulator.reports.verdict import exit_code
 
     name = one_line(model)
+    interrupted = False
     with working(f"capturing {name}", quiet, compiles=True) as say:
-        found = estimate(
-            case,
-            context=outside,
-            min_memory=min_memory,
-            **written.kept,
-            time_steps=timing,
-            interconnect=interconnect or "",
-            estimators=[name for name in estimators if name != "simulation"],
-            progress=lambda phase, step, count: say(f"capturing {name}: {phase} {step}, {count:,} operators"),
-        )
+        try:
+            found = estimate(
+                case,
+                context=outside,
+                min_memory=min_memory,
+                **written.kept,
+                time_steps=timing,
+                interconnect=interconnect or "",
+                estimators=[name for name in estimators if name != "simulation"],
+                remedies=remedies,
+                progress=lambda phase, step, count: say(f"capturing {name}: {phase} {step}, {count:,} operators"),
+                trying=lambda change: say(f"out of memory; trying {change}"),
+            )
+        except Interrupted as error:
+            found, interrupted = error.found, True
     with working("writing", quiet):
-        written.write(found.result, found.trace)
+        written.write(found.result, found.trace, lambda: report.page_of(found))
     announce((*assumed(options), *found.assumptions, *found.result.notes), quiet)
     show(report, found, as_json)
-    return exit_code(found.verdict)
+    return 130 if interrupted else exit_code(found.verdict)

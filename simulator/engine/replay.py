@@ -101,6 +101,7 @@ def replay(
     snapshot: bool = False,
     picture: bool = False,
     analyse: bool = True,
+    needs: bool | None = None,
     after_oom: AfterOom = "stop",
 ) -> Result:
     """Replay a trace (or a prepared one) and return what it needs of memory, worst rank first.
@@ -108,10 +109,10 @@ def replay(
     `conf`, `release`, `memory` (total bytes of every device) and `context` (bytes of it that are not PyTorch's)
     override what the trace says. `events` keeps what stood after every event, `log` every call of the device and entry
     of a torch memory trace, `snapshot` the final state in torch's layout (with the log as its trace), `picture` what a
-    page draws (`simulator.reports.picture`). `analyse` finds what a rank that runs out of memory needs, and tries other
-    allocator settings. After its first out-of-memory error a rank stops, and so do those that then wait for it, as a
-    program does; one that a recording has got over as well does not count. With `after_oom` "continue" all events are
-    served, as by a program that catches every error.
+    page draws (`simulator.reports.picture`). `needs` finds what a rank that runs out of memory needs in all, `analyse`
+    that too, and tries other allocator settings. After its first out-of-memory error a rank stops, and so do those that
+    then wait for it, as a program does; one that a recording has got over as well does not count. With `after_oom`
+    "continue" all events are served, as by a program that catches every error.
 
     Raises ConfigError for illegal settings, TraceError where the trace is not valid (`traces.check`) or ranks wait for
     each other forever, and ReplayError where the events ask for what PyTorch leaves undefined.
@@ -120,7 +121,7 @@ def replay(
     setup, classes, machines, watch = _served(
         trace, conf, release, memory, context, full=events, log=logged, after_oom=after_oom
     )
-    trace = trace.trace if isinstance(trace, Prepared) else trace
+    source, trace = trace, trace.trace if isinstance(trace, Prepared) else trace
     results = [
         _result_of(item, machine, watch, number, events=events, log=log, snapshot=snapshot, picture=picture)
         for number, (item, machine) in enumerate(zip(classes, machines, strict=True))
@@ -133,9 +134,9 @@ def replay(
         metadata=trace.metadata,
         notes=(*trace.notes, *setup.notes),
     )
-    if analyse and found.verdict == "oom":
-        found = _with_remedies(found, trace, setup)
-    return found
+    if found.verdict == "oom" and (analyse if needs is None else needs):
+        found = _with_needs(found, source, setup)
+    return _with_remedies(found, trace, setup) if analyse and found.verdict == "oom" else found
 
 
 @dataclass(frozen=True)
@@ -385,14 +386,12 @@ def _with_remedies(found: Result, trace: Trace, setup: Setup) -> Result:
         for result in other.ranks:
             if result.oom is None:
                 served.setdefault(result.ranks, []).append((conf, result.peak_reserved))
-    return _with_answers(
-        _with_needs(found, trace, setup), served, tuple(tried), f"PyTorch {setup.release.text} refuses them"
-    )
+    return _with_answers(found, served, tuple(tried), f"PyTorch {setup.release.text} refuses them")
 
 
-def _with_needs(found: Result, trace: Trace, setup: Setup) -> Result:
+def _with_needs(found: Result, source: Trace | Prepared, setup: Setup) -> Result:
     """Add to every out-of-memory what its rank reserves where the device has no end."""
-    other = replay(trace, conf=setup.conf, release=setup.release.text, memory=ENDLESS, analyse=False)
+    other = replay(source, conf=setup.conf, release=setup.release.text, memory=ENDLESS, analyse=False)
     ranks = []
     for result in found.ranks:
         whole = other.for_rank(result.ranks[0])

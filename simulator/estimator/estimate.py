@@ -12,7 +12,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
 from graph.case import Case
@@ -25,9 +25,11 @@ from simulator.estimator.closed_form import closed_forms
 from simulator.estimator.devices import device
 from simulator.estimator.outside import bytes_of, communicators, outside_of
 from simulator.estimator.step_time import of_case
+from simulator.what_if.remedies import Interrupted as SearchInterrupted
+from simulator.what_if.remedies import Judged, search
 from strategies.lowering import lower
 from strategies.timing.clock import Clock
-from traces.errors import ConfigError
+from traces.errors import ConfigError, LLMemError
 from traces.model import Trace
 
 if TYPE_CHECKING:
@@ -39,6 +41,7 @@ if TYPE_CHECKING:
     from simulator.estimator.closed_form import ClosedForm
     from simulator.estimator.outside import Context
     from simulator.estimator.step_time import GenerationTime, StepTime
+    from simulator.what_if.remedies import Remedies
     from strategies.timing.clock import Clock
 
 #: Keys of a case that change nothing in the captured graph, only its replay.
@@ -63,6 +66,7 @@ ANSWER_KEYS: Final = (
     "decode_tokens_per_second",
     "step_time_note",
     "estimators",
+    "remedies",
 )
 #: Packages of the extra `torch`, without which nothing is captured.
 NEEDED: Final = frozenset({"torch", "transformers", "networkx"})
@@ -82,7 +86,7 @@ class Estimate(Shown):
 
     The devices of the trace have what the replay set aside as their context. `min_fit` is the smallest device in bytes,
     where it was asked for; `step` the time of a steady iteration, or of an inference run, likewise; `closed` the
-    closed-form estimates that were asked for.
+    closed-form estimates that were asked for; `remedies` what was tried where it does not fit.
     """
 
     case: Mapping[str, Any]
@@ -93,6 +97,7 @@ class Estimate(Shown):
     min_fit: int | None = None
     step: StepTime | GenerationTime | None = None
     closed: tuple[ClosedForm, ...] = ()
+    remedies: Remedies | None = None
 
     def _replayed(self) -> Result:
         return self.result
@@ -146,6 +151,8 @@ class Estimate(Shown):
             answer |= self.step.document()
         if self.closed:
             answer["estimators"] = {one.name: one.document() for one in self.closed}
+        if self.remedies is not None:
+            answer["remedies"] = [one.document() for one in (*self.remedies.fitting, *self.remedies.short)]
         if self.trace.world > 1:
             groups = sorted(self.result.ranks, key=lambda rank: rank.ranks)
             answer["ranks"] = [{"ranks": list(rank.ranks), **_figures(rank)} for rank in groups]
@@ -168,6 +175,8 @@ def estimate(
     time_steps: bool = False,
     interconnect: str = "",
     estimators: Iterable[str] = (),
+    remedies: bool = False,
+    trying: Callable[[str], object] | None = None,
     **keys: Any,
 ) -> Estimate:
     """What a training or inference run needs of its GPU, worked out without one.
@@ -181,9 +190,11 @@ def estimate(
     time while the default one does. `time_steps` gives kernels and collectives durations, so that memory in use on
     several streams comes back in simulated time, and finds the time of a step; the GPUs meet over `interconnect`
     (`strategies.timing.Clock.connected`). `estimators` are closed forms to stand beside the simulation
-    (`simulator.estimator.closed_form`).
+    (`simulator.estimator.closed_form`). With `remedies`, changes of a case that does not fit are tried, each by a
+    capture and a replay (`simulator.what_if.remedies`); `trying(options)` is called before each.
 
-    Raises ConfigError for a bad case, CaptureError where its model cannot be captured, and what `replay` raises.
+    Raises ConfigError for a bad case, CaptureError where its model cannot be captured, what `replay` raises, and on
+    Ctrl-C while remedies are tried Interrupted, a KeyboardInterrupt that has the estimate.
     """
     from simulator.estimator.judging import judged, with_context
 
@@ -194,13 +205,22 @@ def estimate(
         def graph_of(part: Case, method: Method | None) -> StepGraph:
             return captured(part, progress, method) if capture is None else capture(part)
 
-        clock = _clock(asked, interconnect) if time_steps else None
-        trace = lower(asked, capture=graph_of, clock=clock)
-        terms = outside_of(asked, context, communicators(trace))
-        found = judged(trace, terms, analyse=analyse, events=events, log=log, snapshot=snapshot, picture=picture)
+        def answered(one: Case, **kept: bool) -> tuple[Trace, Result]:
+            trace = lower(one, capture=graph_of, clock=_clock(one, interconnect) if time_steps else None)
+            return trace, judged(trace, outside_of(one, context, communicators(trace)), **kept)
+
+        trace, found = answered(
+            asked,
+            analyse=analyse,
+            needs=analyse or remedies,
+            events=events,
+            log=log,
+            snapshot=snapshot,
+            picture=picture,
+        )
         aside = bytes_of(found.ranks[0].outside)
         trace = with_context(trace, aside)
-        return Estimate(
+        made = Estimate(
             case=asked.document(),
             result=found,
             trace=trace,
@@ -210,6 +230,39 @@ def estimate(
             closed=closed_forms(asked, estimators, aside),
             seconds=time.perf_counter() - started,
         )
+        return _with_remedies(made, asked, answered, trying) if remedies and found.verdict == "oom" else made
+
+
+class Interrupted(KeyboardInterrupt):
+    """Ctrl-C while remedies were tried; `found` is the estimate, with those that were."""
+
+    def __init__(self, found: Estimate) -> None:
+        super().__init__("interrupted")
+        self.found = found
+
+
+def _with_remedies(
+    made: Estimate,
+    asked: Case,
+    answered: Callable[..., tuple[Trace, Result]],
+    trying: Callable[[str], object] | None,
+) -> Estimate:
+    """The estimate with what was tried to make it fit."""
+    needs = made.result.decisive.needed
+    if needs is None:  # it fails on any device
+        return made
+
+    def judge(case: Case) -> Judged | None:
+        try:
+            rank = answered(case, analyse=False, needs=True)[1].decisive
+        except LLMemError:
+            return None
+        return Judged(rank.needed, rank.device.total_bytes, rank.verdict)
+
+    try:
+        return replace(made, remedies=search(asked, needs, judge, trying=trying))
+    except SearchInterrupted as error:
+        raise Interrupted(replace(made, remedies=error.found)) from None
 
 
 @contextmanager

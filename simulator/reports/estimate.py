@@ -17,7 +17,10 @@ from traces.units import format_bytes
 if TYPE_CHECKING:
     from simulator.estimator.estimate import Estimate
     from simulator.estimator.step_time import GenerationTime, StepTime
+    from simulator.what_if.remedies import Remedies
 
+#: What needs a larger share of what the case needs saves nothing worth a word.
+_SAVES: Final = 0.99
 #: Keys of a case that the headline does not repeat: the report shows them elsewhere, or the model begins the line.
 _SHOWN_ELSEWHERE: Final = frozenset({"model", "memory", "alloc_conf", "release"})
 
@@ -38,10 +41,69 @@ def render_json(estimate: Estimate) -> dict[str, Any]:
 
 
 def document_of(estimate: Estimate) -> Document:
-    """The document of its replay under a line that says the case, with the time and the terms of other estimators."""
-    found = run.document_of(estimate.result)
+    """The document of its replay with what an estimate knows besides."""
+    return _with_case(run.document_of(estimate.result), estimate)
+
+
+def page_of(estimate: Estimate) -> Document:
+    """The document of its page."""
+    from simulator.reports.html import page
+
+    return _with_case(page.document_of(estimate.result), estimate)
+
+
+def _with_case(found: Document, estimate: Estimate) -> Document:
+    """A document under a line that says the case, with what was built, what would fit, the time and the terms of other
+    estimators."""
     built = (Lines((facts_line(estimate.facts),)),) if estimate.facts else ()
-    return replace(found, subject=case_line(estimate.case), head=(*built, *found.head, *_extra(estimate)))
+    failure = found.head[: -1 if found.head else 0]
+    head = (*built, *failure, *_remedies(estimate), *found.head[len(failure) :], *_extra(estimate))
+    return replace(found, subject=case_line(estimate.case), head=head)
+
+
+def _remedies(estimate: Estimate) -> Iterator[Block]:
+    """What would fit, the mildest change first, and what does not alone."""
+    found = estimate.remedies
+    if found is None:
+        return
+    rows = tuple(
+        (
+            one.options,
+            WORDS[one.judged.verdict],
+            None if one.judged.needs is None else Size(one.judged.needs),
+            Size(one.judged.total),
+            f"{one.words} ({_COSTS[one.cost]})",
+        )
+        for one in found.fitting
+    )
+    head = ("options", "verdict", "needs", "of", "what changes")
+    if rows:
+        yield Table("What would fit, each tried by a capture and a replay", head, rows, right=(2, 3))
+    else:
+        yield Lines(("Nothing that was tried would fit.",))
+    yield Lines(tuple(_not_enough(estimate, found)))
+
+
+#: What a change costs, in words.
+_COSTS: Final[Mapping[str, str]] = {
+    "nothing": "same results",
+    "time": "same results, slower",
+    "rounding": "rounds otherwise",
+    "method": "another method",
+    "inputs": "other inputs",
+    "hardware": "other hardware",
+}
+
+
+def _not_enough(estimate: Estimate, found: Remedies) -> Iterator[str]:
+    """What saves something, but not enough, and what there was no time for."""
+    whole = estimate.result.decisive.needed or 0
+    saving = [one for one in found.short if one.judged.needs is not None and one.judged.needs < whole * _SAVES]
+    if saving:
+        said = (f"{one.options} ({format_bytes(one.judged.needs or 0)})" for one in saving)
+        yield f"Not enough: {'; '.join(said)}."
+    if found.untried:
+        yield f"Not tried, for want of time: {'; '.join(found.untried)}."
 
 
 def _extra(estimate: Estimate) -> Iterator[Block]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from itertools import chain
@@ -15,6 +15,7 @@ from traces.text import path_text
 
 if TYPE_CHECKING:
     from simulator.engine.result import Result
+    from simulator.reports.document import Document
     from traces.model import Trace
 
 #: Most ranks that one snapshot file holds (each is a device of it).
@@ -81,8 +82,9 @@ class Outputs:
             if self.timeline.lower().endswith(".parquet"):
                 check_parquet(self.timeline)
 
-    def write(self, result: Result, trace: Trace) -> None:
-        """Write every file asked for, out of a replay that kept what they need."""
+    def write(self, result: Result, trace: Trace, page: Callable[[], Document] | None = None) -> None:
+        """Write every file asked for, out of a replay that kept what they need; `page` is what its page says, if that
+        is more than the replay."""
         if self.output is not None:
             import traces
 
@@ -100,9 +102,9 @@ class Outputs:
         if self.snapshot is not None:
             write_snapshots(result, self.snapshot, force=self.force)
         if self.html is not None:
-            from simulator.reports.html.page import write_html
+            from simulator.reports.html import page as pages
 
-            write_html(result, self.html, force=self.force)
+            pages.write(pages.document_of(result) if page is None else page(), self.html, force=self.force)
 
 
 def check_output(path: str, *, force: bool) -> None:

@@ -47,7 +47,12 @@ def write_html(result: Result, path: str | os.PathLike[str], *, force: bool = Fa
 
     Raises OutputError where the file exists and `force` is not given, or cannot be written.
     """
-    write(run.document_of(result, MAX_RANKS, MAX_PHASE_ROWS), path, force=force)
+    write(document_of(result), path, force=force)
+
+
+def document_of(result: Result) -> Document:
+    """What the page of a result says: the worst `MAX_RANKS` event sequences."""
+    return run.document_of(result, MAX_RANKS, MAX_PHASE_ROWS)
 
 
 def write(document: Document, path: str | os.PathLike[str], *, force: bool = False) -> None:
@@ -57,8 +62,8 @@ def write(document: Document, path: str | os.PathLike[str], *, force: bool = Fal
 
 
 def render_html(result: Result) -> str:
-    """The page of `result` as text: the worst `MAX_RANKS` event sequences."""
-    return render(run.document_of(result, MAX_RANKS, MAX_PHASE_ROWS))
+    """The page of `result` as text."""
+    return render(document_of(result))
 
 
 def render(document: Document) -> str:
