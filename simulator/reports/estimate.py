@@ -88,7 +88,7 @@ def _remedies(estimate: Estimate) -> Iterator[Block]:
 _COSTS: Final[Mapping[str, str]] = {
     "nothing": "same results",
     "time": "same results, slower",
-    "rounding": "rounds otherwise",
+    "rounding": "other rounding",
     "method": "another method",
     "inputs": "other inputs",
     "hardware": "other hardware",

@@ -180,29 +180,34 @@ def _sharded(case: Case) -> Iterator[Mapping[str, Any]]:
         yield from ({"strategy": "fsdp2", "world": world} for world in (2, 4, 8))
 
 
+def _trains_all(case: Case) -> bool:
+    """Whether gradients and optimizer states are those of all weights."""
+    return case.task == "train" and not case.lora
+
+
 CHANGES: Final = (
     Change("precision", "weights in 16 bits", "rounding", _half_weights),
     Change("quantisation", "frozen weights quantised", "rounding", _quantised),
     Change("activations", "activations are computed again", "time", _when(
         lambda case: case.task == "train" and not case.checkpointing, {"checkpointing": "nonreentrant"})),
+    Change("gpus", "a larger card", "hardware", lambda case: iter(())),
     Change("allocator", "another allocator setting", "nothing", _expandable),
     Change("optimizer", "the optimizer in one kernel", "nothing", _when(
-        lambda case: case.task == "train" and case.optimizer in ("adamw", "adamw-foreach"),
+        lambda case: _trains_all(case) and case.optimizer in ("adamw", "adamw-foreach"),
         {"optimizer": "adamw-fused"})),
     Change("optimizer", "8-bit optimizer states", "rounding", _when(
-        lambda case: case.task == "train" and case.optimizer.startswith("adamw") and case.optimizer != "adamw-8bit",
+        lambda case: _trains_all(case) and case.optimizer.startswith("adamw") and case.optimizer != "adamw-8bit",
         {"optimizer": "adamw-8bit"})),
     Change("batch", "smaller micro-batches", "time", _smaller_batch),
     Change("loss", "head and loss over parts of the sequence", "time", _when(
         lambda case: case.task == "train" and not case.loss, {"loss": "chunk8"})),
     Change("gradients", "the optimizer steps within backward", "nothing", _when(
-        lambda case: case.task == "train" and not case.step_in_backward, {"step_in_backward": True})),
+        lambda case: _trains_all(case) and not case.step_in_backward, {"step_in_backward": True})),
     Change("activations", "activations on the host", "time", _when(
         lambda case: case.task == "train" and not case.offload, {"offload": "activations"})),
     Change("method", "only adapters are trained", "method", _adapters),
     Change("inputs", "shorter sequences", "inputs", _shorter),
     Change("precision", "mixed precision over 32-bit weights", "rounding", _mixed),
-    Change("gpus", "a larger card", "hardware", lambda case: iter(())),
     Change("gpus", "more GPUs, each with a part", "hardware", _sharded),
 )  # fmt: skip
 LARGER: Final = next(change for change in CHANGES if change.words == "a larger card")
