@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 #: What needs a larger share of what the case needs saves nothing worth a word.
 _SAVES: Final = 0.99
+#: Changes that are not enough, of which a report speaks.
+_MOST: Final = 8
 #: Keys of a case that the headline does not repeat: the report shows them elsewhere, or the model begins the line.
 _SHOWN_ELSEWHERE: Final = frozenset({"model", "memory", "alloc_conf", "release"})
 
@@ -100,7 +102,7 @@ def _not_enough(estimate: Estimate, found: Remedies) -> Iterator[str]:
     whole = estimate.result.decisive.needed or 0
     saving = [one for one in found.short if one.judged.needs is not None and one.judged.needs < whole * _SAVES]
     if saving:
-        said = (f"{one.options} ({format_bytes(one.judged.needs or 0)})" for one in saving)
+        said = (f"{one.options} ({format_bytes(one.judged.needs or 0)})" for one in saving[:_MOST])
         yield f"Not enough: {'; '.join(said)}."
     if found.untried:
         yield f"Not tried, for want of time: {'; '.join(found.untried)}."

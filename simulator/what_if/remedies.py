@@ -101,8 +101,9 @@ class Remedies:
 
     @property
     def fitting(self) -> tuple[Remedy, ...]:
-        """Those that fit: the mildest and fewest changes first, then by what they need."""
-        found = (one for one in self.tried if one.fits)
+        """Those that fit, without what one with fewer changes has: the mildest first, then by what they need."""
+        fits = [one for one in self.tried if one.fits]
+        found = (one for one in fits if not any(other.keys.items() < one.keys.items() for other in fits))
         return tuple(sorted(found, key=lambda one: (COSTS.index(one.cost), len(one.changes), one.judged.needs or 0)))
 
     @property

@@ -129,7 +129,7 @@ def _sections(ranks: list[Section], budget: float) -> tuple[list[Mapping[str, An
         assert section.rank is not None
         packed = _series(section.rank, share)
         sections.append(_section(section, section.rank, packed, room))
-        data.append(_data(section.label, section.rank, packed, room))
+        data.append({**_data(section.label, section.rank, packed, room), "demand": _demand(section.rank, share)})
     return sections, data
 
 
@@ -172,6 +172,17 @@ def _data(label: str, rank: RankResult, packed: Series, room: Room) -> Mapping[s
         "categories": [] if picture is None else categories_over_time(rank, picture, packed.index),
         "moments": None if picture is None else moments(picture, room),
     }
+
+
+def _demand(rank: RankResult, max_points: int) -> Mapping[str, Any] | None:
+    """What a rank that runs out of memory would reserve on a device without end, where that is known."""
+    demand = None if rank.oom is None else rank.oom.demand
+    if demand is None:
+        return None
+    top = int(demand.reserved.argmax())
+    peak = int(demand.reserved[top])
+    packed = series(demand, (top,), max_points // 4)
+    return {**packed.document, "categories": [], "peak": peak, "words": f"would reserve {format_bytes(peak)}"}
 
 
 def static(name: str) -> str:

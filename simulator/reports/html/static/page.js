@@ -138,6 +138,7 @@
       this.byTime = false;
       this.fitHeight = false;
       this.byCategory = this.columns.held.length > 0;
+      this.demand = rank.demand && decode(rank.demand);
       this.waits = !this.byCategory || this.columns.active.some((value, i) => value > this.columns.allocated[i]);
       this.moment = null; // the event whose blocks are shown
       this.showLimit = rank.peakReserved.bytes >= rank.limit / 4;
@@ -201,16 +202,24 @@
       if (this.waits) entry("active", "active (allocated, or waiting for a stream)", "dotted");
       entry("reserved", "reserved", "solid");
       entry("limit", "device limit", "dashed");
+      if (this.demand) {
+        entry("oom", "reserved on a GPU without end", "dotted");
+        entry("oom", "allocated there", "solid");
+      }
     }
 
     // What is in view
 
     get x() { return this.byTime ? this.columns.time : this.columns.event; }
     get left() { return this.x.length ? this.x[0] : 0; }
-    get right() { return this.x.length ? Math.max(this.x[this.x.length - 1], this.left + 1) : 1; }
+    get right() {
+      const ends = [this.x, this.demand?.[this.byTime ? "time" : "event"]].map((x) => x?.[x.length - 1] ?? 0);
+      return Math.max(...ends, this.left + 1);
+    }
 
     /** The x of an event that is drawn. */
     place(event) {
+      if (this.demand && event > this.rank.events) return this.placeWanted(event);
       const at = Math.min(lowerBound(this.columns.event, event), this.x.length - 1);
       return at < 0 ? 0 : this.x[at];
     }
@@ -286,7 +295,7 @@
         const room = Math.max(high - low, 1024) * 0.12;
         return [Math.max(0, low - room), high + 2 * room];
       }
-      const top = Math.max(peakReserved.bytes, this.showLimit ? limit : 0, 1024);
+      const top = Math.max(peakReserved.bytes, this.showLimit ? limit : 0, this.demand ? this.rank.demand.peak : 0, 1024);
       return [0, top * 1.14];
     }
 
@@ -344,7 +353,7 @@
           bind: { dblclick: () => () => { this.reset(); return null; } },
         },
         hooks: {
-          drawClear: [() => this.drawBands()],
+          drawClear: [() => this.drawBands(), () => this.drawDemand()],
           draw: [() => this.drawMarks()],
           setSelect: [(plot) => this.select(plot)],
         },
@@ -409,7 +418,7 @@
 
     /** The phases in view: each with its edges in pixels. */
     *phasesInView(area, x) {
-      const { phases } = this.columns, [from, to] = this.range;
+      const { phases } = this.demand ?? this.columns, [from, to] = this.range;
       for (let i = 0; i < phases.length; i++) {
         const start = this.place(phases[i].start), stop = this.place(phases[i].stop);
         if (stop < from || start > to) continue;
@@ -422,6 +431,48 @@
       this.paint((ctx, area, x) => {
         ctx.fillStyle = this.colour.band;
         for (const [, left, right, i] of this.phasesInView(area, x)) if (i % 2) ctx.fillRect(left, area.top, right - left, area.height);
+      });
+    }
+
+    // What is wanted beyond a failure
+
+    /** The x of an event that a rank never came to. */
+    placeWanted(event) {
+      const { time, event: events } = this.demand;
+      return this.byTime ? time[Math.min(lowerBound(events, event), time.length - 1)] : event;
+    }
+
+    /** Memory that the rank would reserve and allocate on a GPU without end, from where it fails on its own. */
+    drawDemand() {
+      if (!this.demand) return;
+      this.drawWanted(this.demand.reserved, [2, 3]);
+      this.drawWanted(this.demand.allocated, []);
+    }
+
+    drawWanted(values, dash) {
+      const { event } = this.demand, xs = this.demand[this.byTime ? "time" : "event"];
+      const [from, to] = this.range;
+      const first = Math.max(lowerBound(event, this.rank.events) - 1, lowerBound(xs, from) - 1, 0);
+      const stop = Math.min(lowerBound(xs, to) + 2, xs.length);
+      this.paint((ctx, area, x, y) => {
+        const bottom = area.top + area.height;
+        const corners = [];
+        for (let at = first; at < stop; at++) {
+          if (corners.length) corners.push([x(xs[at]), corners.at(-1)[1]]);
+          corners.push([x(xs[at]), y(values[at])]);
+        }
+        if (corners.length < 2) return;
+        ctx.beginPath();
+        corners.forEach(([cx, cy], i) => (i ? ctx.lineTo(cx, cy) : ctx.moveTo(cx, cy)));
+        ctx.strokeStyle = this.colour.oom;
+        ctx.lineWidth = dash.length ? 1.5 : 0.75;
+        ctx.setLineDash(dash);
+        ctx.stroke();
+        ctx.lineTo(corners.at(-1)[0], bottom);
+        ctx.lineTo(corners[0][0], bottom);
+        ctx.closePath();
+        ctx.fillStyle = `${this.colour.oom}1f`;
+        ctx.fill();
       });
     }
 
@@ -476,6 +527,11 @@
         }
         this.drawOoms(ctx, area, x, label);
         this.drawMoments(ctx, area, x);
+        if (this.demand) {
+          const top = this.demand.reserved.indexOf(rank.demand.peak);
+          const value = this.demand[this.byTime ? "time" : "event"][top];
+          if (value >= this.range[0] && value <= this.range[1]) label(rank.demand.words, x(value), y(rank.demand.peak), colour.oom, false);
+        }
         if (!this.x.length) return;
         const inView = (value) => value >= this.range[0] && value <= this.range[1];
         const reservedAt = this.place(rank.peakReserved.event), allocatedAt = this.place(rank.peak.event);
