@@ -436,7 +436,7 @@ class Machine:
         """The events from `index` on are never served: the program ends before them."""
         served = max(1, self.index)
         columns = ("ops", "idents", "args", "streams", "host_ns")
-        cut = {name: _plain(getattr(self.program, name)[:served]) for name in columns}
+        cut: dict[str, Any] = {name: _plain(getattr(self.program, name)[:served]) for name in columns}
         self.program = replace(self.program, events=first_of(self.program.events, served), **cut)
         self.out = self.out[:served]
         self.ended = True
