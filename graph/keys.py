@@ -207,11 +207,19 @@ def keys_of(holder: type) -> dict[str, Key]:
     return found
 
 
+def function_of(model: str) -> tuple[str, str] | None:
+    """Module and function that `module:function` names, or `folder/module.py:function`; None where it is neither."""
+    module, colon, function = model.rpartition(":")
+    if module.endswith(".py"):
+        module = module.removesuffix(".py").removeprefix("./").replace("/", ".")
+    words = [*module.split("."), function]
+    found = bool(colon) and all(word.isidentifier() for word in words) and catalogue.find(model) is None
+    return (module, function) if found else None
+
+
 def is_function(model: str) -> bool:
     """Whether a model is `module:function`, a function of the user's own."""
-    module, colon, function = model.rpartition(":")
-    words = [*module.split("."), function]
-    return bool(colon) and all(word.isidentifier() for word in words) and catalogue.find(model) is None
+    return function_of(model) is not None
 
 
 # --- texts -----------------------------------------------------------------------------------------------------------

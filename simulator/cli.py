@@ -1,15 +1,17 @@
 """The command line: finds the command, and turns every error into one line and an exit code.
 
-With LLMEM_TRACEBACK=1 in the environment an unexpected error shows its traceback.
+With LLMEM_TRACEBACK=1 in the environment an error shows its traceback, with all that led to it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import difflib
 import errno
 import importlib
 import os
 import sys
+import traceback
 from collections.abc import Sequence
 from typing import Any, Final, NoReturn
 
@@ -58,6 +60,16 @@ class _Commands(click.Group):
         assert isinstance(command, click.Command)
         return command
 
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        try:
+            return super().resolve_command(ctx, args)
+        except click.UsageError as error:
+            near = difflib.get_close_matches(args[0], COMMANDS, n=1)
+            error.message += f" Did you mean '{near[0]}'?" if near else ""
+            raise
+
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
             formatter.write_dl(list(COMMANDS.items()))
@@ -78,6 +90,8 @@ def _guarded(run: Any) -> int:
         sys.stdout.flush()
         return code if isinstance(code, int) else 0
     except LLMemError as error:
+        if os.environ.get("LLMEM_TRACEBACK") == "1":
+            traceback.print_exception(error)
         return _say(str(error), error.exit_code)
     except click.ClickException as error:
         error.show()

@@ -7,6 +7,8 @@ from typing import Final
 
 _LIMIT: Final = 60
 _PATH_LIMIT: Final = 120
+_REASON_LIMIT: Final = 600
+_HALF: Final = 295
 
 
 def quoted(value: object) -> str:
@@ -33,6 +35,18 @@ def one_line(text: object) -> str:
     line = " ".join(str(text).split())
     line = "".join(c if c.isprintable() else "?" for c in line)
     return line if len(line) <= 160 else line[:157] + "..."
+
+
+def reason(error: BaseException) -> str:
+    """What an error says, with its cause where it does not say it itself, on one line of at most 600 characters.
+
+    The middle is left out of a longer text: libraries tell the cause at its end.
+    """
+    text = " ".join(str(error).split()) or type(error).__name__
+    if error.__cause__ is not None and (cause := " ".join(str(error.__cause__).split())) and cause not in text:
+        text += f" (from {type(error.__cause__).__name__}: {cause})"
+    text = "".join(c if c.isprintable() else "?" for c in text)
+    return text if len(text) <= _REASON_LIMIT else f"{text[:_HALF]} ... {text[-_HALF:]}"
 
 
 def number(text: str) -> int | float | str:

@@ -32,6 +32,7 @@ from graph.fake_cuda.kernels import Kernels, Kind, names
 from graph.fake_cuda.memory import ADDRESS_BITS, Memory, ignore
 from graph.fake_cuda.values import Values
 from graph.hardware.profile import Profile
+from graph.user_code import reader
 
 if TYPE_CHECKING:
     from graph.fake_cuda.stubs import Stream
@@ -132,8 +133,12 @@ class Runtime:
         """Bytes of all living storages."""
         return sum(self.memory.live.values())
 
-    def assume(self, what: str) -> None:
-        """Count one more use of an assumption about values."""
+    def assume(self, what: str, value: object) -> None:
+        """Count one more use of an assumption: whoever asks for `what` gets `value`."""
+        place = reader()
+        if not place:
+            return
+        what = f"{place} asks for {what}: {value} is assumed, for a device that is not there has no values"
         self.assumptions[what] = self.assumptions.get(what, 0) + 1
 
     def reset(self) -> None:

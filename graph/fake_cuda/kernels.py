@@ -487,8 +487,9 @@ class Kernels:
             if known is not None:
                 target.copy_(known)
             elif target.nbytes <= _FILLED and not runtime.host_copies_keep:
-                runtime.assume(f"values copied from the device: {runtime.truth if boolean else 0}")
-                target.fill_(runtime.truth if boolean else 0)
+                value = runtime.truth if boolean else 0
+                runtime.assume(f"the values of a {_named(target.dtype)} tensor", value)
+                target.fill_(value)
             on_device(target, sent, non_blocking)
             if not non_blocking:
                 runtime.synchronized()
@@ -521,7 +522,7 @@ class Kernels:
             if known is not None:
                 value = known.item()
             else:
-                runtime.assume(f"a {str(dtype).removeprefix('torch.')} read from the device: {value}")
+                runtime.assume(f"the value of a {_named(dtype)}", value)
             if runtime.observer is not None:
                 runtime.observer.operator(func, (tensor,), {}, value, [], Kind(()))
             runtime.synchronized()
@@ -538,7 +539,7 @@ class Kernels:
             if first is not None and second is not None:
                 same = torch.equal(first, second)
             elif same:
-                runtime.assume("two tensors compared on the device: equal")
+                runtime.assume("whether two tensors are equal", "that they are")
             if runtime.observer is not None:
                 runtime.observer.operator(func, (one, other), {}, same, [], Kind(()))
             runtime.synchronized()
@@ -555,7 +556,7 @@ class Kernels:
             found = None if known is None else torch.nonzero(known)
             rows = runtime.nonzero(tensor) if found is None else len(found)
             if found is None and runtime.nonzero is torch.Tensor.numel:
-                runtime.assume("elements that are not zero, where the host asks: all")
+                runtime.assume("elements that are not zero", "that all are not")
             key = (rows, _kind((tensor,), True))
             kind = kinds.get(key)
             if kind is None:
@@ -646,6 +647,10 @@ class Kernels:
 
 
 @functools.lru_cache(4096)
+def _named(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
 def _empty_layout(shape: tuple[int, ...], dtype: torch.dtype, memory_format: torch.memory_format | None) -> Layout:
     if memory_format is None or memory_format is torch.contiguous_format:
         return Layout(shape, contiguous(shape), dtype)

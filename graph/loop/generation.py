@@ -7,7 +7,6 @@ ends a sequence early. The cache grows by concatenation (dynamic) or is allocate
 
 from __future__ import annotations
 
-import warnings
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -45,8 +44,7 @@ def generate(clock: Clock, built: Built, case: Case, roles: Roles) -> None:
     clock.mark(PREFILL, -1, Role.FORWARD)
     handles = [model.register_forward_pre_hook(_Before(clock)), model.register_forward_hook(_After(clock))]
     try:
-        with torch.no_grad(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with torch.no_grad():
             run = _by_generate if case.mode == "generate" else _by_hand
             ids = torch.zeros(case.batch, case.prompt, dtype=torch.int64).to(clock.recorder.device)
             roles.input.add(clock.recorder.number(ids))

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
 from traces.errors import ConfigError
+from traces.text import reason
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -29,7 +29,6 @@ def with_lora(
     `device`: where the adapters are made ("meta", or "cuda" on a model that is there already). Raises ConfigError if
     peft is missing or refuses.
     """
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # peft imports it, and it speaks of kernels for the CPU
     try:
         from peft import LoraConfig, get_peft_model
     except ImportError as error:
@@ -65,4 +64,4 @@ def _on_experts(adapted: torch.nn.Module) -> tuple[str, ...]:
 
 
 def _refused(place: str, error: ValueError) -> ConfigError:
-    return ConfigError(f"key 'lora': peft cannot adapt the model of {place}: {str(error).splitlines()[0]}")
+    return ConfigError(f"key 'lora': peft cannot adapt the model of {place}: {reason(error)}")

@@ -19,6 +19,7 @@ from graph.case import Case
 from graph.errors import CaptureError
 from graph.loop.inputs import DTYPES, Input, check_positions, image_pixels
 from traces.errors import ConfigError
+from traces.text import reason
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -173,8 +174,8 @@ def _picture(case: Case, module: Any, taken: Mapping[str, Any], place: str) -> t
     except Exception as error:
         raise CaptureError(
             f"{place}: {type(module).__name__} does not take an image of {height} x {width} pixels: "
-            f"{' '.join(str(error).split())[:200]}; give model and inputs by module:function"
-        ) from None
+            f"{reason(error)}; give model and inputs by module:function"
+        ) from error
     batch = [Input(("pixel_values",), (case.batch, channels, height, width), DTYPES[case.dtype], "values")]
     if options:
         batch.append(Input(("image_sizes",), (case.batch, 2), torch.int64, "values", sizes.repeat(case.batch, 1)))

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import functools
 import importlib
-import logging
 import sys
-import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
@@ -67,7 +65,6 @@ def ready() -> Any:
     Called before the fake device is in use (an import looks for a real one). On a real GPU its functions work as
     before, once the fake device is gone.
     """
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it would speak of kernels for the CPU
     try:
         import bitsandbytes
     except ImportError as error:
@@ -157,17 +154,15 @@ def loader(case: Case, prepare: Callable[[Built, Case, str], None], built: Built
         built.module.is_loaded_in_4bit = True
     else:
         built.module.is_loaded_in_8bit = True
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        if case.task == "train":
-            import peft
+    if case.task == "train":
+        import peft
 
-            built.module = peft.prepare_model_for_kbit_training(  # type: ignore[no-untyped-call]
-                built.module,
-                use_gradient_checkpointing=bool(case.checkpointing),
-                gradient_checkpointing_kwargs={"use_reentrant": case.checkpointing == "reentrant"},
-            )
-        prepare(built, case, "cuda")
+        built.module = peft.prepare_model_for_kbit_training(  # type: ignore[no-untyped-call]
+            built.module,
+            use_gradient_checkpointing=bool(case.checkpointing),
+            gradient_checkpointing_kwargs={"use_reentrant": case.checkpointing == "reentrant"},
+        )
+    prepare(built, case, "cuda")
     return placed
 
 

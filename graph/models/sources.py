@@ -12,7 +12,6 @@ import functools
 import importlib
 import inspect
 import os
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -25,7 +24,7 @@ from graph.case import KEYS, Case
 from graph.errors import CaptureError
 from graph.fake_cuda.torch_private import tree_flatten_with_path, tree_leaves, tree_unflatten
 from graph.fake_cuda.values import Values, on_meta
-from graph.keys import is_function
+from graph.keys import function_of, is_function
 from graph.loop.inputs import DTYPES, Input, arguments, hosts, training_batch
 from graph.loop.losses import chunked, in_parts, like_transformers_4_29
 from graph.model import ModelFacts
@@ -37,7 +36,9 @@ from graph.models.lookup import configuration
 from graph.models.mixtures import shares
 from graph.models.modalities import Fed, feed, takes_more_than_text
 from graph.models.transformers_4_29.attention import like_transformers_4_29 as like_old_attention
+from graph.user_code import quiet, told
 from traces.errors import ConfigError, LLMemError
+from traces.text import reason
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -97,8 +98,7 @@ def build(case: Case) -> Built:
     Raises ConfigError for a missing or malformed configuration, an unknown model or architecture, a sequence longer
     than the model's positions and the like; CaptureError where transformers refuses what is asked for.
     """
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with quiet():
         if case.quant or case.optimizer == "adamw-8bit":
             from graph.models.quantization import ready
 
@@ -134,7 +134,7 @@ def transformers_config(document: Mapping[str, Any], place: str) -> Any:
     try:
         return library.AutoConfig.for_model(kind, **values)
     except Exception as error:
-        raise ConfigError(f"{place}: {_line(error)}") from None
+        raise ConfigError(f"{place}: {reason(error)}") from error
 
 
 def _from_configuration(case: Case, document: dict[str, Any], place: str) -> Built:
@@ -206,12 +206,12 @@ def _model(case: Case, chosen: Architecture, place: str) -> Any:
         with torch.device("meta"):
             return chosen.kind._from_config(chosen.config, **options)
     except Exception as error:
-        reason = _line(error)
-        if "attention" in reason and case.attn == "sdpa":
+        text = reason(error)
+        if "attention" in text and case.attn == "sdpa":
             raise CaptureError(
                 f"{place}: transformers has no attn 'sdpa' for {chosen.config.model_type}; use 'eager' or 'default'"
             ) from None
-        raise CaptureError(f"{place}: transformers cannot build it: {reason}") from None
+        raise CaptureError(f"{place}: transformers cannot build it: {text}") from error
 
 
 def repeated_sdpa() -> str:
@@ -257,7 +257,7 @@ def _checkpoint(module: PreTrainedModel, case: Case) -> None:
     try:
         enable(options, **extra)
     except ValueError as error:
-        raise CaptureError(f"key 'checkpointing': {_line(error)}") from None
+        raise CaptureError(f"key 'checkpointing': {reason(error)}") from error
 
 
 def saved_operators(save: tuple[str, ...]) -> list[Any]:
@@ -388,7 +388,7 @@ def _from_module(case: Case, module: Any, inputs: Any) -> Built:
 
 def _called(case: Case) -> tuple[Any, Any, Any, Values]:
     """Module, inputs and loss that the function returns, and the values of integers and booleans that it made."""
-    name, _, function = case.model.rpartition(":")
+    name, function = function_of(case.model) or ("", "")
     make = _function(name, function, case.model)
     known = {"batch": case.batch, "seq": case.seq, "dtype": DTYPES[case.dtype]}
     try:
@@ -407,7 +407,7 @@ def _called(case: Case) -> tuple[Any, Any, Any, Values]:
     except LLMemError:
         raise
     except Exception as error:
-        raise CaptureError(f"model {case.model}: the function raised {type(error).__name__}: {_line(error)}") from None
+        raise CaptureError(f"model {case.model}: {told(error)}") from error
     if not isinstance(made, tuple) or len(made) not in (2, 3) or not isinstance(made[0], torch.nn.Module):
         raise CaptureError(
             f"model {case.model}: the function should return (nn.Module, inputs) or (nn.Module, inputs, "
@@ -427,9 +427,9 @@ def _function(name: str, function: str, model: str) -> Callable[..., Any]:
             raise ConfigError(
                 f"model {model}: no module {error.name!r} in {here} or among the installed ones"
             ) from None
-        raise CaptureError(f"model {model}: importing {name} failed: {_line(error)}") from None
+        raise CaptureError(f"model {model}: importing {name} failed: {reason(error)}") from error
     except Exception as error:
-        raise CaptureError(f"model {model}: importing {name} raised {type(error).__name__}: {_line(error)}") from None
+        raise CaptureError(f"model {model}: {told(error)}") from error
     found = getattr(module, function, None)
     if not callable(found):
         near = difflib.get_close_matches(
@@ -481,12 +481,3 @@ def _scalar(loss: Callable[[Any], Any] | None, output: Any, model: str) -> Any:
             f"model {model}: the forward gives {shape}, not a scalar loss; return a loss function as the third value"
         )
     return output
-
-
-# -------------------------------------------------------------------------------------------------- helpers
-
-
-def _line(error: BaseException) -> str:
-    """The text of an error on one line, not too long."""
-    text = " ".join(str(error).split()) or type(error).__name__
-    return text if len(text) <= 300 else text[:297] + "..."

@@ -22,10 +22,12 @@ from graph.recorder.assembly import repeat, step_graph, tables
 from graph.recorder.attribution import Roles, followed
 from graph.recorder.flops import cost
 from graph.recorder.recorder import Progress, Recorder
+from graph.user_code import quiet, raised
 from graph.workspaces import plan
 from graph.workspaces.rules import Call
 from traces.collecting import uncollected
 from traces.errors import LLMemError
+from traces.text import reason
 
 if TYPE_CHECKING:
     from graph.case import Case
@@ -43,11 +45,12 @@ def capture(case: Case, *, progress: Progress | None = None, method: Method | No
     """
     method = Method() if method is None else method
     real = min(case.steps, method.real_steps)
-    while True:
-        graph = _attempt(case, real, progress, method)
-        if graph is not None:
-            return graph
-        real = min(case.steps, method.real_steps + 1) if real == method.real_steps else case.steps
+    with quiet():
+        while True:
+            graph = _attempt(case, real, progress, method)
+            if graph is not None:
+                return graph
+            real = min(case.steps, method.real_steps + 1) if real == method.real_steps else case.steps
 
 
 def _attempt(case: Case, real: int, progress: Progress | None, method: Method) -> StepGraph | None:
@@ -124,12 +127,11 @@ def _told(case: Case, recorder: Recorder) -> Iterator[None]:
     except (LLMemError, MemoryError):
         raise
     except Exception as error:
-        lines = str(error).strip().splitlines()
         place = f"step {recorder.step}" if recorder.step >= 0 else "loading"
-        module = recorder.where()
+        module, line = recorder.where(), raised(error)
         raise CaptureError(
-            f"model {case.model}: {type(error).__name__} in {place}{f', in or after {module}' if module else ''}: "
-            f"{lines[0][:300] if lines else 'no message'}"
+            f"model {case.model}: {type(error).__name__} in {place}{f', in or after {module}' if module else ''}"
+            f"{f', at {line}' if line else ''}: {reason(error)}"
         ) from error
 
 

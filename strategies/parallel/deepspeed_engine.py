@@ -12,7 +12,6 @@ import importlib
 import logging
 import os
 import sys
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final
 from unittest import mock
@@ -77,8 +76,6 @@ def job(rank: int, world: int) -> Iterator[None]:
         stack.enter_context(mock.patch.dict(os.environ, {name: str(value) for name, value in environment.items()}))
         stack.enter_context(_silent())
         stack.enter_context(_as_they_were())
-        stack.enter_context(warnings.catch_warnings())
-        warnings.simplefilter("ignore", FutureWarning)  # collectives have other names from PyTorch 2.13 on
         try:
             for owner, name, instead in _replaced():
                 stack.enter_context(mock.patch.object(owner, name, instead))

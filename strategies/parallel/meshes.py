@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
@@ -225,11 +224,9 @@ class ShardedOptimizer(MeshRank):
 
     def optimizer(self, case: Case, parameters: list[torch.nn.Parameter]) -> Any:
         """The case's optimizer over this rank's share of the parameters."""
-        from graph.loop.training import optimizer_class
+        from torch.distributed.optim import ZeroRedundancyOptimizer
 
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # its package scripts functions as it is imported
-            from torch.distributed.optim import ZeroRedundancyOptimizer
+        from graph.loop.training import optimizer_class
 
         kind, options = optimizer_class(case)
         return ZeroRedundancyOptimizer(parameters, optimizer_class=kind, **options)

@@ -8,8 +8,6 @@ gathered parameters, buckets and the order of all events are then PyTorch's own.
 from __future__ import annotations
 
 import contextlib
-import logging
-import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -53,12 +51,7 @@ class Native(Method):
 
         runtime.host_copies_keep = True  # what rank 0 broadcast to itself comes back as it went
         runtime.late = self.case.deferred == "late"
-        with (
-            warnings.catch_warnings(),
-            _quiet("torch.distributed.tensor"),
-            process_group(runtime, recorder, self.rank, self.case.world, self.kept) as collectives,
-        ):
-            warnings.simplefilter("ignore", UserWarning)  # advice of FSDP to whoever writes the model's code
+        with process_group(runtime, recorder, self.rank, self.case.world, self.kept) as collectives:
             self._collectives = collectives
             try:
                 yield
@@ -78,18 +71,6 @@ class Native(Method):
                 self._collectives.settle_late()
             else:
                 self._collectives.settle()
-
-
-@contextlib.contextmanager
-def _quiet(name: str) -> Iterator[None]:
-    """No advice on a logger, on how collectives could be merged."""
-    logger = logging.getLogger(name)
-    before = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(before)
 
 
 def storages(recorder: Recorder, module: torch.nn.Module) -> dict[str, int]:

@@ -82,7 +82,8 @@ def _command(name: str, command: click.Command) -> Iterator[str]:
 
 def exit_codes() -> str:
     """What the process says when it ends."""
-    return "# Exit codes\n\n" + table(("code", "meaning"), EXIT_CODES.items())
+    traced = "With `LLMEM_TRACEBACK=1` in the environment, the traceback of an error stands before its line."
+    return f"# Exit codes\n\n{table(('code', 'meaning'), EXIT_CODES.items())}\n\n{traced}"
 
 
 # --- case keys and methods -------------------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ from simulator.cli import COMMANDS, main
 from simulator.engine.result import Result
 from tests.places import ROOT
 from tests.support.handmade import out_of_memory, rank_result, result, timeline
+from traces.errors import TraceError
 
 REPOSITORY = ROOT
 HEAVY = ("torch", "numba", "networkx", "numpy", "rich", "pyarrow", "jinja2")
@@ -337,6 +338,31 @@ def test_an_unexpected_error_is_one_line(
     assert "internal error: ZeroDivisionError: boom bang (please report it" in fault(call("run", trace))
     monkeypatch.setenv("LLMEM_TRACEBACK", "1")
     assert isinstance(call("run", trace).exception, ZeroDivisionError)
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"), [("estimte", "estimate"), ("compair", "compare"), ("verfy", "verify"), ("frobnicate", "")]
+)
+def test_a_mistyped_command_is_answered_with_the_near_one(typed: str, meant: str) -> None:
+    outcome = call(typed)
+    assert outcome.exit_code == 2
+    assert f"No such command '{typed}'." in outcome.stderr
+    assert ("Did you mean" in outcome.stderr) == bool(meant)
+    assert not meant or f"Did you mean '{meant}'?" in outcome.stderr
+
+
+def test_a_traceback_may_be_asked_for_of_any_error(
+    trace: str, reading_fails: Callable[[BaseException], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    error = TraceError("not a trace")
+    error.__cause__ = KeyError("the cause")
+    reading_fails(error)
+    assert fault(call("run", trace)) == "error: not a trace"
+    monkeypatch.setenv("LLMEM_TRACEBACK", "1")
+    shown = call("run", trace).stderr
+    assert "KeyError: 'the cause'" in shown
+    assert "Traceback (most recent call last)" in shown
+    assert shown.endswith("error: not a trace\n")
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import gzip
 import io
 import json
 import math
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -385,6 +386,12 @@ def test_own_function_gives_module_and_inputs() -> None:
 
 
 @pytest.mark.usefixtures("own")
+@pytest.mark.parametrize("written", ["own_models.py:mlp", "./own_models.py:mlp"])
+def test_a_function_may_be_named_by_its_file(written: str) -> None:
+    assert numbers(made(model=written).module) == numbers(made(model="own_models:mlp").module)
+
+
+@pytest.mark.usefixtures("own")
 @pytest.mark.parametrize("key", ["batch", "seq"])
 def test_a_size_that_the_function_does_not_take_is_refused(key: str) -> None:
     text = said(ConfigError, model="own_models:named", **{key: 8})
@@ -397,7 +404,8 @@ def test_own_function_that_is_wrong() -> None:
     assert "has no function 'mpl'; the nearest name is 'mlp'" in said(ConfigError, model="own_models:mpl")
     assert "no module 'own_absent'" in said(ConfigError, model="own_absent:mlp")
     assert "has no function 'number'" in said(ConfigError, model="own_models:number")
-    assert "raised RuntimeError: no luck" in said(CaptureError, model="own_models:broken")
+    broken = said(CaptureError, model="own_models:broken")
+    assert re.fullmatch(r"model own_models:broken: RuntimeError at own_models\.py:\d+ \(broken\): no luck", broken)
     assert "not int" in said(CaptureError, model="own_models:nothing")
     assert "absent_package_of_mine" in said(CaptureError, model="own_faulty:mlp")
     assert "key 'lora': only with a model that is a configuration" in said(ConfigError, model="own_models:mlp", lora=8)
