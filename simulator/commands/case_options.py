@@ -31,7 +31,8 @@ _Command = TypeVar("_Command", bound=Callable[..., Any])
 MODEL_HELP: Final = (
     "MODEL is an id of the hub or another name of the catalogue (`llmem models`), an id in the Hub cache, a path of a "
     "Hugging Face config.json (or its folder), or module:function "
-    "(also folder/module.py:function), a function of your own that returns (nn.Module, example inputs) or (nn.Module, example inputs, loss function); "
+    "(also folder/module.py:function), a function of your own that returns (nn.Module, example inputs) or "
+    "(nn.Module, example inputs, loss function); "
     "--batch, --seq and --dtype reach it as arguments batch, seq and dtype where it has parameters of these names. "
     "Nothing is downloaded. Sizes: 80GB is 80 x 10^9 bytes, 80GiB is 80 x 2^30."
 )

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
+from simulator.allocator.releases import parse_release
 from simulator.reports.document import (
     Bar,
     Block,
@@ -13,6 +15,7 @@ from simulator.reports.document import (
     Chart,
     Document,
     Dots,
+    Lines,
     Section,
     Share,
     Size,
@@ -167,10 +170,18 @@ def document_of(stress: Stress, results: Drawn = (), most: int = MOST_ROWS) -> D
         lead=verdict(stress),
         badge="fits" if best is not None and best.fits else "oom",
         facts=facts if rows else (),
+        head=() if best is None or not best.conf else (Lines((_copyable(best),)),),
         sections=(Section("", tuple(sections)),) if sections else (),
         notes=stress.notes,
         results=results,
     )
+
+
+def _copyable(row: Row) -> str:
+    """The line for a shell that gives a program of the row's release its setting."""
+    variable = "PYTORCH_ALLOC_CONF" if parse_release(row.release).reads_alloc_conf else "PYTORCH_CUDA_ALLOC_CONF"
+    quote = "" if re.fullmatch(r"[\w:.,-]+", row.conf) else "'"
+    return f"export {variable}={quote}{row.conf}{quote}"
 
 
 _MORE: Final = "and {} more, none of them better (--json has all)"

@@ -1,4 +1,8 @@
-"""Documents in a terminal, by rich: plain text where stdout is none or NO_COLOR is set; 80 columns are enough."""
+"""Documents in a terminal, by rich: plain text where stdout is none or NO_COLOR is set; 80 columns are enough.
+
+No word is broken: names leave out their middle where the terminal is narrow, and are whole where there is none, so that
+`grep` finds them. A table that does not fit is wider than the terminal rather than cut.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +18,18 @@ if TYPE_CHECKING:
     from rich.table import Table as Grid
     from rich.text import Text
 
-#: Columns where the output is no terminal, and COLUMNS does not say: names stay whole.
-PIPED: Final = 160
-#: Characters of a name.
+#: Columns where the output is no terminal, and COLUMNS does not say: every line stays whole.
+PIPED: Final = 4096
+#: Columns of a line between parts in a pipe.
+RULE: Final = 80
+#: Characters of a name: at most in a terminal, in a pipe, and at least where there is no room.
 LONG: Final = 60
+WHOLE: Final = 1000
+SHORT: Final = 24
+#: Columns to which a column of texts is wrapped, at least.
+NARROW: Final = 12
+#: Columns between those of a table.
+GAP: Final = 3
 #: Characters of a bar.
 WIDE: Final = 36
 #: Colours of verdicts, and of rows and lines that stand out.
@@ -34,8 +46,8 @@ def render(document: Document, console: Console | None = None) -> None:
     """Print a document, one part below the other, without blanks at the ends of lines."""
     console = console or _console()
     with console.capture() as capture:
-        for part in _parts(document):
-            console.print(part, markup=False, highlight=False, emoji=False)
+        for part in _parts(document, console):
+            console.print(part, markup=False, highlight=False, emoji=False, crop=False)
     console.file.write("\n".join(line.rstrip() for line in capture.get().split("\n")))
     console.file.flush()
 
@@ -47,7 +59,7 @@ def _console() -> Console:
     return Console(width=PIPED) if whole else Console()
 
 
-def _parts(document: Document) -> Iterator[RenderableType]:
+def _parts(document: Document, console: Console) -> Iterator[RenderableType]:
     from rich.text import Text
 
     if document.subject:
@@ -59,10 +71,10 @@ def _parts(document: Document) -> Iterator[RenderableType]:
     if document.facts:
         yield _text(", ".join(document.facts))
     for block in document.head:
-        yield from _block(block)
+        yield from _block(block, console)
     for section in document.sections:
         yield ""
-        yield from _section(section)
+        yield from _section(section, console)
 
 
 def _text(words: str, style: str = "") -> Text:
@@ -72,30 +84,29 @@ def _text(words: str, style: str = "") -> Text:
     return Text("".join(letter if letter.isprintable() else "?" for letter in " ".join(words.split())), style)
 
 
-def _section(section: Section) -> Iterator[RenderableType]:
-    from rich.rule import Rule
-
+def _section(section: Section, console: Console) -> Iterator[RenderableType]:
     if section.title:
-        yield Rule(_text(section.title, "bold"), align="left", characters="-")
+        title = _text(section.title, "bold")
+        yield title.append(" " + "-" * ((RULE if console.width == PIPED else console.width) - len(title) - 1), "green")
     first = True
     for block in section.blocks:
-        parts = list(_block(block))
+        parts = list(_block(block, console))
         if parts and not first:
             yield ""
         yield from parts
         first = first and not parts
 
 
-def _block(block: Block) -> Iterator[RenderableType]:
+def _block(block: Block, console: Console) -> Iterator[RenderableType]:
     match block:
         case Lines():
             yield from _lines(block)
         case Chart():
-            yield from _chart(block)
+            yield from _chart(block, console)
         case Figures():
             yield _figures(block)
         case Table():
-            yield from _table(block)
+            yield from _table(block, console)
 
 
 def _lines(block: Lines) -> Iterator[RenderableType]:
@@ -107,7 +118,7 @@ def _lines(block: Lines) -> Iterator[RenderableType]:
         yield text
 
 
-def _chart(block: Chart) -> Iterator[RenderableType]:
+def _chart(block: Chart, console: Console) -> Iterator[RenderableType]:
     if not block.plain:
         return
     top = max(sum(size for _, size in bar.parts) for bar in block.bars) or 1
@@ -117,7 +128,7 @@ def _chart(block: Chart) -> Iterator[RenderableType]:
         whole = round(WIDE * sum(size for _, size in bar.parts) / top)
         end = f" {bar.alarm}" if bar.alarm else ""
         rows.append((bar.label, "#" * first + "-" * max(whole - first, 0) + end))
-    yield from _table(Table(block.plain, ("setting", ""), tuple(rows)))
+    yield from _table(Table(block.plain, ("setting", ""), tuple(rows)), console)
 
 
 def _figures(block: Figures) -> Grid:
@@ -134,7 +145,7 @@ def _figures(block: Figures) -> Grid:
     return table
 
 
-def _table(block: Table) -> Iterator[RenderableType]:
+def _table(block: Table, console: Console) -> Iterator[RenderableType]:
     from rich import box
     from rich.table import Table as Grid
 
@@ -146,19 +157,48 @@ def _table(block: Table) -> Iterator[RenderableType]:
         show_edge=False,
         min_width=len(block.title) or None,  # a title is not broken, however narrow the columns are
     )
-    for place, name in enumerate(block.head):
+    rows, widths = _fitted(block, console)
+    for place, (name, width) in enumerate(zip(block.head, widths, strict=True)):
         number = block.numeric(place)
-        table.add_column(name, justify="right" if number else "left", no_wrap=number, overflow="fold")
-    for place, row in enumerate(block.rows):
-        table.add_row(*(_text(_cell(cell)) for cell in row), style=_STYLES.get(block.styles.get(place, ""), ""))
+        table.add_column(name, justify="right" if number else "left", overflow="fold", width=width)
+    for place, row in enumerate(rows):
+        table.add_row(*row, style=_STYLES.get(block.styles.get(place, ""), ""))
+    whole = sum(widths) + GAP * (len(widths) - 1)
+    table.width = whole if whole > console.width else None
     yield table
     if block.more:
         yield _text(block.more)
 
 
-def _cell(cell: Cell) -> str:
+def _fitted(block: Table, console: Console) -> tuple[list[list[Text]], list[int]]:
+    """The cells and the widths of their columns: names lose their middle first, then texts are wrapped at blanks."""
+    room = console.width - GAP * (len(block.head) - 1)
+    most = WHOLE if console.width == PIPED else LONG
+    longest = min(most, max((len(cell) for row in block.rows for cell in row if isinstance(cell, Name)), default=0))
+    rows, wide, least = _measured(block, console, most)
+    if sum(least) > room and longest > SHORT:
+        rows, wide, least = _measured(block, console, max(SHORT, longest - (sum(least) - room)))
+    while (excess := sum(wide) - room) > 0 and wide != least:
+        place = max(range(len(wide)), key=lambda one: wide[one] - least[one])
+        wide[place] = max(least[place], wide[place] - excess)
+    return rows, wide
+
+
+def _measured(block: Table, console: Console, longest: int) -> tuple[list[list[Text]], list[int], list[int]]:
+    """The cells with names of at most `longest` characters, and what their columns take whole and at the least."""
+    rows = [[_text(_cell(cell, longest)) for cell in row] for row in block.rows]
+    wide, least = [], []
+    for place, cells in enumerate(zip(map(_text, block.head), *rows, strict=True)):
+        sizes = [cell.__rich_measure__(console, console.options) for cell in cells]
+        wide.append(max(size.maximum for size in sizes))
+        words = max(min(wide[-1], NARROW), *(size.minimum for size in sizes))
+        least.append(wide[-1] if block.numeric(place) else min(words, LONG))
+    return rows, wide, least
+
+
+def _cell(cell: Cell, longest: int) -> str:
     if cell is None:
         return ""
     if isinstance(cell, Name):
-        return cut(cell, LONG)
+        return cut(cell, longest)
     return f"{cell:,}" if isinstance(cell, int | float) else str(cell)

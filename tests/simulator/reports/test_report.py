@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from dataclasses import replace
 from importlib.resources import files
 from typing import Any
@@ -17,7 +18,9 @@ from rich.console import Console
 from simulator.engine.ranks import format_ranks, only_ranks, parse_ranks
 from simulator.engine.result import OutOfMemory, RankResult, Report, Result
 from simulator.reports import terminal
+from simulator.reports.document import Document, Name, Size, Table
 from simulator.reports.run import CAUSES, MOST_RANKS, render_json, render_table
+from simulator.reports.terminal import SHORT
 from simulator.reports.verify import document_of
 from simulator.reports.verify import render_json as verify_json
 from simulator.snapshots.verify import Divergence, VerifiedRank, VerifyReport
@@ -314,3 +317,27 @@ def test_only_ranks_keeps_the_order_and_narrows_timelines() -> None:
 def test_rank_figures_come_from_the_statistics() -> None:
     rank: RankResult = rank_result(timeline(30))
     assert render_json(result(rank))["ranks"][0]["peak_reserved"] == rank.memory_stats["reserved_bytes.all.peak"]
+
+
+@pytest.mark.parametrize("width", [40, 60, 80])
+def test_a_narrow_terminal_breaks_no_number_and_no_name(width: int) -> None:
+    """Every cell of a table is there in one piece, but for names, whose middle goes, and texts, wrapped at blanks."""
+    numbers = ("1,234,567,890", "12.01 MiB", "100.0%")
+    table = Table("", ("mesh", "count", "size", "share"), (("pp=2,fsdp2=2,tp=2", *numbers),), right=range(1, 4))
+    file = io.StringIO()
+    terminal.render(Document("", "", head=(table,)), Console(width=width, file=file))
+    assert ["pp=2,fsdp2=2,tp=2", *numbers] == re.split(r"\s{3,}", file.getvalue().splitlines()[-1])
+
+
+@given(st.lists(st.text("abc", min_size=1, max_size=200), min_size=1, max_size=4), st.integers(30, 200))
+def test_names_keep_their_ends(names: list[str], width: int) -> None:
+    table = Table("", ("bytes", "tensor"), tuple((Size(1), Name(f"{name}|")) for name in names))
+    file = io.StringIO()
+    terminal.render(Document("", "", head=(table,)), Console(width=width, file=file))
+    lines = file.getvalue().splitlines()[-len(names) :]
+    for name, line in zip(names, lines, strict=True):
+        shown = line.split()[-1]
+        first, cut, last = shown.partition("...") if len(shown) < len(name) + 1 else (shown, "", "|")
+        assert name.startswith(first.rstrip("|") if not cut else first)
+        assert f"{name}|".endswith(last)
+        assert len(line) <= max(width, 8 + 3 + SHORT)
