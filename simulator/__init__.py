@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from simulator.reports.html.page import write_html as write_html
     from simulator.reports.run import render_json as render_json
     from simulator.reports.run import render_table as render_table
+    from simulator.reports.schemas import schema as schema
     from simulator.snapshots.reader import read as read
     from simulator.snapshots.verify import verify as verify
     from simulator.what_if.stress import stress as stress
@@ -55,6 +56,7 @@ __all__ = lazy(
         "render_json": "reports.run",
         "render_table": "reports.run",
         "replay": "engine.replay",
+        "schema": "reports.schemas",
         "smallest_memory": "engine.min_memory",
         "stress": "what_if.stress",
         "sweep": "estimator.sweep",

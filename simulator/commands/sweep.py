@@ -101,9 +101,11 @@ def _told(name: str, quiet: bool) -> Iterator[None]:
 
 
 def _document(summary: Summary) -> dict[str, object]:
+    from simulator.estimator.sweep import SCHEMA_VERSION
+
     names = ("total", "kept", "fits", "tight", "oom", "failed")
     counts = {name: getattr(summary, name) for name in names}
-    return {"schema_version": 1, **counts, "seconds": round(summary.seconds, 3)}
+    return {"schema_version": SCHEMA_VERSION, **counts, "seconds": round(summary.seconds, 3)}
 
 
 def _line(summary: Summary) -> str:

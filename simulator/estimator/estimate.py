@@ -48,6 +48,7 @@ if TYPE_CHECKING:
 REPLAY_KEYS: Final = frozenset({"memory", "alloc_conf", "deferred"})
 #: Keys that an answer adds to its case.
 ANSWER_KEYS: Final = (
+    "schema_version",
     "peak_allocated",
     "peak_reserved",
     "device_total",

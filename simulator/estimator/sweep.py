@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from simulator.estimator.estimate import ANSWER_KEYS, answer
 from simulator.estimator.jobs import Dispatch, MakeExecutor, local_pool
@@ -25,6 +25,10 @@ from traces.text import one_line
 if TYPE_CHECKING:
     from simulator.estimator.estimate import Capture
     from simulator.estimator.outside import Context
+
+
+#: Version of the layout of a line of results.
+SCHEMA_VERSION: Final = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +100,7 @@ def sweep(
         report(summary)
 
         def finished(case: Given, found: Mapping[str, Any]) -> None:
-            file.append({**case.repeated(), **found})
+            file.append({**case.repeated(), "schema_version": SCHEMA_VERSION, **found})
             summary.count(found)
             report(summary)
 

@@ -94,7 +94,8 @@ def _rank_json(rank: RankResult) -> dict[str, Any]:
         "oom": None if rank.oom is None else _oom_json(rank.oom),
         "phases": _phases_json(rank.phases),
         "all_phases": [
-            _fields(phase, "name", "step", "peak", "left", "peak_reserved") for phase in distinct_phases(rank.phases)
+            {**_fields(phase, "name", "step", "peak", "left", "peak_reserved"), "keys": _keys_of(phase, rank.phases)}
+            for phase in distinct_phases(rank.phases)
         ],
         "peak": _peak_json(rank.peak),
         "fragmentation": _fields(rank.fragmentation, "event", "reserved", *CAUSES),
@@ -131,6 +132,11 @@ def _peak_json(peak: Peak) -> dict[str, Any]:
         "by_category": dict(peak.by_category),
         "largest": [_tensor_json(tensor) for tensor in peak.largest],
     }
+
+
+def _keys_of(phase: PhasePeak, phases: Iterable[PhasePeak]) -> list[str]:
+    """The keys under which `phases` of the document has a phase."""
+    return [one.key for one in phases if one.key and (one.name, one.step) == (phase.name, phase.step)]
 
 
 def _tensor_json(tensor: LiveTensor) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from graph.model import StepGraph
 from simulator.cli import COMMANDS, main
 from simulator.estimator.estimate import ANSWER_KEYS, forget_graphs
 from simulator.reports.estimate import case_line
-from tests.simulator.reports.test_report import SCHEMA
+from simulator.reports.schemas import schema
 from tests.support.step_graphs import stub
 
 MIB = 1 << 20
@@ -96,8 +96,10 @@ def test_json_has_the_answer_and_the_replay() -> None:
         *(2, False, 512, "adamw"),
         KEYS["gpu"].default,
     )
-    added = {*ANSWER_KEYS, "model", "batch", "sync", "assumptions"} - {"verdict", "ranks"}
-    jsonschema.validate({key: document[key] for key in document if key not in added}, SCHEMA)
+    jsonschema.validate(document, schema("estimate"))
+    jsonschema.validate(json.loads(call("estimate", "m", "--memory", "1MiB", "--json").stdout), schema("estimate"))
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate({**document, "peak_alocated": 1}, schema("estimate"))
 
 
 def test_the_headline_says_what_nobody_gave() -> None:
@@ -239,7 +241,13 @@ def test_a_sweep_and_its_continuation(tmp_path: Path) -> None:
         **{"total": 3, "kept": 3, "fits": 1},
         **{"oom": 1, "failed": 1},
     }
-    assert len((tmp_path / "r").read_text().splitlines()) == 3
+    jsonschema.validate(document, schema("sweep"))
+    lines = [json.loads(line) for line in (tmp_path / "r").read_text().splitlines()]
+    assert ["error" in line for line in lines].count(True) == 1
+    assert len(lines) == 3
+    for line in lines:
+        jsonschema.validate(line, schema("sweep-line"))
+        assert set(line) <= {*KEYS, *ANSWER_KEYS}
 
 
 def test_a_sweep_in_which_all_fail(tmp_path: Path) -> None:

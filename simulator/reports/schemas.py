@@ -1,0 +1,353 @@
+"""The JSON Schemas of what the commands print under `--json`, and of a line of a sweep's results.
+
+`result_schema.json` beside this module is that of a replay. The others derive from it, from the keys of a case
+(`graph.case.KEYS`), and from the records below, which declare documents and are never made.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Mapping
+from importlib.resources import files
+from typing import Annotated, Any, Final, Literal
+
+import msgspec
+from msgspec import Meta, Struct
+
+from graph.case import KEYS
+from traces.errors import ConfigError
+
+Bytes = Annotated[int, Meta(ge=0)]
+Verdict = Literal["fits", "tight", "oom"]
+
+
+class _Document(Struct, forbid_unknown_fields=True):
+    """A document of its own, with the version of its layout."""
+
+    schema_version: Literal[1]
+
+
+class _Part(Struct, forbid_unknown_fields=True):
+    """An object inside of one."""
+
+
+class Peak(_Part):
+    """Allocated bytes of a phase: at most, and at its end."""
+
+    peak: Bytes
+    left: Bytes
+
+
+class Facts(_Part):
+    """What was built: its class, parameters in all and trained, their dtype; another class that the case names.
+
+    Empty for a graph that does not say.
+    """
+
+    parameters: int = 0
+    trained: int = 0
+    dtype: str = ""
+    kind: str = msgspec.field(name="class", default="")
+    named: str = ""
+
+
+class ClosedForm(_Part):
+    """The estimate of a closed form, in bytes, by terms."""
+
+    total: int
+    terms: dict[str, int]
+
+
+class Figures(_Part):
+    """Figures of some ranks of several GPUs; null where they run out of memory."""
+
+    ranks: list[int]
+    peak_allocated: Bytes | None
+    peak_reserved: Bytes | None
+    device_total: Bytes | None
+    phases: dict[str, Peak] | None
+    verdict: Verdict
+
+
+class Answer(Struct):
+    """What an estimate adds to its case: bytes of the largest rank; null where it runs out of memory."""
+
+    peak_allocated: Bytes | None
+    peak_reserved: Bytes | None
+    device_total: Bytes | None
+    phases: dict[str, Peak] | None
+    verdict: Verdict
+    model_facts: Facts
+    events: int
+    seconds: float
+    min_fit: Annotated[Bytes, Meta(description="the smallest GPU, where it was asked for")] = 0
+    step_time_ns: int = 0
+    tokens_per_second: float = 0.0
+    tokens_per_second_per_gpu: float = 0.0
+    first_token_ns: int = 0
+    decode_tokens_per_second: float = 0.0
+    step_time_note: str = ""
+    estimators: dict[str, ClosedForm] = {}
+
+
+class Sweep(_Document):
+    """How many cases there were, had an answer already, and have which verdict."""
+
+    total: int
+    kept: int
+    fits: int
+    tight: int
+    oom: int
+    failed: int
+    seconds: float
+
+
+class Row(_Part):
+    """A setting over all variants of the events: the worst of each figure, or why there is none."""
+
+    conf: str
+    release: str
+    memory: Bytes | None
+    replays: int
+    error: str = ""
+    fits: bool = True
+    peak_reserved: Bytes = 0
+    peak_allocated: Bytes = 0
+    num_alloc_retries: int = 0
+    num_ooms: int = 0
+    device_calls: int = 0
+    fragmented: Bytes = 0
+    min_fit: Bytes | None = None
+    saves: Annotated[int | None, Meta(description="of peak reserved, against the trace's own setting")] = None
+
+
+class Stress(_Document):
+    """A trace under many settings."""
+
+    release: str
+    conf: str
+    device_bytes: Bytes
+    events: int
+    scenarios: int
+    finished: int
+    seconds: float
+    notes: list[str]
+    best: Row | None
+    own: Row | None
+    settings: list[Row]
+    outcomes: list[dict[str, Any]]
+
+
+class Change(_Part):
+    """A figure before and after."""
+
+    before: int | None
+    after: int | None
+    difference: int | None
+    share: float | None
+
+
+class PhaseChange(_Part):
+    """Allocated bytes of a phase before and after."""
+
+    peak: Change
+    left: Change
+
+
+class Pair(_Part):
+    """Ranks that are compared, and what changed."""
+
+    before: list[int]
+    after: list[int]
+    figures: dict[str, Change]
+    phases: dict[str, PhaseChange]
+    categories: dict[str, Change]
+    modules: dict[str, Change]
+    tensors: dict[str, Change]
+
+
+class Compared(_Part):
+    """One side of a comparison."""
+
+    name: str
+    kind: str
+    verdict: str
+
+
+class Compare(_Document):
+    """Two runs, and what grew over the limit."""
+
+    before: Compared
+    after: Compared
+    limit: str | None
+    regressions: list[str]
+    ranks: list[Pair]
+
+
+class Check(_Document):
+    """A run against a budget and a baseline."""
+
+    exit_code: Literal[0, 3, 4]
+    name: str
+    verdict: Verdict
+    needed: Bytes | None
+    budget: Bytes | None
+    peak_allocated: Bytes | None
+    peak_reserved: Bytes | None
+    comparison: Compare | None
+
+
+class Divergence(_Part):
+    """The first entry of a snapshot that the replay does not have so."""
+
+    entry: int
+    text: str
+
+
+class Device(_Part):
+    """One device of a snapshot: entries it has, consequences compared, peaks of the replay."""
+
+    rank: int
+    entries: int
+    compared: int
+    peak_allocated: Bytes
+    peak_reserved: Bytes
+    divergence: Divergence | None
+
+
+class Verify(_Document):
+    """A snapshot whose consequences were compared."""
+
+    verdict: Literal["equal", "diverges"]
+    release: str
+    conf: str
+    notes: list[str]
+    ranks: list[Device]
+
+
+class CapturedPhase(_Part):
+    """A phase of a captured graph: allocated bytes, and the work of its operators."""
+
+    name: str
+    step: int | None
+    peak: Bytes
+    left: Bytes
+    event: int
+    operators: int
+    flops: int
+    moved: int
+    allocated: int
+
+
+class Capture(_Document):
+    """A captured graph; bytes and counts."""
+
+    case: dict[str, Any]
+    environment: dict[str, Any]
+    parameters: dict[str, int]
+    operators: int
+    storages: int
+    events: int
+    flops: int
+    moved: int
+    last_step: dict[str, int]
+    critical_path: dict[str, int]
+    peak: dict[str, Any]
+    phases: list[CapturedPhase]
+    modules: list[dict[str, Any]]
+    saved_for_backward: dict[str, Any]
+    assumptions: list[str]
+
+
+class Select(Struct):
+    """Methods for a model on given GPUs, best first, and why the winner is it."""
+
+    schema_version: Literal[1]
+    model: str | None
+    gpus: list[Any]
+    policy: str
+    winner: str | None
+    runner_up: str | None
+    reason: str
+    methods: list[dict[str, Any]]
+    seconds: float
+
+
+#: Commands with a document of their own record.
+_RECORDS: Final[Mapping[str, type[Struct]]] = {
+    "capture": Capture,
+    "select": Select,
+    "sweep": Sweep,
+    "stress": Stress,
+    "compare": Compare,
+    "check": Check,
+    "verify": Verify,
+}
+#: Every document: a command's, or `sweep-line`, a line of RESULTS.jsonl.
+DOCUMENTS: Final = ("run", "estimate", "sweep-line", *_RECORDS)
+
+
+def schema(document: str) -> dict[str, Any]:
+    """The JSON Schema (draft 2020-12) of one of `DOCUMENTS`. Raises ConfigError for another name."""
+    if document not in DOCUMENTS:
+        raise ConfigError(f"no schema of {document[:40]!r}; there are {', '.join(DOCUMENTS)}")
+    about = {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": f"The document of `llmem {document} --json`",
+    }
+    if document == "run":
+        return dict(_replay())
+    if document == "estimate":
+        return about | _estimate()
+    if document == "sweep-line":
+        return about | {"title": "A line of the results of `llmem sweep`"} | _line()
+    return about | msgspec.json.schema(_RECORDS[document])
+
+
+@functools.cache
+def _replay() -> Mapping[str, Any]:
+    found: dict[str, Any] = json.loads((files("simulator.reports") / "result_schema.json").read_text("utf-8"))
+    return found
+
+
+def _answer() -> tuple[dict[str, Any], dict[str, Any]]:
+    """The record of an answer, and the definitions that it needs."""
+    (_,), parts = msgspec.json.schema_components([Answer], ref_template="#/$defs/{name}")
+    return parts.pop("Answer"), parts
+
+
+def _keys() -> dict[str, Any]:
+    """The keys of a case, as JSON has them."""
+    return {name: {**msgspec.json.schema(key.kind), "description": key.about.help} for name, key in KEYS.items()}
+
+
+def _estimate() -> dict[str, Any]:
+    answer, parts = _answer()
+    replay = _replay()
+    assumed = {"assumptions": {"type": "array", "items": {"type": "string"}, "description": "what was assumed"}}
+    return {
+        "type": "object",
+        "required": ["model", *assumed, *dict.fromkeys([*answer["required"], *replay["required"]])],
+        "additionalProperties": False,
+        "properties": {**_keys(), **answer["properties"], **assumed, **replay["properties"]},
+        "$defs": {**parts, **replay["$defs"]},
+    }
+
+
+def _line() -> dict[str, Any]:
+    """An answer, or why there is none, beside the keys that the line of the case has; those may be wrong ones."""
+    answer, parts = _answer()
+    (figures,), more = msgspec.json.schema_components([Figures], ref_template="#/$defs/{name}")
+    own = {
+        "schema_version": {"const": 1},
+        "error": {"type": "string", "description": "why there is no answer"},
+        "ranks": {"type": "array", "items": figures, "description": "of several GPUs: every kind of rank"},
+    }
+    return {
+        "type": "object",
+        "required": ["schema_version", "seconds"],
+        "anyOf": [{"required": ["error"]}, {"required": ["model", *answer["required"]]}],
+        "properties": {**answer["properties"], **own},
+        "$defs": {**parts, **more},
+    }
