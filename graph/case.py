@@ -278,7 +278,7 @@ class Case:
         known=methods.spellings,
     )
     world: Count = declared(
-        1, COMMON, "Number of GPUs.", hints=("stages", "ranks"), aliases=("nproc_per_node", "num_processes")
+        1, COMMON, "Number of GPUs.", hints=("stages", "ranks"), aliases=("gpus", "nproc_per_node", "num_processes")
     )
     mesh: Mapping[Annotated[str, Meta(min_length=1)], Count] = declared(
         {},

@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from simulator.commands.case_options import MODEL_HELP, CaseCommand, case_from, case_options
+from simulator.commands.case_options import MODEL_HELP, CaseCommand, case_from, case_options, models_like
 from simulator.commands.common import print_json, working
 from simulator.reports.outputs import check_output
 from traces.errors import ConfigError
@@ -14,7 +14,7 @@ from traces.text import one_line
 
 
 @click.command("capture", cls=CaseCommand, epilog=MODEL_HELP)
-@click.argument("model", metavar="MODEL")
+@click.argument("model", metavar="MODEL", shell_complete=models_like)
 @click.option(
     "-o", "--output", metavar="FILE", help="Write the graph: .json or .json.gz (for `graph`), .graphml, .dot."
 )

@@ -7,15 +7,17 @@ what was given is passed on, and the case checks it.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import click
+from click.shell_completion import CompletionItem
 from msgspec import inspect
 
 from graph.case import GROUPS, KEYS, Case
-from graph.hardware.gpus import gpu
+from graph.hardware.gpus import GPUS, gpu
 from graph.keys import Key, Only, is_function
+from graph.models import catalogue
 from graph.models.lookup import configuration
 from strategies.parallel.mesh import Mesh
 from traces.errors import ConfigError, LLMemError
@@ -54,15 +56,41 @@ class CaseOption(click.Option):
         self.help = _help(self.key)
         return super().get_help_record(ctx)
 
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        """The values that the key may have, and the GPUs that are known."""
+        if self.key.name == "gpu":
+            return cards_like(ctx, self, incomplete)
+        return _begun([*self.key.choices, *("true", "false") * self.key.has(inspect.BoolType)], incomplete)
+
+
+def cards_like(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """The GPUs whose names begin so, for a shell."""
+    return _begun(GPUS, incomplete)
+
+
+def models_like(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """The models of the catalogue whose names or repositories begin so, for a shell; files where there is none."""
+    repositories = (entry["repository"] for entry in catalogue.entries().values() if "/" in incomplete)
+    found = _begun([*catalogue.names(), *repositories], incomplete)
+    return found or [CompletionItem(incomplete, type="file")]
+
+
+def _begun(words: Iterable[str], incomplete: str) -> list[CompletionItem]:
+    return [CompletionItem(word) for word in words if word and word.casefold().startswith(incomplete.casefold())]
+
 
 class CaseCommand(click.Command):
     """A command with the options of a case: its help has them in their groups, the common ones first.
 
-    Options may be written with `_` for `-`, as transformers' scripts have them.
+    Options may be written with `_` for `-`, as transformers' scripts have them. An option of the command's own stands
+    in the place of one of the case with the same name.
     """
 
     def __init__(self, *arguments: Any, **attributes: Any) -> None:
         super().__init__(*arguments, **attributes)
+        case = [one for one in self.params if isinstance(one, CaseOption) or getattr(one, "hidden", False)]
+        own = {name for one in self.params if one not in case for name in one.opts}
+        self.params = [one for one in self.params if one not in case or own.isdisjoint(one.opts)]
         self.context_settings["token_normalize_func"] = lambda name: name.replace("_", "-")
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from simulator.commands.case_options import MODEL_HELP, CaseCommand, assumed, case_from, case_options
+from simulator.commands.case_options import MODEL_HELP, CaseCommand, assumed, case_from, case_options, models_like
 from simulator.commands.common import announce, context_size, show, working
 from simulator.commands.shared_options import context_option, file_options
 from simulator.reports.outputs import Outputs
@@ -14,7 +14,7 @@ from traces.text import one_line
 
 
 @click.command("estimate", cls=CaseCommand, epilog=MODEL_HELP)
-@click.argument("model", metavar="MODEL")
+@click.argument("model", metavar="MODEL", shell_complete=models_like)
 @case_options
 @context_option
 @click.option("--min-memory", is_flag=True, help="Also find the smallest GPU on which it runs.")

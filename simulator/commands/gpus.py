@@ -8,12 +8,13 @@ from typing import Final
 import click
 
 from graph.hardware.gpus import GIGA, GPUS, TERA, Gpu, gpu
+from simulator.commands.case_options import cards_like
 
 _GIB: Final = 1 << 30
 
 
 @click.command("gpus")
-@click.argument("name", required=False)
+@click.argument("name", required=False, shell_complete=cards_like)
 def command(name: str | None) -> int:
     """List the GPUs that are known, or tell what is known of NAME and from where.
 

@@ -7,11 +7,12 @@ from collections.abc import Iterator
 import click
 
 from graph.models import catalogue
+from simulator.commands.case_options import models_like
 from traces.errors import ConfigError
 
 
 @click.command("models")
-@click.argument("pattern", required=False, default="")
+@click.argument("pattern", required=False, default="", shell_complete=models_like)
 def command(pattern: str) -> int:
     """List the models that are known, or those that PATTERN names or whose name, family or repository has it.
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from graph.case import KEYS
-from simulator.commands.case_options import CaseCommand, case_from, case_options
+from simulator.commands.case_options import CaseCommand, case_from, case_options, models_like
 from simulator.commands.common import announce, context_size, progress_bar, show, working
 from simulator.commands.shared_options import check_workers, context_option, worker_options, workers
 from simulator.launch.configuration import FILES, absent, files
@@ -30,8 +30,13 @@ _EPILOG = (
 
 
 @click.command("select", cls=CaseCommand, epilog=_EPILOG)
-@click.argument("model", metavar="MODEL")
-@click.option("--gpus", metavar="N", type=click.IntRange(1, 1024), help="Number of GPUs (default: as many as --gpu).")
+@click.argument("model", metavar="MODEL", shell_complete=models_like)
+@click.option(
+    *("--gpus", "--world", "--nproc-per-node", "--num-processes", "gpus"),
+    metavar="N",
+    type=click.IntRange(1, 1024),
+    help="Number of GPUs (default: as many as --gpu).",
+)
 @click.option("--policy", type=click.Choice(["throughput", "llmem"]), default="throughput", help="How to rank.")
 @click.option("--global-batch", metavar="N", type=click.IntRange(1), help="Samples of an optimizer step, of all GPUs.")
 @click.option("--margin", metavar="SHARE", type=float, default=0.02, help="Share of each GPU to stay free (0.02).")

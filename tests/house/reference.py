@@ -17,6 +17,7 @@ from graph.keys import Key
 from graph.optimizers import OPTIMIZERS
 from simulator.cli import COMMANDS, EXIT_CODES, main
 from simulator.commands.case_options import CaseOption
+from simulator.reports.schemas import DOCUMENTS
 from strategies import registry
 from strategies.parallel.meshes import AXES
 from tests.places import ROOT
@@ -188,7 +189,11 @@ def _needed(rules: list[Any]) -> dict[str, list[str]]:
 def results() -> str:
     """The document of `--json`, from its schema."""
     schema = json.loads((ROOT / "simulator" / "reports" / "result_schema.json").read_text("utf-8"))
-    text = [f"# Results\n\n{schema['description']}\n\nThe schema is `simulator/reports/result_schema.json`."]
+    text = [
+        f"# Results\n\n{schema['description']}\n\nThe schema is `simulator/reports/result_schema.json`, "
+        "and that of every other document comes from Python: `simulator.schema(name)` for the names "
+        f"{code(DOCUMENTS)}. `sweep-line` is a line of `RESULTS.jsonl`. `run` has:"
+    ]
     text.append(f"## Document\n\n{_fields(schema)}")
     for name, part in schema["$defs"].items():
         if "properties" in part:

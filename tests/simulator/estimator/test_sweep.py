@@ -76,7 +76,7 @@ def test_answers_are_those_of_estimate(tmp_path: Path) -> None:
     sweep([case], tmp_path / "r", executor=threads(), capture=stub, min_memory=True, context=5 * MIB)
     (found,) = lines(tmp_path / "r")
     expected = answer(case, capture=stub, min_memory=True, context=5 * MIB)
-    assert {**found, "seconds": 0} == {**expected, "seconds": 0}
+    assert {**found, "seconds": 0} == {**expected, "seconds": 0, "schema_version": 1}
     assert found["min_fit"] == 20 * MIB + 5 * MIB
 
 
