@@ -30,6 +30,7 @@ from graph.keys import (
     Only,
     Taken,
     declared,
+    edges,
     is_function,
     keys_of,
     nearest,
@@ -170,6 +171,25 @@ class Case:
         "Tokens for the decoder, of a model that has both.",
         only=(_TRAIN, _CONFIGURATION),
         unset="as many as seq",
+    )
+    images: Count = declared(1, INPUTS, "Images of a sample, for a model that sees.", only=(_TRAIN, _CONFIGURATION))
+    image_size: Annotated[str, Meta(pattern=r"\A([1-9]\d{0,4}x[1-9]\d{0,4})?\Z")] = declared(
+        "",
+        INPUTS,
+        "Height and width of its images in pixels, as 448x336, or of both sides.",
+        only=(_TRAIN, _CONFIGURATION),
+        metavar="HxW",
+        means="height and width in pixels such as '448x336', or '448' for both",
+        unset="what the model is for, up to 448 where that is any",
+        read=edges,
+    )
+    audio: Number = declared(
+        0.0,
+        INPUTS,
+        "Seconds of audio of a sample, for a model that hears.",
+        only=(_TRAIN, _CONFIGURATION),
+        metavar="SECONDS",
+        unset="its window",
     )
     checkpointing: Literal["", "nonreentrant", "reentrant", "selective"] = declared(
         "",

@@ -259,6 +259,11 @@ def words(text: str) -> list[str]:
     return [word for word in re.split(r"[+,]", text) if word]
 
 
+def edges(text: str) -> str:
+    """`448x336`, also for `448X336`; `448` is `448x448`."""
+    return f"{text}x{text}" if text.isdecimal() else text.casefold()
+
+
 def numbers(text: str) -> list[Any]:
     """Numbers with `,` between them; what is none is left as it is."""
     return [number(part) for part in text.split(",")]

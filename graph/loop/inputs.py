@@ -71,7 +71,9 @@ def training_batch(case: Case, head: str, config: PreTrainedConfig, place: str) 
     """
     long = torch.int64
     if head == "image-classification":
-        values = Input(("pixel_values",), image_pixels(case.batch, config), DTYPES[case.dtype], "values")
+        if case.images != 1:
+            raise ConfigError(f"key 'images': {place} classifies one image a sample")
+        values = Input(("pixel_values",), image_pixels(case, config), DTYPES[case.dtype], "values")
         return values, Input(("labels",), (case.batch,), long, "labels")
     check_positions(config, case.seq, "seq", place)
     tokens = (case.batch, case.seq)
@@ -128,10 +130,17 @@ def _offset(config: PreTrainedConfig) -> int:
     return int(config.pad_token_id) + 1 if from_padding and config.pad_token_id is not None else 0
 
 
-def image_pixels(batch: int, config: PreTrainedConfig) -> tuple[int, int, int, int]:
-    """The shape of images of the size that a configuration of vision names (224 x 224 where it names none)."""
-    height, width = _pair(getattr(config, "image_size", 224))
-    return batch, int(getattr(config, "num_channels", 3)), height, width
+def image_pixels(case: Case, config: PreTrainedConfig) -> tuple[int, int, int, int]:
+    """The shape of a batch of images: of the size that the case names, else of that which a configuration of vision
+    names (224 x 224 where it names none)."""
+    height, width = image_edges(case) or _pair(getattr(config, "image_size", 224))
+    return case.batch * case.images, int(getattr(config, "num_channels", 3)), height, width
+
+
+def image_edges(case: Case) -> tuple[int, int] | None:
+    """Height and width in pixels that a case names."""
+    height, _, width = case.image_size.partition("x")
+    return (int(height), int(width)) if width else None
 
 
 def _pair(size: int | Sequence[int]) -> tuple[int, int]:

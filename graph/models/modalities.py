@@ -1,8 +1,8 @@
 """What classes without one of the usual heads are fed: images and audio beside text, as their processors make them.
 
-One image a sample, one piece of audio a sample. How many tokens of the sequence an image takes is asked of the model's
-own `get_image_features`, or follows from the grid of patches (`image_grid_thw`). A class whose inputs are not known is
-refused: `module:function` can give them.
+A sample has one image, or as many as the case says, and one piece of audio. How many tokens of the sequence an image
+takes is asked of the model's own `get_image_features`, or follows from the grid of patches (`image_grid_thw`).
+A class whose inputs are not known is refused: `module:function` can give them.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from graph.case import Case
+from graph.case import KEYS, Case
 from graph.errors import CaptureError
-from graph.loop.inputs import DTYPES, Input, check_positions, image_pixels
+from graph.loop.inputs import DTYPES, Input, check_positions, image_edges, image_pixels
 from traces.errors import ConfigError
 from traces.text import reason
 
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 #: Edge in pixels of the image of models that take images of any size.
 _EDGE: Final = 448
+#: Frames of a second of Whisper's spectrograms: 16,000 samples in hops of 160.
+_FRAMES: Final = 100
 #: What a forward may take that nothing here makes.
 _UNKNOWN: Final = ("input_values", "bbox", "input_points", "past_values")
 #: Where the id of the tokens that stand for an image is configured.
@@ -54,16 +56,19 @@ def feed(case: Case, module: PreTrainedModel, place: str) -> Fed:
     taken = _parameters(type(module))
     needed = [name for name, one in taken.items() if one.default is one.empty and one.kind is one.POSITIONAL_OR_KEYWORD]
     text, images, audio = (name in taken for name in ("input_ids", "pixel_values", "input_features"))
+    check_senses(case, place, images=images, audio=audio)
     if audio and hasattr(module.config, "num_mel_bins") and hasattr(module.config, "max_source_positions"):
         return _heard(case, module, place)
     if text and images and _image_token(module.config) is not None:
         return _read_with_images(case, module, taken, place)
     if text and images and "return_loss" in taken:
         check_positions(module.config, case.seq, "seq", place)
+        _check_one(case, place)
         batch = (_ids(case), _mask(case), _pixels(case, module.config.vision_config))
         return Fed(batch, {"return_loss": True})
     strange = [name for name in taken if name in _UNKNOWN] or type(module).__name__.endswith("MultipleChoice")
     if images and not text and not strange and set(needed) <= {"pixel_values"}:
+        _check_one(case, place)
         return Fed((_pixels(case, module.config),), {}, _mean(module))
     if text and not images and not audio and not strange and set(needed) <= {"input_ids"}:
         return _read(case, module, taken, place)
@@ -71,6 +76,18 @@ def feed(case: Case, module: PreTrainedModel, place: str) -> Fed:
         f"{place}: what {type(module).__name__} is fed ({', '.join(list(taken)[:5])}, ...) is not known here; give "
         "model and inputs by module:function"
     )
+
+
+def check_senses(case: Case, place: str, *, images: bool, audio: bool) -> None:
+    """ConfigError where a case gives a model images or audio that it does not take."""
+    for key, taken, what in (("images", images, "images"), ("image_size", images, "images"), ("audio", audio, "audio")):
+        if not taken and getattr(case, key) != KEYS[key].default:
+            raise ConfigError(f"key '{key}': the model of {place} takes no {what}; leave it out")
+
+
+def _check_one(case: Case, place: str) -> None:
+    if case.images != 1:
+        raise ConfigError(f"key 'images': the model of {place} takes one image a sample")
 
 
 def _parameters(kind: type[PreTrainedModel]) -> dict[str, inspect.Parameter]:
@@ -118,7 +135,7 @@ def _read(case: Case, module: PreTrainedModel, taken: Mapping[str, Any], place: 
 
 
 def _pixels(case: Case, config: PreTrainedConfig) -> Input:
-    return Input(("pixel_values",), image_pixels(case.batch, config), DTYPES[case.dtype], "values")
+    return Input(("pixel_values",), image_pixels(case, config), DTYPES[case.dtype], "values")
 
 
 def _image_token(config: PreTrainedConfig) -> int | None:
@@ -127,19 +144,24 @@ def _image_token(config: PreTrainedConfig) -> int | None:
 
 
 def _read_with_images(case: Case, module: PreTrainedModel, taken: Mapping[str, Any], place: str) -> Fed:
-    """A text with one image: its tokens stand after the first one, and are not learnt."""
+    """A text with images: the tokens of each stand after one of text, and are not learnt."""
     check_positions(module.config, case.seq, "seq", place)
     pictures, count, said = _grid(case, module) if "image_grid_thw" in taken else _picture(case, module, taken, place)
-    if count >= case.seq:
-        raise ConfigError(f"key 'seq': an image is {count} tokens of the sequence, which has {case.seq}; give more")
+    number = "an image is" if case.images == 1 else f"{case.images} images are"
+    if case.images * (count + 1) > case.seq:
+        whole = case.images * count
+        raise ConfigError(f"key 'seq': {number} {whole} tokens of the sequence, which has {case.seq}; give more")
     shown = torch.zeros(case.batch, case.seq, dtype=torch.int64)
-    shown[:, 1 : 1 + count] = 1
+    for first in range(1, case.images * (count + 1), count + 1):
+        shown[:, first : first + count] = 1
     batch = [_ids(case, shown * _token(module)), _mask(case)]
     for name in ("token_type_ids", "mm_token_type_ids"):
         if name in taken:
             batch.append(Input((name,), (case.batch, case.seq), torch.int64, "values", shown))
     labels = Input(("labels",), (case.batch, case.seq), torch.int64, "labels", shown * -100)
-    return Fed((*batch, *pictures, labels), {}, (f"one image of {said} a sample, {count} of its {case.seq} tokens",))
+    number = "one image" if case.images == 1 else f"{case.images} images"
+    tokens = f"{case.images * count} of its {case.seq} tokens"
+    return Fed((*batch, *pictures, labels), {}, (f"{number} of {said} a sample, {tokens}",))
 
 
 def _token(module: PreTrainedModel) -> int:
@@ -147,24 +169,27 @@ def _token(module: PreTrainedModel) -> int:
 
 
 def _grid(case: Case, module: PreTrainedModel) -> tuple[list[Input], int, str]:
-    """Patches in rows, and the grid that they are of (Qwen2-VL's processor and its kin): a square image of `_EDGE`
-    pixels, or as many as half of the sequence has room for."""
+    """Patches in rows, and the grid that they are of (Qwen2-VL's processor and its kin, which rounds both sides to
+    whole tokens): a square image of `_EDGE` pixels, or as many as half of the sequence has room for, unless the case
+    names its size."""
     vision = module.config.vision_config
     merged = int(getattr(vision, "spatial_merge_size", 2))
     factor = int(vision.patch_size) * merged
-    edge = max(1, min(_EDGE // factor, math.isqrt(case.seq // 2)))
-    patches = (edge * merged) ** 2
-    width = int(getattr(vision, "in_channels", 3)) * int(getattr(vision, "temporal_patch_size", 1))
-    shape = (case.batch * patches, width * int(vision.patch_size) ** 2)
-    grid = torch.tensor([[1, edge * merged, edge * merged]] * case.batch)
+    edge = max(1, min(_EDGE // factor, math.isqrt(case.seq // (2 * case.images))))
+    height, width = (max(1, round(size / factor)) for size in image_edges(case) or (edge * factor, edge * factor))
+    tokens = height * width
+    count = case.batch * case.images
+    depth = int(getattr(vision, "in_channels", 3)) * int(getattr(vision, "temporal_patch_size", 1))
+    shape = (count * tokens * merged**2, depth * int(vision.patch_size) ** 2)
+    grid = torch.tensor([[1, height * merged, width * merged]] * count)
     pixels = Input(("pixel_values",), shape, DTYPES[case.dtype], "values")
-    sizes = Input(("image_grid_thw",), (case.batch, 3), torch.int64, "values", grid)
-    return [pixels, sizes], edge * edge, f"{edge * factor} x {edge * factor} pixels"
+    sizes = Input(("image_grid_thw",), (count, 3), torch.int64, "values", grid)
+    return [pixels, sizes], tokens, f"{height * factor} x {width * factor} pixels"
 
 
 def _picture(case: Case, module: Any, taken: Mapping[str, Any], place: str) -> tuple[list[Input], int, str]:
-    """Images of the size that the model has; how many tokens they are, the model itself says."""
-    _, channels, height, width = image_pixels(1, module.config.vision_config)
+    """Images of the size that the case or the model has; how many tokens one is, the model itself says."""
+    count, channels, height, width = image_pixels(case, module.config.vision_config)
     sizes = torch.tensor([[height, width]])
     options = {"image_sizes": sizes} if "image_sizes" in taken and _accepts_sizes(module) else {}
     try:
@@ -176,9 +201,9 @@ def _picture(case: Case, module: Any, taken: Mapping[str, Any], place: str) -> t
             f"{place}: {type(module).__name__} does not take an image of {height} x {width} pixels: "
             f"{reason(error)}; give model and inputs by module:function"
         ) from error
-    batch = [Input(("pixel_values",), (case.batch, channels, height, width), DTYPES[case.dtype], "values")]
+    batch = [Input(("pixel_values",), (count, channels, height, width), DTYPES[case.dtype], "values")]
     if options:
-        batch.append(Input(("image_sizes",), (case.batch, 2), torch.int64, "values", sizes.repeat(case.batch, 1)))
+        batch.append(Input(("image_sizes",), (count, 2), torch.int64, "values", sizes.repeat(count, 1)))
     return batch, _rows(found), f"{height} x {width} pixels"
 
 
@@ -210,8 +235,13 @@ def _heard(case: Case, module: PreTrainedModel, place: str) -> Fed:
         key = "seq" if case.dec_seq is None else "dec_seq"
         raise ConfigError(f"key '{key}': {decoded} tokens do not fit the {most} positions of the decoder in {place}")
     frames = 2 * int(config.max_source_positions)
+    if case.audio * _FRAMES > frames:
+        raise ConfigError(
+            f"key 'audio': {case.audio:g} seconds do not fit the window of {frames / _FRAMES:g} in {place}; its "
+            "processor cuts them there"
+        )
     sound = Input(("input_features",), (case.batch, config.num_mel_bins, frames), DTYPES[case.dtype], "values")
-    said = (f"one window of {frames} frames of audio a sample, {decoded} tokens of text",)
+    said = (f"one window of {frames} frames of audio a sample (shorter ones are padded), {decoded} tokens of text",)
     if "labels" in _parameters(type(module)):
         labels = Input(("labels",), (case.batch, decoded), torch.int64, "labels")
         return Fed((sound, labels), {}, said)

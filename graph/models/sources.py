@@ -34,7 +34,7 @@ from graph.models.architectures import Architecture, architecture, facts, traine
 from graph.models.given import MODULES, without_weights
 from graph.models.lookup import configuration
 from graph.models.mixtures import shares
-from graph.models.modalities import Fed, feed, takes_more_than_text
+from graph.models.modalities import Fed, check_senses, feed, takes_more_than_text
 from graph.models.transformers_4_29.attention import like_transformers_4_29 as like_old_attention
 from graph.user_code import quiet, told
 from traces.errors import ConfigError, LLMemError
@@ -155,6 +155,7 @@ def _configured(case: Case, found: Any, place: str, make: Callable[[Architecture
     fed = Fed(())
     usual = head and (case.head or head == "image-classification" or not takes_more_than_text(chosen.kind))
     if usual and case.task == "train":
+        check_senses(case, place, images=head == "image-classification", audio=False)
         fed = Fed(training_batch(case, head, config, place))
     module = make(chosen)
     module.tie_weights()

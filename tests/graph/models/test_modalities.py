@@ -17,7 +17,7 @@ from graph.case import Case
 from graph.model import StepGraph
 from graph.models.sources import Built, build
 from graph.recorder.capture import capture
-from traces.errors import ConfigError
+from traces.errors import ConfigError, LLMemError
 
 WIDTH: dict[str, int] = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
 TEXT = WIDTH | {"hidden_size": 64, "num_key_value_heads": 2, "vocab_size": 512, "max_position_embeddings": 512}
@@ -221,3 +221,65 @@ def test_nested_inputs_of_a_function_keep_their_values(tmp_path: Path, monkeypat
     kept = [1 + 2 + 2, 8]  # the first part, the second, two rows of the third; as wide as the layer is
     assert kept[0] * kept[1] * 2 in graph.storages.bytes.tolist()
     assert graph.assumptions == ()
+
+
+@pytest.mark.parametrize(
+    ("name", "keys", "tokens", "said"),
+    [
+        ("Qwen2_5_VLForConditionalGeneration", {"image_size": "84x140"}, 3 * 5, "one image of 84 x 140 pixels"),
+        ("Qwen2_5_VLForConditionalGeneration", {"image_size": "70x30"}, 2 * 1, "one image of 56 x 28 pixels"),
+        ("Qwen2_5_VLForConditionalGeneration", {"images": 3}, 3 * 9, "3 images of 84 x 84 pixels"),
+        ("Qwen3VLForConditionalGeneration", {"images": 2, "image_size": "64"}, 2 * 4, "2 images of 64 x 64 pixels"),
+        ("Gemma3ForConditionalGeneration", {"images": 3}, 3 * JOINED, "3 images of 32 x 32 pixels"),
+        ("LlavaForConditionalGeneration", {"images": 2}, 2 * PATCHES, "2 images of 32 x 32 pixels"),
+    ],
+)
+def test_images_of_any_number_and_size(name: str, keys: dict[str, Any], tokens: int, said: str, tmp_path: Path) -> None:
+    """As above: transformers checks that tokens and features agree, where the case says how many images of what size.
+
+    Qwen's processor rounds both sides to whole tokens of 28 (Qwen3: 32) pixels, as `smart_resize` does.
+    """
+    built = build(case(name, tmp_path, **keys))
+    host = dict(built.host())
+    assert (host["input_ids"] == 500).sum(1).tolist() == [tokens] * 2
+    assert built.assumptions[-1] == f"{said} a sample, {tokens} of its 64 tokens"
+    torch.manual_seed(0)
+    assert torch.isfinite(built.forward(type(built.module)(built.config), host))
+
+
+def test_audio_fits_the_window_or_is_refused(tmp_path: Path) -> None:
+    whole, short = (
+        dict(build(case("WhisperForConditionalGeneration", tmp_path, **keys)).host()) for keys in ({}, {"audio": 1.5})
+    )
+    assert whole["input_features"].shape == short["input_features"].shape == (2, 80, 200)
+    with pytest.raises(ConfigError, match=r"^key 'audio': 2.5 seconds do not fit the window of 2 in "):
+        build(case("WhisperForConditionalGeneration", tmp_path, audio=2.5))
+
+
+@pytest.mark.parametrize(
+    ("name", "keys", "message"),
+    [
+        ("LlavaForConditionalGeneration", {"images": 4}, "key 'seq': 4 images are 64 tokens of the sequence"),
+        ("LlavaForConditionalGeneration", {"audio": 1}, "key 'audio': the model of .* takes no audio"),
+        ("WhisperForConditionalGeneration", {"images": 2}, "key 'images': the model of .* takes no images"),
+        ("CLIPModel", {"images": 2}, "key 'images': the model of .* takes one image a sample"),
+        ("LlavaForConditionalGeneration", {"image_size": "48x32"}, "does not take an image of 48 x 32 pixels: .*size"),
+    ],
+)
+def test_images_that_a_model_does_not_take(name: str, keys: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(LLMemError, match=message):
+        build(case(name, tmp_path, **keys))
+
+
+def test_a_model_of_text_takes_no_images() -> None:
+    with pytest.raises(ConfigError, match="key 'images': the model of catalogue: gpt2 takes no images; leave it out"):
+        build(Case.of({"model": "gpt2", "images": 2}))
+
+
+@pytest.mark.parametrize("size", ["0x4", "4x", "large", "448x448x3", "1000000"])
+def test_a_size_of_images_is_height_and_width(size: str) -> None:
+    with pytest.raises(
+        ConfigError, match=r"key 'image_size': .* should be height and width in pixels such as '448x336'"
+    ):
+        Case.of({"model": "gpt2", "image_size": size})
+    assert Case.of({"model": "gpt2", "image_size": "448X336"}).image_size == "448x336"
