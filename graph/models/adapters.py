@@ -36,6 +36,12 @@ def with_lora(
     options: dict[str, Any] = {"r": rank, "lora_alpha": 16, "task_type": _TASKS.get(head)}
     if targets:
         options["target_modules"] = targets[0] if targets == ("all-linear",) else list(targets)
+    routers = _routers(module)
+    if routers and targets == ("all-linear",):
+        raise ConfigError(
+            f"key 'lora_targets': peft adapts every linear layer, also {', '.join(routers)} of {place}, whose output it "
+            "cannot add to; name the modules"
+        )
     with torch.device(device):
         try:
             adapted = get_peft_model(module, LoraConfig(**options))
@@ -44,11 +50,26 @@ def with_lora(
             if targets or "target_modules" not in str(error):
                 raise _refused(place, error) from None
         try:
-            adapted = get_peft_model(module, LoraConfig(**options, target_modules="all-linear"))
+            adapted = get_peft_model(
+                module, LoraConfig(**options, target_modules="all-linear", exclude_modules=routers)
+            )
         except ValueError as error:
             raise _refused(place, error) from None
-    stated = "lora: on all linear layers but the head, as peft has no list for this architecture"
+    but = " and ".join(("the head", *routers))
+    stated = f"lora: on all linear layers but {but}, as peft has no list for this architecture"
     return adapted, (stated, *_on_experts(adapted))
+
+
+def _routers(module: torch.nn.Module) -> list[str]:
+    """Names of linear layers that give more than their product, as Llama 4's routers do; peft's own layers cannot."""
+    kinds = {name.rpartition(".")[2]: type(part) for name, part in module.named_modules()}
+    return sorted(
+        name
+        for name, kind in kinds.items()
+        if issubclass(kind, torch.nn.Linear)
+        and kind.__module__.startswith("transformers.models.")
+        and kind.forward is not torch.nn.Linear.forward
+    )
 
 
 def _on_experts(adapted: torch.nn.Module) -> tuple[str, ...]:

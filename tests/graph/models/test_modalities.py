@@ -182,6 +182,22 @@ def test_no_room_for_the_image_or_the_text(tmp_path: Path) -> None:
         build(case("CLIPModel", tmp_path, seq=65))
 
 
+def test_routers_that_peft_cannot_adapt_stay_as_they_are(tmp_path: Path) -> None:
+    """Llama 4's text model alone, for which peft has no list: its router gives two tensors."""
+    document = MODELS["Llama4ForConditionalGeneration"][0]
+    path = tmp_path / "config.json"
+    text = {**document["text_config"], "model_type": "llama4_text", "architectures": ["Llama4ForCausalLM"]}
+    path.write_text(json.dumps(text))
+    asked = {"model": str(path), "batch": 2, "seq": 64, "steps": 2, "lora": 4}
+    graph = capture(Case.of(asked))
+    assert any(text.startswith("lora: on all linear layers but the head and router, ") for text in graph.assumptions)
+    adapted = {name for name in graph.parameters if "lora_A" in name}
+    assert any("q_proj" in name for name in adapted)
+    assert not any("router" in name for name in adapted)
+    with pytest.raises(ConfigError, match=r"^key 'lora_targets': peft adapts every linear layer, also router of "):
+        build(Case.of({**asked, "lora_targets": "all-linear"}))
+
+
 OWN = """
 import torch
 from torch import nn
