@@ -11,7 +11,6 @@ import errno
 import importlib
 import os
 import sys
-import traceback
 from collections.abc import Sequence
 from typing import Any, Final, NoReturn
 
@@ -91,7 +90,7 @@ def _guarded(run: Any) -> int:
         return code if isinstance(code, int) else 0
     except LLMemError as error:
         if os.environ.get("LLMEM_TRACEBACK") == "1":
-            traceback.print_exception(error)
+            sys.excepthook(type(error), error, error.__traceback__)
         return _say(str(error), error.exit_code)
     except click.ClickException as error:
         error.show()

@@ -39,8 +39,8 @@ def with_lora(
     routers = _routers(module)
     if routers and targets == ("all-linear",):
         raise ConfigError(
-            f"key 'lora_targets': peft adapts every linear layer, also {', '.join(routers)} of {place}, whose output it "
-            "cannot add to; name the modules"
+            f"key 'lora_targets': peft adapts every linear layer, also {', '.join(routers)} of {place}, whose output "
+            "it cannot add to; name the modules"
         )
     with torch.device(device):
         try:

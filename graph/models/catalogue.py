@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import difflib
 import functools
-import importlib.resources
 import json
 import re
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from traces.errors import ConfigError
@@ -40,7 +40,7 @@ class Found(NamedTuple):
 @functools.cache
 def entries() -> Mapping[str, Mapping[str, Any]]:
     """Every entry by its name, in order of families and sizes; those that are "like" another have a whole "config"."""
-    text = (importlib.resources.files("graph.models") / "catalogue.json").read_text("utf-8")
+    text = Path(__file__).with_name("catalogue.json").read_text("utf-8")
     written: dict[str, Mapping[str, Any]] = json.loads(text)
     return {name: {**entry, "config": _whole(written, name)} for name, entry in written.items()}
 

@@ -88,14 +88,25 @@ def test_wheel_asks_for_no_torch_unless_asked(wheel: zipfile.ZipFile) -> None:
     assert any("torch==2.13" in line and "extra == 'torch'" in line for line in asked)
 
 
+HEAVY = frozenset({"torch", "numba", "llvmlite", "networkx", "transformers", "numpy", "rich", "jinja2", "pyarrow"})
+
+
 def test_help_imports_nothing_heavy() -> None:
     code = "import sys; from simulator.cli import main; main(['--help'], standalone_mode=False)"
     report = f"import atexit, sys; atexit.register(lambda: print(*sys.modules, file=sys.stderr)); {code}"
     shown = python("-c", report)
     assert shown.returncode == 0, shown.stderr
     assert "Usage" in shown.stdout
-    heavy = {"torch", "numba", "llvmlite", "networkx", "transformers", "numpy", "rich", "jinja2", "pyarrow"}
-    assert heavy & set(shown.stderr.split()) == set()
+    assert HEAVY & set(shown.stderr.split()) == set()
+
+
+def test_an_unknown_model_is_told_before_anything_heavy_is_imported() -> None:
+    code = "from simulator.cli import main; main(['estimate', 'nosuch-model'])"
+    shown = python("-c", f"import atexit, sys; atexit.register(lambda: print(*sys.modules)); {code}")
+    assert shown.returncode == 1
+    assert shown.stderr.startswith("error: model 'nosuch-model' is neither in the catalogue")
+    slow = {"asyncio", "multiprocessing", "concurrent.futures", "importlib.resources", "traceback"}
+    assert (HEAVY | slow) & set(shown.stdout.split()) == set()
 
 
 def test_estimates_without_torch_say_what_is_missing(tmp_path: Path) -> None:
