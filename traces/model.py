@@ -83,7 +83,7 @@ INT_FIELDS: Final[Mapping[str, int]] = {
 }
 BOOL_FIELDS: Final[tuple[str, ...]] = ("hold", "no_split", "use_on_oom")
 FLOAT_FIELDS: Final[tuple[str, ...]] = ("fraction",)
-STRING_FIELDS: Final[tuple[str, ...]] = ("category", "name", "conf", "group", "kind")
+STRING_FIELDS: Final[tuple[str, ...]] = ("category", "name", "frames", "conf", "group", "kind")
 FIELDS: Final[tuple[str, ...]] = (*INT_FIELDS, *BOOL_FIELDS, *FLOAT_FIELDS, *STRING_FIELDS)
 #: numpy's type of each column; of text, that of its codes.
 DTYPES: Final[Mapping[str, Any]] = {

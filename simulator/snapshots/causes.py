@@ -19,10 +19,12 @@ from simulator.engine.result import LOG_KINDS, RECORDED, EventLog
 from simulator.snapshots.address_map import Range
 from simulator.snapshots.limits import Limits
 from simulator.snapshots.rewind import Start
+from simulator.snapshots.roles import Roles, find_roles
 from simulator.snapshots.rules import Rules
 from simulator.snapshots.survey import AddressSpace, Kind, Placed, Step, Survey
 from traces.model import (
     DEFAULT_DEVICE,
+    STRING_FIELDS,
     Column,
     Device,
     Events,
@@ -42,14 +44,6 @@ from traces.snapshot.layout import (
     PoolId,
 )
 
-#: Marks that people put around the phases of a step (`record_function("## forward ##")`), and our names of phases.
-_PHASES: Final = {
-    "load": "load",
-    "forward": "forward",
-    "backward": "backward",
-    "optimizer": "optimizer",
-    "optimizer step": "optimizer",
-}
 #: A device's address range for expandable segments is 9/8 of its memory; ranges not shown are put this far apart.
 _FAR: Final = 1 << 44
 
@@ -89,8 +83,9 @@ def find_causes(
     annotations: tuple[Annotation, ...] = (),
 ) -> Causes:
     """The events that cause a surveyed recording."""
-    writer = _Writer(record, start, survey, limits, rules)
-    phases = _phases(record, survey, annotations)
+    roles = find_roles(record.entries, tuple(mark for mark in annotations if mark.device in (record.device, -1)))
+    writer = _Writer(record, start, survey, limits, rules, roles)
+    phases = _phases(roles, survey)
     for number, step in enumerate(survey.steps):
         for name, count in phases.get(number, ()):
             writer.emit(Op.PHASE, name=name, step=count)
@@ -116,7 +111,10 @@ def find_causes(
 class _Writer:
     """Collects the events, and the event of every entry."""
 
-    def __init__(self, record: DeviceRecord, start: Start, survey: Survey, limits: Limits, rules: Rules) -> None:
+    def __init__(
+        self, record: DeviceRecord, start: Start, survey: Survey, limits: Limits, rules: Rules, roles: Roles
+    ) -> None:
+        self.roles = roles
         self.entries, self.rules, self.limits, self.survey = record.entries, rules, limits, survey
         self.ops: list[int] = []
         self.columns: dict[str, dict[int, Any]] = {}
@@ -222,7 +220,8 @@ class _Writer:
         address = None if step.oom else e.address[i]
         ident = self.next_id
         self.next_id += 1
-        self.emit(Op.ALLOC, members, id=ident, bytes=e.size[i], stream=e.stream[i], address=address, name=e.name[i])
+        said = {"name": e.name[i], "frames": e.frames[i], "category": self.roles.categories[i]}
+        self.emit(Op.ALLOC, members, id=ident, bytes=e.size[i], stream=e.stream[i], address=address, **said)
         if address is not None:
             self.ids[address] = ident
         if step.pool != DEFAULT_POOL:
@@ -243,7 +242,7 @@ class _Writer:
         count = len(self.ops)
         columns: dict[str, Column] = {}
         for name, values in self.columns.items():
-            if name in ("name", "conf"):
+            if name in STRING_FIELDS:
                 texts: list[str | None] = [None] * count
                 for index, value in values.items():
                     texts[index] = value
@@ -350,22 +349,12 @@ def _modes(survey: Survey, rules: Rules) -> list[bool]:
     return modes + [current] * (len(survey.steps) - len(modes))
 
 
-def _phases(
-    record: DeviceRecord, survey: Survey, annotations: tuple[Annotation, ...]
-) -> dict[int, list[tuple[str, int]]]:
-    """Phases that annotations clearly mark, by the number of the step before which they begin."""
-    times = [record.entries.time_us[step.members[0]] for step in survey.steps]
-    if any(later < sooner for sooner, later in pairwise(times)):
-        return {}
+def _phases(roles: Roles, survey: Survey) -> dict[int, list[tuple[str, int]]]:
+    """Phases by the number of the step before which they begin."""
+    begins = [step.members[0] for step in survey.steps]
     found: dict[int, list[tuple[str, int]]] = {}
-    count, stepped = 0, False
-    for mark in annotations:
-        name = _PHASES.get(mark.name.strip("# \t").lower())
-        if name is None or not mark.starts or mark.device not in (record.device, -1):
-            continue
-        count += name != "optimizer" and stepped
-        stepped = name == "optimizer"
-        found.setdefault(bisect_left(times, mark.time_us), []).append((name, count))
+    for entry, name, count in roles.phases:
+        found.setdefault(bisect_left(begins, entry), []).append((name, count))
     return found
 
 

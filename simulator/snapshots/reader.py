@@ -118,7 +118,7 @@ def snapshot_to_recording(snapshot: Any, *, where: str, release: str | None = No
     rules = possible[0]
     records = layout.devices or (DeviceRecord(0, (), Entries(), {}),)
     read = [_read_device(record, rules, layout, where) for record in records]
-    trace = _trace([(record, causes) for record, causes, _ in read], layout, rules, release)
+    trace = _trace([(record, causes) for record, causes, _ in read], layout, rules, release, where)
     try:
         check(trace)
     except TraceError as error:
@@ -154,7 +154,9 @@ def _is_rest(step: Step) -> bool:
     return step.kind is Kind.MALLOC and bool(step.releases or step.late or step.mapped_before_release)
 
 
-def _trace(read: list[tuple[DeviceRecord, Causes]], layout: Layout, rules: Rules, release: str | None) -> Trace:
+def _trace(
+    read: list[tuple[DeviceRecord, Causes]], layout: Layout, rules: Rules, release: str | None, where: str
+) -> Trace:
     settings = rules.settings
     start = {causes.expandable_at_start for _, causes in read}
     conf = settings.conf
@@ -165,7 +167,7 @@ def _trace(read: list[tuple[DeviceRecord, Causes]], layout: Layout, rules: Rules
             RankEvents((record.device,), causes.events, device=i, initial=causes.initial)
             for i, (record, causes) in enumerate(read)
         ),
-        metadata={"producer": "torch.cuda.memory._snapshot"},
+        metadata={"name": os.path.basename(where), "producer": "torch.cuda.memory._snapshot"},
         conf=conf,
         release=release or rules.release.text,
         devices=tuple(causes.device for _, causes in read),

@@ -99,6 +99,7 @@ class Entries:
     stream: list[int] = field(default_factory=list)
     pool: list[PoolId | None] = field(default_factory=list)
     name: list[str | None] = field(default_factory=list)
+    frames: list[str | None] = field(default_factory=list)
     entry: list[int] = field(default_factory=list)
     time_us: list[int] = field(default_factory=list)
 
@@ -363,6 +364,7 @@ def _entries(entries: list[Any], where: str, namer: Namer) -> tuple[Entries, dic
             continue
         _append(columns, entry, kind, i, where)
         columns.name.append(namer.name(entry) if kind in (ALLOC, OOM) else None)
+        columns.frames.append(namer.frames(entry))
     return columns, dict(unknown)
 
 

@@ -1,4 +1,4 @@
-"""Short names for the allocations of a snapshot, from the stack that was recorded with each.
+"""Short names for the allocations of a snapshot, from the stack that was recorded with each, and the stack as text.
 
 A stack lists its innermost frame first. The name is the innermost frame that is the user's own or a model library's:
 neither torch's, nor Python's, nor C++ (`forward@modeling_opt.py:497`). Stacks and frames are shared objects in a
@@ -17,6 +17,7 @@ _FOREIGN: Final = re.compile(
 )
 _SLASH: Final = re.compile(r"[/\\]")
 _MAX_NAME: Final = 120
+_MAX_FRAME: Final = 400
 
 
 class Namer:
@@ -26,6 +27,7 @@ class Namer:
         # Each with the object itself, so that no other takes its identity meanwhile.
         self._stacks: dict[int, tuple[Any, str | None]] = {}
         self._frames: dict[int, tuple[Any, str | None]] = {}
+        self._texts: dict[int, tuple[Any, str | None]] = {}
 
     def name(self, entry: dict[str, Any]) -> str | None:
         """The name of the allocation that an entry records, if it says anything: `user_metadata`, or its stack."""
@@ -38,6 +40,17 @@ class Namer:
         known = self._stacks.get(id(frames))
         if known is None:
             known = self._stacks[id(frames)] = (frames, self._of_stack(frames))
+        return known[1]
+
+    def frames(self, entry: dict[str, Any]) -> str | None:
+        """The whole stack of an entry, innermost frame first, one a line as `file:line:function`; None without one."""
+        frames = entry.get("frames")
+        if not isinstance(frames, list) or not frames:
+            return None
+        known = self._texts.get(id(frames))
+        if known is None:
+            lines = (_line_of(frame) for frame in frames)
+            known = self._texts[id(frames)] = (frames, "\n".join(line for line in lines if line) or None)
         return known[1]
 
     def _of_stack(self, frames: list[Any]) -> str | None:
@@ -68,6 +81,13 @@ class Namer:
         return (text[1:], True) if text.startswith("!") else (text, False)
 
 
-def _printable(text: str) -> str:
+def _line_of(frame: Any) -> str:
+    """A frame as memory_viz writes it."""
+    if not isinstance(frame, dict):
+        return ""
+    return _printable(f"{frame.get('filename', '?')}:{frame.get('line', 0)}:{frame.get('name', '?')}", _MAX_FRAME)
+
+
+def _printable(text: str, most: int = _MAX_NAME) -> str:
     line = "".join(c if c.isprintable() else "?" for c in text)
-    return line if len(line) <= _MAX_NAME else line[: _MAX_NAME - 3] + "..."
+    return line if len(line) <= most else line[: most - 3] + "..."
