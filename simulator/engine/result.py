@@ -207,49 +207,50 @@ class EventColumns:
 
 @dataclass(frozen=True)
 class Segments:
-    """Memory that the allocator held of the device, by address (columns of equal length).
+    """Memory that the allocator held of the device, by address and birth (columns of equal length).
 
-    A run of mapped pages of an expandable segment stands as one.
+    Mapped memory of expandable segments stands page by page. After event `e` those are held with `born <= e < died`;
+    born at -1: held before the first event; died at the number of events: held at the end.
     """
 
     address: Int64Array
     bytes: Int64Array
     stream: Int64Array
     expandable: np.ndarray[Any, np.dtype[np.bool_]]
+    born: Int64Array
+    died: Int64Array
 
 
 @dataclass(frozen=True)
 class Blocks:
-    """Blocks in use, by address (columns of equal length); what lies between them in the segments is free.
+    """Every block that was ever in use, by address and birth (columns of equal length).
 
-    `category` and `name` index the tables of the `Picture` (name -1: none); `pending` blocks are freed, but wait for
-    another stream.
+    `category`, `name` and `frames` index the tables of the `Picture` (-1: none); `requested` is what was asked for.
+    Born and died as `Segments`; from `freed` until `died` a block is freed, but waits for another stream.
     """
 
     address: Int64Array
     bytes: Int64Array
+    requested: Int64Array
     category: Int64Array
     name: Int64Array
-    pending: np.ndarray[Any, np.dtype[np.bool_]]
+    frames: Int64Array
+    born: Int64Array
+    freed: Int64Array
+    died: Int64Array
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Moment:
-    """The allocator's state after event `event` (-1: before the first); `labels` say why it is of interest."""
+    """An event (-1: before the first) after which the state is of interest; `labels` say why."""
 
     labels: tuple[str, ...]
     event: int
-    phase: str | None
-    allocated: int
-    active: int
-    reserved: int
-    segments: Segments
-    blocks: Blocks
 
 
 @dataclass(frozen=True)
 class Picture:
-    """What a page draws beside the timeline: categories over time, and the allocator at chosen moments.
+    """What a page draws beside the timeline: categories over time, and what was held and in use after any event.
 
     `changed` has for every event the category (an index into `categories`) of the allocation that it makes or frees,
     -1 for other events; `before` the allocated bytes of each category before the first event. `moments` are in order
@@ -258,8 +259,11 @@ class Picture:
 
     categories: tuple[str, ...]
     names: tuple[str, ...]
+    frames: tuple[str, ...]
     changed: np.ndarray[Any, np.dtype[np.int16]]
     before: tuple[int, ...]
+    blocks: Blocks
+    segments: Segments
     moments: tuple[Moment, ...]
 
 

@@ -1,4 +1,4 @@
-"""What a page draws of a replay: which category every event changes, and the allocator's blocks at chosen moments.
+"""What a page draws of a replay: which category every event changes, and the lives of all blocks and segments.
 
 Pure functions of a `Machine` that has run with its log; only made where a page is asked for.
 """
@@ -14,10 +14,9 @@ import numpy.typing as npt
 from simulator.allocator import driver
 from simulator.allocator import layout as at
 from simulator.engine import kernels as engine
-from simulator.engine.analysis import phase_at
 from simulator.engine.machine import Machine
 from simulator.engine.result import LOG_KINDS, Blocks, EventLog, Moment, Picture, Segments
-from traces.model import BoolArray, Int64Array, Op, Strings
+from traces.model import BoolArray, InitialBlock, Int64Array, Op, Strings
 from traces.timelines.timeline import PhaseSpan
 
 #: Phases whose peak and end are moments; where a trace has more, those with the highest peaks.
@@ -38,31 +37,32 @@ _NEVER: Final = 1 << 62
 def picture_of(machine: Machine, log: EventLog, spans: tuple[PhaseSpan, ...], failed: tuple[int, ...] = ()) -> Picture:
     """The picture of one rank: `log` is the machine's whole log, `failed` the out-of-memory events worth a look."""
     tensors = _tensors(machine)
-    blocks, segments = _blocks(machine, log), _segments(machine, log)
-    moments, names = [], np.zeros(0, dtype=np.int64)
-    for index, labels in _chosen(machine, spans, failed).items():
-        moment = _moment(machine, log, index, labels, spans, tensors, blocks, segments)
-        names = np.union1d(names, moment.blocks.name)
-        moments.append(moment)
-    names = names[names >= 0]
-    table = machine.program.events.strings("name").table
+    events = machine.program.events
     return Picture(
         categories=tensors.categories,
-        names=tuple(table[code] for code in names.tolist()),
+        names=events.strings("name").table,
+        frames=events.strings("frames").table,
         changed=_changed(machine, tensors),
         before=_before(machine, tensors),
-        moments=tuple(_renamed(moment, names) for moment in moments),
+        blocks=_blocks(machine, log, tensors),
+        segments=_segments(machine, log),
+        moments=tuple(Moment(tuple(labels), event) for event, labels in _chosen(machine, spans, failed).items()),
     )
 
 
 @dataclass(frozen=True)
 class _Tensors:
-    """By dense id: category, name, block bytes, and the event that frees it (-1: before the first)."""
+    """By dense id: category, name, frames, block bytes, requested ones, and the event that frees it.
+
+    That is -1 before the first, the number of events for never.
+    """
 
     categories: tuple[str, ...]
     category: Int64Array
     name: Int64Array
+    frames: Int64Array
     bytes: Int64Array
+    requested: Int64Array
     freed: Int64Array
 
 
@@ -76,24 +76,29 @@ def _tensors(machine: Machine) -> _Tensors:
     category = np.full(count, unknown, dtype=np.int64)
     codes = column.codes[allocs].astype(np.int64)
     category[program.idents[allocs]] = np.where(codes >= 0, codes, unknown)
-    name = np.full(count, -1, dtype=np.int64)
+    name, frames = np.full((2, count), -1, dtype=np.int64)
     name[program.idents[allocs]] = program.events.strings("name").codes[allocs]
-    freed = np.full(count, _NEVER, dtype=np.int64)
+    frames[program.idents[allocs]] = program.events.strings("frames").codes[allocs]
+    freed = np.full(count, len(program), dtype=np.int64)
+    size = machine.ids[:count, 1].astype(np.int64)
+    requested = size.copy()
+    requested[program.idents[allocs]] = np.minimum(size[program.idents[allocs]], program.events.ints("bytes")[allocs])
     freed[program.idents[frees]] = frees
-    for ident, state in _early(machine):
-        if state == "active_pending_free":
+    for ident, block in _early(machine):
+        requested[ident] = block.requested
+        if block.state == "active_pending_free":
             freed[ident] = -1
-    return _Tensors(categories, category, name, machine.ids[:count, 1].astype(np.int64), freed)
+    return _Tensors(categories, category, name, frames, size, requested, freed)
 
 
-def _early(machine: Machine) -> list[tuple[int, str]]:
-    """Dense id and state of every block that was in use before the first event."""
+def _early(machine: Machine) -> list[tuple[int, InitialBlock]]:
+    """Every block, with its dense id, that was in use before the first event."""
     program = machine.program
     blocks = [block for segment in program.initial.segments for block in segment.blocks if block.id is not None]
     if not blocks:
         return []
     position = {int(ident): place for place, ident in enumerate(program.ids)}
-    return [(position[block.id], block.state) for block in blocks if block.id is not None]
+    return [(position[block.id], block) for block in blocks if block.id is not None]
 
 
 def _changed(machine: Machine, tensors: _Tensors) -> npt.NDArray[np.int16]:
@@ -123,10 +128,6 @@ class _Lives:
     bytes: Int64Array
     stream: Int64Array
     expandable: BoolArray
-
-    def at(self, entries: int) -> npt.NDArray[np.int64]:
-        """Places of what lives after `entries` entries of the log, by address."""
-        return np.flatnonzero((self.born < entries) & (self.died >= entries))
 
 
 @dataclass(frozen=True)
@@ -162,7 +163,30 @@ def _lives(births: _Births, ends: Int64Array, ended: Int64Array) -> _Lives:
     )
 
 
-def _blocks(machine: Machine, log: EventLog) -> _Lives:
+def _event_of(log: EventLog, entries: Int64Array, events: int) -> Int64Array:
+    """The events of log entries: -1 stays, what never comes is after the last."""
+    known = np.clip(entries, 0, max(0, len(log.event) - 1))
+    found = log.event[known] if len(log.event) else known
+    return np.where(entries < 0, -1, np.where(entries == _NEVER, events, found)).astype(np.int64)
+
+
+def _blocks(machine: Machine, log: EventLog, tensors: _Tensors) -> Blocks:
+    lives = _block_lives(machine, log)
+    what, events = lives.what, len(machine.program)
+    return Blocks(
+        address=lives.address,
+        bytes=tensors.bytes[what],
+        requested=tensors.requested[what],
+        category=tensors.category[what],
+        name=tensors.name[what],
+        frames=tensors.frames[what],
+        born=_event_of(log, lives.born, events),
+        freed=tensors.freed[what],
+        died=_event_of(log, lives.died, events),
+    )
+
+
+def _block_lives(machine: Machine, log: EventLog) -> _Lives:
     program = machine.program
     born, freed = np.flatnonzero(log.kind == _ALLOC), np.flatnonzero(log.kind == _FREED)
     early_address = []
@@ -186,7 +210,13 @@ def _blocks(machine: Machine, log: EventLog) -> _Lives:
     return _lives(births, log.address[freed], freed)
 
 
-def _segments(machine: Machine, log: EventLog) -> _Lives:
+def _segments(machine: Machine, log: EventLog) -> Segments:
+    lives, events = _segment_lives(machine, log), len(machine.program)
+    born, died = _event_of(log, lives.born, events), _event_of(log, lives.died, events)
+    return Segments(lives.address, lives.bytes, lives.stream, lives.expandable, born, died)
+
+
+def _segment_lives(machine: Machine, log: EventLog) -> _Lives:
     """Segments, and mapped memory page by page: it is unmapped in other pieces than it was mapped in."""
     whole, pages = np.flatnonzero(log.kind == _MALLOC), np.flatnonzero(log.kind == _MAP)
     early = machine.program.initial.segments
@@ -252,70 +282,3 @@ def _chosen(machine: Machine, spans: tuple[PhaseSpan, ...], failed: tuple[int, .
             if place not in found:
                 found[place] = [f"after {tenth}0 % of the events"]
     return {index: tuple(found[index]) for index in sorted(found)}
-
-
-def _moment(
-    machine: Machine,
-    log: EventLog,
-    index: int,
-    labels: tuple[str, ...],
-    spans: tuple[PhaseSpan, ...],
-    tensors: _Tensors,
-    blocks: _Lives,
-    segments: _Lives,
-) -> Moment:
-    entries = int(np.searchsorted(log.event, index, side="right"))
-    allocated, active, reserved = machine.initial_bytes
-    if index >= 0:
-        row = machine.out[index]
-        allocated, active, reserved = (
-            int(row[column]) for column in (engine.OUT_ALLOCATED, engine.OUT_ACTIVE, engine.OUT_RESERVED)
-        )
-    alive = blocks.at(entries)
-    idents = blocks.what[alive]
-    return Moment(
-        labels=labels,
-        event=index,
-        phase=phase_at(spans, index) if index >= 0 else None,
-        allocated=allocated,
-        active=active,
-        reserved=reserved,
-        segments=_joined(segments, segments.at(entries)),
-        blocks=Blocks(
-            address=blocks.address[alive],
-            bytes=tensors.bytes[idents],
-            category=tensors.category[idents],
-            name=tensors.name[idents],
-            pending=tensors.freed[idents] <= index,
-        ),
-    )
-
-
-def _joined(segments: _Lives, alive: npt.NDArray[np.int64]) -> Segments:
-    """Segments by address; adjoining mapped pages of one stream are one."""
-    address, size, stream = (column[alive] for column in (segments.address, segments.bytes, segments.stream))
-    expandable = segments.expandable[alive]
-    if not len(alive):
-        return Segments(address, size, stream, expandable)
-    adjoins = address[1:] == address[:-1] + size[:-1]
-    adjoins &= expandable[1:] & expandable[:-1] & (stream[1:] == stream[:-1])
-    starts = np.concatenate([[0], np.flatnonzero(~adjoins) + 1])
-    return Segments(address[starts], np.add.reduceat(size, starts), stream[starts], expandable[starts])
-
-
-def _renamed(moment: Moment, names: Int64Array) -> Moment:
-    """A moment whose names index only the names in use."""
-    known = moment.blocks.name >= 0
-    places = np.where(known, np.searchsorted(names, np.maximum(moment.blocks.name, 0)), -1)
-    blocks = moment.blocks
-    renamed = Blocks(blocks.address, blocks.bytes, blocks.category, places, blocks.pending)
-    return Moment(
-        moment.labels,
-        moment.event,
-        moment.phase,
-        moment.allocated,
-        moment.active,
-        moment.reserved,
-        moment.segments,
-        renamed,
-    )

@@ -10,7 +10,8 @@ from __future__ import annotations
 import re
 from typing import Any, Final
 
-_FOREIGN: Final = re.compile(
+#: Files of frames that are none of the user's.
+FOREIGN: Final = re.compile(
     r"[/\\](torch|functorch|numpy|triton|accelerate)[/\\]"  # libraries that work for the user's code
     r"|[/\\]lib[/\\]python3[^/\\]*[/\\](?!site-packages|dist-packages)"  # Python's own
     r"|^(<|\?\?|$)|\.(c|cc|cpp|cu|cxx|h|hpp|so|pyx|S)$|\.so\."
@@ -72,7 +73,7 @@ class Namer:
             if isinstance(frame, dict):
                 file, function, line = frame.get("filename"), frame.get("name"), frame.get("line")
                 if isinstance(file, str) and isinstance(function, str) and type(line) is int:
-                    foreign = _FOREIGN.search(file) is not None
+                    foreign = FOREIGN.search(file) is not None
                     label = _printable(f"{function}@{_SLASH.split(file)[-1]}:{line}")
             known = self._frames[id(frame)] = (frame, ("!" if foreign else "") + label if label else None)
         text = known[1]

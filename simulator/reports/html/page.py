@@ -1,7 +1,8 @@
 """Documents as pages: one HTML file with its scripts, styles and data inside, and a policy that lets nothing out.
 
 Tables are plain HTML and can be read without JavaScript; `static/page.js` draws memory over time with uPlot (MIT,
-vendored in `static/`), `static/blocks.js` the allocator's blocks. Whatever a trace says is text: the templates escape
+vendored in `static/`), `static/memory.js` knows what was alive after any event, and `blocks.js`, `flame.js` and
+`alive.js` draw it. Whatever a trace says is text: the templates escape
 it, data are a JSON block that no markup can leave, and the page's content security policy runs the page's own scripts
 only (by their hashes) and lets nothing be fetched.
 """
@@ -12,7 +13,7 @@ import base64
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from importlib.resources import files
 from typing import Any, Final
@@ -22,7 +23,7 @@ from markupsafe import Markup
 from simulator.engine.result import RankResult, Result
 from simulator.reports import run
 from simulator.reports.document import Block, Document, Figure, Figures, Section, Size, Table
-from simulator.reports.html.moments import Room, categories_over_time, moments, tree
+from simulator.reports.html.lives import categories_over_time, lives
 from simulator.reports.html.overlay import overlay
 from simulator.reports.html.pieces import templates
 from simulator.reports.html.series import Series, series, shorten
@@ -33,12 +34,14 @@ from traces.units import format_bytes
 #: Events drawn for one rank and in a whole page (at about 8 characters each, 20 with categories).
 POINTS_PER_RANK: Final = 50_000
 POINTS_PER_PAGE: Final = 200_000
-#: Characters of a page: what takes more is drawn more coarsely.
+#: Characters of a page without the lives of blocks: what takes more is drawn more coarsely.
 MAX_PAGE: Final = 4_500_000
+#: Characters of the lives of blocks: ranks beyond are drawn without their blocks.
+MAX_LIVES: Final = 48_000_000
 MAX_RANKS: Final = 64
 MAX_PHASE_ROWS: Final = 40
 
-_SCRIPTS: Final = ("uPlot.iife.min.js", "blocks.js", "page.js")
+_SCRIPTS: Final = ("uPlot.iife.min.js", "memory.js", "blocks.js", "flame.js", "alive.js", "moment.js", "page.js")
 _STYLES: Final = ("uPlot.min.css", "page.css")
 
 
@@ -82,15 +85,26 @@ def render(document: Document) -> str:
         "styles": [Markup(static(name)) for name in _STYLES],
         "scripts": [Markup(static(name)) for name in _SCRIPTS],
     }
+    held = _lives([section.rank for section in (*drawn, *results) if section.rank is not None])
     budget = 1.0
     while True:
         sections, data = _sections([*drawn, *results], budget)
         chooser = "Shown" if results else "Rank, worst first"
-        found = {"drawn": sections, "data": _json({"chooser": chooser, "ranks": data})}
+        found = {"drawn": sections, "data": _json({"chooser": chooser, "ranks": data}), "lives": held}
         page = templates().get_template("page.html.j2").render(context, **found)
-        if len(page) <= MAX_PAGE or budget < 0.001:
+        if len(page) - sum(map(len, held)) <= MAX_PAGE or budget < 0.001:
             return page
         budget /= 2
+
+
+def _lives(ranks: Sequence[RankResult]) -> list[str]:
+    """The lives of all blocks of each rank, empty for those after which a page would be too large."""
+    found, left = [], MAX_LIVES
+    for rank in ranks:
+        text = "" if rank.picture is None or not left else lives(rank, rank.picture)
+        left = left - len(text) if len(text) <= left else 0
+        found.append(text if left else "")
+    return found
 
 
 def _of_results(document: Document) -> tuple[list[Section], tuple[str, ...]]:
@@ -123,14 +137,12 @@ def _sections(ranks: list[Section], budget: float) -> tuple[list[Mapping[str, An
     """What the templates write of ranks, and what the scripts draw of them."""
     many = max(1, len(ranks))
     share = max(1, round(budget * min(POINTS_PER_RANK, POINTS_PER_PAGE // many)))
-    room = Room.of(many, budget)
-    sections: list[Mapping[str, Any]] = []
-    data: list[Mapping[str, Any]] = []
+    sections, data = [], []
     for section in ranks:
         assert section.rank is not None
         packed = _series(section.rank, share)
-        sections.append(_section(section, section.rank, packed, room))
-        data.append({**_data(section.label, section.rank, packed, room), "demand": _demand(section.rank, share)})
+        sections.append(_section(section, section.rank, packed))
+        data.append({**_data(section.label, section.rank, packed), "demand": _demand(section.rank, share)})
     return sections, data
 
 
@@ -139,7 +151,7 @@ def _series(rank: RankResult, max_points: int) -> Series:
     return series(rank.timeline, (rank.peak.event, rank.fragmentation.event, *places), max_points)
 
 
-def _section(section: Section, rank: RankResult, packed: Series, room: Room) -> Mapping[str, Any]:
+def _section(section: Section, rank: RankResult, packed: Series) -> Mapping[str, Any]:
     """Figures, with the limit that the plot shows, stand above it, tables below."""
     place = next(place for place, block in enumerate(section.blocks) if isinstance(block, Figures))
     *before, figures = section.blocks[: place + 1]
@@ -152,11 +164,10 @@ def _section(section: Section, rank: RankResult, packed: Series, room: Room) -> 
         "events": len(rank.timeline),
         "points": packed.points,
         "left_out": packed.document["phasesLeftOut"],
-        "tree": tree(rank, room),
     }
 
 
-def _data(label: str, rank: RankResult, packed: Series, room: Room) -> Mapping[str, Any]:
+def _data(label: str, rank: RankResult, packed: Series) -> Mapping[str, Any]:
     """What page.js needs of one rank."""
     picture = rank.picture
     return {
@@ -171,7 +182,6 @@ def _data(label: str, rank: RankResult, packed: Series, room: Room) -> Mapping[s
         },
         "oom": rank.oom is not None,
         "categories": [] if picture is None else categories_over_time(rank, picture, packed.index),
-        "moments": None if picture is None else moments(picture, room),
     }
 
 

@@ -101,7 +101,12 @@ def thin(timeline: Timeline, max_points: int) -> Int64Array:
 
 
 def pack(values: Int64Array) -> str:
-    """The differences of `values` as base64 varints (see the module's docstring); the first from 0."""
+    """The varints of `values` as base64."""
+    return base64.b64encode(varints(values)).decode("ascii")
+
+
+def varints(values: Int64Array) -> bytes:
+    """The differences of `values` as varints (see the module's docstring); the first from 0."""
     delta = np.diff(values, prepend=np.int64(0))
     zigzag = ((delta << 1) ^ (delta >> 63)).view(np.uint64)
     lengths = np.ones(len(zigzag), dtype=np.int64)
@@ -115,7 +120,7 @@ def pack(values: Int64Array) -> str:
         low = (zigzag[has] >> np.uint64(7 * size)).astype(np.uint8) & np.uint8(0x7F)
         more = (lengths[has] > size + 1).astype(np.uint8) << np.uint8(7)
         out[starts[has] + size] = low | more
-    return base64.b64encode(out.tobytes()).decode("ascii")
+    return out.tobytes()
 
 
 def _kept(timeline: Timeline, phases: tuple[PhaseSpan, ...], marks: tuple[int, ...], max_points: int) -> Int64Array:

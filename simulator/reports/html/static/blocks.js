@@ -1,28 +1,34 @@
-// Draws the allocator at chosen moments for the page of `simulator/html.py`: the segments one after the other as a
-// tape in rows, their blocks coloured by category, free gaps left open. `page.js` calls it with what it shares.
+// Draws the allocator's segments after an event one after the other as a tape in rows: their blocks coloured by
+// category, free gaps left open. `moment.js` gives it the state, and is told which block is pointed at or chosen.
 "use strict";
 globalThis.memoryBlocks = (shared) => {
-  const { unpack, bytesText, countText, root, narrow } = shared;
+  const { bytesText, countText, root, narrow, words, tip } = shared;
   const FREE = -1, PENDING = -2;
   const ROW = 20, SPACE = 5;
 
-  /** One moment's columns, unpacked once: blocks and gaps fill the segments in the order of addresses. */
-  function decode(moment) {
-    if (moment.columns) return moment.columns;
-    const { segments, blocks } = moment;
-    const size = unpack(blocks.bytes, blocks.count, blocks.unit);
-    const start = new Float64Array(blocks.count + 1);
-    for (let i = 0; i < blocks.count; i++) start[i + 1] = start[i] + size[i];
-    const segment = unpack(segments.bytes, segments.count);
-    const edge = new Float64Array(segments.count + 1);
-    for (let i = 0; i < segments.count; i++) edge[i + 1] = edge[i] + segment[i];
-    moment.columns = {
-      size, start, edge, segment,
-      kind: unpack(blocks.kind, blocks.count), name: unpack(blocks.name, blocks.count),
-      merged: unpack(blocks.merged, blocks.count),
-      stream: unpack(segments.stream, segments.count), expandable: unpack(segments.expandable, segments.count),
+  /** Blocks and the gaps between them in the order of addresses; they fill the segments. `tensor` is -1 for a gap. */
+  function cellsOf(memory, { alive, segments }) {
+    const { address, bytes } = memory.blocks;
+    const size = [], tensor = [], start = [0], edge = [0];
+    const add = (length, what) => {
+      if (length <= 0) return;
+      size.push(length);
+      tensor.push(what);
+      start.push(start[start.length - 1] + length);
     };
-    return moment.columns;
+    let next = 0;
+    for (const segment of segments) {
+      let at = segment.address;
+      const end = at + segment.bytes;
+      for (; next < alive.length && address[alive[next]] < end; next++) {
+        add(address[alive[next]] - at, FREE);
+        add(bytes[alive[next]], alive[next]);
+        at = address[alive[next]] + bytes[alive[next]];
+      }
+      add(end - at, FREE);
+      edge.push(start[start.length - 1]);
+    }
+    return { size, tensor, start, edge, segment: segments.map((one) => one.bytes), segments };
   }
 
   /** The last place whose value is at most `value`. */
@@ -35,22 +41,12 @@ globalThis.memoryBlocks = (shared) => {
     return low;
   }
 
-  const words = (name) => name.replaceAll("_", " ");
-
   return class Blocks {
-    /** `chosen(moment)` is called when another moment is shown. */
-    constructor(rank, section, chosen) {
-      this.rank = rank;
-      this.all = rank.moments;
-      this.chosen = chosen;
-      this.host = section.querySelector(".moments");
-      this.host.replaceChildren();
-      this.selected = 0;
-      const top = this.all.list.findIndex((moment) => moment.labels.includes("peak allocated"));
-      this.index = Math.max(0, top);
+    /** `hub.choose(tensor)` is called when a block is chosen, `hub.step(by)` for the moment before or after. */
+    constructor(memory, host, hub) {
+      Object.assign(this, { memory, host, hub, selected: 0, kinds: null });
       this.build();
-      this.show(this.index);
-      new ResizeObserver(() => this.draw()).observe(this.canvas);
+      new ResizeObserver(() => this.state && this.draw()).observe(this.canvas);
     }
 
     add(tag, properties, parent = this.host) {
@@ -58,25 +54,12 @@ globalThis.memoryBlocks = (shared) => {
     }
 
     build() {
-      this.add("h3", { textContent: "The allocator's segments and blocks" });
-      const tools = this.add("div", { className: "tools" });
-      const label = this.add("label", { textContent: "Moment " }, tools);
-      this.select = this.add("select", {}, label);
-      this.all.list.forEach((moment, i) => this.select.append(new Option(this.title(moment), i)));
-      this.select.addEventListener("change", () => this.show(Number(this.select.value)));
-      const button = (text, title, act) => {
-        const element = this.add("button", { type: "button", textContent: text, title }, tools);
-        element.setAttribute("aria-label", title);
-        element.addEventListener("click", act);
-      };
-      button("◀", "Earlier moment", () => this.show(this.index - 1));
-      button("▶", "Later moment", () => this.show(this.index + 1));
-      button("Largest gap", "Go to the largest free piece", () => this.largestGap());
-      this.facts = this.add("p", { className: "facts" });
       this.canvas = this.add("canvas", { className: "tape", tabIndex: 0 });
       this.canvas.setAttribute("role", "application");
       this.canvas.addEventListener("keydown", (event) => this.key(event));
-      this.canvas.addEventListener("click", (event) => this.click(event));
+      this.canvas.addEventListener("click", (event) => this.choose(this.cellAt(event)));
+      this.canvas.addEventListener("mousemove", (event) => tip.show(event, this.lines(this.cellAt(event))));
+      this.canvas.addEventListener("mouseleave", () => tip.hide());
       this.canvas.addEventListener("focus", () => this.draw());
       this.canvas.addEventListener("blur", () => this.draw());
       this.readout = this.add("div", { className: "readout" });
@@ -84,64 +67,63 @@ globalThis.memoryBlocks = (shared) => {
       this.legend = this.add("ul", { className: "legend" });
     }
 
-    title(moment) {
-      return `${moment.labels.join(", ")} (event ${countText(moment.event)})`;
-    }
-
-    get moment() { return this.all.list[this.index]; }
-
-    show(index) {
-      this.index = Math.min(Math.max(index, 0), this.all.list.length - 1);
-      const moment = this.moment, { size, kind, segment } = decode(moment);
-      this.select.value = this.index;
-      let free = 0, largest = 0;
-      for (let i = 0; i < size.length; i++) if (kind[i] === FREE) { free += size[i]; largest = Math.max(largest, size[i]); }
-      const parts = [
-        `At the ${moment.labels.join(", ")}, event ${countText(moment.event)}`,
-        moment.phase && `phase ${moment.phase}`,
-        `allocated ${bytesText(moment.allocated)}`,
-        moment.active > moment.allocated && `waiting for a stream ${bytesText(moment.active - moment.allocated)}`,
-        `reserved ${bytesText(moment.reserved)} in ${countText(segment.length)} segments`,
-        `free in them ${bytesText(free)}, the largest piece ${bytesText(largest)}`,
-      ];
-      this.facts.textContent = parts.filter(Boolean).join(" · ");
-      this.addLegend(free);
+    /** Show another state. */
+    show(state, facts) {
+      this.state = state;
+      this.cells = cellsOf(this.memory, state);
+      this.addLegend();
       this.canvas.setAttribute("aria-label",
-        `Blocks. ${this.facts.textContent}. Left and right arrows go from block to block, ` +
-        "up and down from segment to segment, page up and down to the moment before and after, g to the largest gap.");
-      this.point(this.firstOfNote());
-      this.chosen(moment);
+        `Blocks. ${facts}. Left and right arrows go from block to block, up and down from segment to segment, ` +
+        "page up and down to the moment of note before and after, g to the largest gap, Enter chooses a block.");
+      this.point(this.largest((what) => what !== FREE));
     }
 
-    /** The largest block: where the cursor starts. */
-    firstOfNote() {
-      const { size, kind } = decode(this.moment);
-      let best = 0;
-      for (let i = 1; i < size.length; i++) if (kind[i] !== FREE && (kind[best] === FREE || size[i] > size[best])) best = i;
-      return best;
+    /** Outline the block of a tensor, and let those stand out whose kind is in `kinds`. */
+    highlight({ tensor = null, kinds = null }) {
+      this.kinds = kinds;
+      const place = tensor === null ? -1 : this.cells.tensor.indexOf(tensor);
+      if (place >= 0) this.point(place); else this.draw();
     }
 
-    largestGap() {
-      const { size, kind } = decode(this.moment);
+    get free() {
+      const { size, tensor } = this.cells;
+      let total = 0, largest = 0;
+      for (let i = 0; i < size.length; i++) if (tensor[i] === FREE) { total += size[i]; largest = Math.max(largest, size[i]); }
+      return { total, largest };
+    }
+
+    /** The largest cell of those whose tensor (or FREE) `wanted` takes; 0 where there is none. */
+    largest(wanted) {
+      const { size, tensor } = this.cells;
       let best = -1;
-      for (let i = 0; i < size.length; i++) if (kind[i] === FREE && (best < 0 || size[i] > size[best])) best = i;
-      if (best >= 0) this.point(best);
+      for (let i = 0; i < size.length; i++) if (wanted(tensor[i]) && (best < 0 || size[i] > size[best])) best = i;
+      return Math.max(best, 0);
     }
 
-    addLegend(free) {
+    largestGap() { this.point(this.largest((what) => what === FREE)); }
+
+    /** A category, FREE or PENDING. */
+    kindOf(cell) {
+      const tensor = this.cells.tensor[cell], { blocks, kinds } = this.memory;
+      if (tensor === FREE) return FREE;
+      return blocks.freed[tensor] <= this.state.event ? PENDING : kinds.category[blocks.kind[tensor]];
+    }
+
+    addLegend() {
       this.legend.replaceChildren();
       const entry = (kind, name, bytes) => {
         const item = this.add("li", {}, this.legend);
         this.add("i", { className: `swatch ${kind}` }, item);
         item.append(`${words(name)} ${bytesText(bytes)}`);
       };
-      this.all.categories
-        .map((name, i) => [name, this.moment.byCategory[i]])
+      const { sums, active, allocated } = this.state;
+      this.memory.categories
+        .map((name, i) => [name, sums[i]])
         .filter(([, bytes]) => bytes)
         .sort((a, b) => b[1] - a[1])
         .forEach(([name, bytes]) => entry(`c-${name}`, name, bytes));
-      if (this.moment.active > this.moment.allocated) entry("pending", "waiting for a stream", this.moment.active - this.moment.allocated);
-      entry("free", "free", free);
+      if (active > allocated) entry("pending", "waiting for a stream", active - allocated);
+      entry("free", "free", this.free.total);
     }
 
     // The tape: `perRow` bytes a row.
@@ -150,7 +132,7 @@ globalThis.memoryBlocks = (shared) => {
     rows() { return narrow() ? 24 : 18; }
 
     layout() {
-      const { start } = decode(this.moment);
+      const { start } = this.cells;
       const total = start[start.length - 1] || 1;
       return { total, rows: this.rows(), perRow: total / this.rows(), width: this.width() };
     }
@@ -172,33 +154,43 @@ globalThis.memoryBlocks = (shared) => {
       canvas.height = Math.round(height * ratio);
       canvas.style.height = `${height}px`;
       context.scale(ratio, ratio);
-      const style = getComputedStyle(root), of = (name) => style.getPropertyValue(`--${name}`).trim();
-      const { size, start, kind, edge, segment } = decode(this.moment);
-      const paint = this.all.categories.map((name) => of(`c-${name}`) || of("c-unknown"));
-      const open = of("free"), waits = of("pending"), page = of("page"), ink = of("ink");
-      for (let i = 0; i < size.length; i++) {
-        context.fillStyle = kind[i] === FREE ? open : kind[i] === PENDING ? waits : paint[kind[i]];
-        for (const [x, row, wide] of this.pieces(start[i], start[i + 1], plan)) {
-          context.fillRect(x, row * (ROW + SPACE) + 1, Math.max(wide, 0.3), ROW - 2);
-          if (wide > 3) { // a thin edge tells neighbours apart
-            context.fillStyle = page;
-            context.globalAlpha = 0.55;
-            context.fillRect(x + wide - 0.7, row * (ROW + SPACE) + 1, 0.7, ROW - 2);
-            context.globalAlpha = 1;
-            context.fillStyle = kind[i] === FREE ? open : kind[i] === PENDING ? waits : paint[kind[i]];
-          }
-        }
-      }
-      context.strokeStyle = ink;
+      const { size, start, edge, segment } = this.cells, colour = this.colours();
+      for (let i = 0; i < size.length; i++) this.drawCell(context, i, colour, plan);
+      context.globalAlpha = 1;
+      context.strokeStyle = colour.ink;
       context.lineWidth = 1;
       for (let i = 0; i < segment.length; i++) this.outline(context, edge[i], edge[i + 1], plan, 0);
       if (this.selected < size.length) {
-        context.strokeStyle = ink;
+        context.strokeStyle = colour.ink;
         context.lineWidth = 3;
-        this.outline(context, start[this.selected], start[this.selected + 1], plan, 1, page);
+        this.outline(context, start[this.selected], start[this.selected + 1], plan, 1, colour.page);
       }
-      canvas.dataset.moment = this.index;
+      canvas.dataset.moment = this.state.event;
       canvas.dataset.blocks = size.length;
+    }
+
+    colours() {
+      const style = getComputedStyle(root), of = (name) => style.getPropertyValue(`--${name}`).trim();
+      const categories = this.memory.categories.map((name) => of(`c-${name}`) || of("c-unknown"));
+      return { categories, free: of("free"), pending: of("pending"), page: of("page"), ink: of("ink") };
+    }
+
+    /** A block or gap; what is not of the chosen kinds is faint, a thin edge tells neighbours apart. */
+    drawCell(context, i, colour, plan) {
+      const { size, start, tensor } = this.cells, top = 1;
+      if (size[i] * plan.width < plan.perRow * 0.15 && i % 8) return; // invisible, one in eight stands for the rest
+      const kind = this.kindOf(i);
+      const fill = kind === FREE ? colour.free : kind === PENDING ? colour.pending : colour.categories[kind];
+      const faint = this.kinds && tensor[i] >= 0 && !this.kinds.has(this.memory.blocks.kind[tensor[i]]);
+      for (const [x, row, wide] of this.pieces(start[i], start[i + 1], plan)) {
+        context.globalAlpha = faint ? 0.2 : 1;
+        context.fillStyle = fill;
+        context.fillRect(x, row * (ROW + SPACE) + top, Math.max(wide, 0.3), ROW - 2);
+        if (wide <= 3) continue;
+        context.globalAlpha = 0.55;
+        context.fillStyle = colour.page;
+        context.fillRect(x + wide - 0.7, row * (ROW + SPACE) + top, 0.7, ROW - 2);
+      }
     }
 
     /** The edge of a range of bytes; it stays open where the range goes on in another row. */
@@ -237,39 +229,44 @@ globalThis.memoryBlocks = (shared) => {
 
     // The cursor
 
-    point(place) {
-      const { size, start, kind, name, merged, edge, segment, stream, expandable } = decode(this.moment);
-      if (!size.length) {
-        this.readout.textContent = "Nothing is reserved.";
-        this.draw();
-        return;
-      }
-      this.selected = Math.min(Math.max(place, 0), size.length - 1);
-      const at = this.selected, holder = Math.min(placeOf(edge, start[at]), segment.length - 1);
-      const what = kind[at] === FREE ? "free" : kind[at] === PENDING ? "freed, waits for another stream" : words(this.all.categories[kind[at]]);
-      const many = merged[at] > 1 ? `${countText(merged[at])} small blocks, the first ${what}` : what;
-      const parts = [
-        name[at] >= 0 ? `${this.all.names[name[at]]} (${many})` : many[0].toUpperCase() + many.slice(1),
-        bytesText(size[at]),
-        `at +${bytesText(start[at] - edge[holder])} of segment ${countText(holder + 1)} of ${countText(segment.length)}`,
-        `${expandable[holder] ? "expandable, " : ""}${bytesText(segment[holder])}, stream ${stream[holder]}`,
+    /** What there is to say of a cell, line by line. */
+    lines(cell) {
+      const { size, start, tensor, edge, segment, segments } = this.cells;
+      if (!size.length) return ["Nothing is reserved."];
+      const holder = Math.min(placeOf(edge, start[cell]), segment.length - 1);
+      const { expandable, stream } = segments[holder];
+      const where = [
+        `at +${bytesText(start[cell] - edge[holder])} of segment ${countText(holder + 1)} of ${countText(segment.length)}`,
+        `${expandable ? "expandable, " : ""}${bytesText(segment[holder])}, stream ${stream}`,
       ];
-      this.readout.textContent = parts.join(" · ");
+      return tensor[cell] === FREE ? ["Free", bytesText(size[cell]), ...where] : [...this.hub.describe(tensor[cell]), ...where];
+    }
+
+    point(place) {
+      const { size } = this.cells;
+      this.selected = Math.min(Math.max(place, 0), Math.max(0, size.length - 1));
+      this.readout.textContent = this.lines(this.selected).join(" · ");
       this.draw();
+    }
+
+    choose(cell) {
+      this.point(cell);
+      const tensor = this.cells.tensor[this.selected];
+      this.hub.choose(tensor === undefined || tensor === FREE ? null : tensor);
     }
 
     /** The first block of the segment before or after this one. */
     segmentStep(step) {
-      const { start, edge, segment } = decode(this.moment);
+      const { start, edge, segment } = this.cells;
       if (!segment.length) return;
       const holder = placeOf(edge, start[this.selected]) + step;
       this.point(placeOf(start, edge[Math.min(Math.max(holder, 0), segment.length - 1)]));
     }
 
-    click({ offsetX, offsetY }) {
+    cellAt({ offsetX, offsetY }) {
       const { perRow, width, rows, total } = this.layout();
       const row = Math.min(rows - 1, Math.floor(offsetY / (ROW + SPACE)));
-      this.point(placeOf(decode(this.moment).start, Math.min((row + offsetX / width) * perRow, total - 1)));
+      return Math.min(placeOf(this.cells.start, Math.min((row + offsetX / width) * perRow, total - 1)), Math.max(0, this.cells.size.length - 1));
     }
 
     key(event) {
@@ -281,21 +278,13 @@ globalThis.memoryBlocks = (shared) => {
         ArrowDown: () => this.segmentStep(1),
         Home: () => this.point(0),
         End: () => this.point(Infinity),
-        PageUp: () => this.show(this.index - 1),
-        PageDown: () => this.show(this.index + 1),
+        PageUp: () => this.hub.step(-1),
+        PageDown: () => this.hub.step(1),
+        Enter: () => this.choose(this.selected),
         g: () => this.largestGap(),
       };
       const act = acts[event.key];
       if (act) { event.preventDefault(); act(); }
-    }
-
-    /** Show the moment nearest to an event. */
-    nearest(event) {
-      let best = 0;
-      this.all.list.forEach((moment, i, list) => {
-        if (Math.abs(moment.event - event) < Math.abs(list[best].event - event)) best = i;
-      });
-      this.show(best);
     }
   };
 };

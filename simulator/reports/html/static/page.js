@@ -1,5 +1,6 @@
-// Draws memory over time for the page of `simulator/html.py`: reads the packed series of every rank, thins the part
-// in view to what the screen can show (lows and highs of every column of pixels are kept), and hands it to uPlot.
+// Draws memory over time for the page of `simulator/reports/html/page.py`: reads the packed series of every rank, thins
+// the part in view to what the screen can show (lows and highs of every column of pixels are kept), and hands it to
+// uPlot. `moment.js` draws below it what stood after the event that is chosen.
 "use strict";
 (() => {
   const root = document.documentElement;
@@ -13,7 +14,7 @@
 
   // Numbers ----------------------------------------------------------------------------------------------------------
 
-  /** The columns that `html_series.pack` wrote: base64 of varints of zigzag-coded differences. */
+  /** The columns that `series.pack` wrote: base64 of varints of zigzag-coded differences. */
   function unpack(text, count, unit = 1) {
     const bytes = atob(text);
     const values = new Float64Array(count);
@@ -112,6 +113,8 @@
     return `${+(ns / scale).toFixed(3)}${unit}`;
   }
 
+  const words = (name) => name.replaceAll("_", " ");
+
   const phaseText = (phase) => (phase.step < 0 ? phase.name : `${phase.name} · step ${phase.step}`);
 
   // Colours ----------------------------------------------------------------------------------------------------------
@@ -127,8 +130,23 @@
   const height = (name) => (STACK.indexOf(name) + STACK.length + 1) % (STACK.length + 1);
   ranks.forEach((rank) => rank.categories.sort((a, b) => height(a.name) - height(b.name)));
 
+  /** The box at the pointer: one line of text a line. */
+  const tip = {
+    box: document.body.appendChild(Object.assign(document.createElement("div"), { className: "tip", hidden: true, role: "tooltip" })),
+    show({ clientX, clientY }, lines) {
+      this.box.replaceChildren(...lines.filter(Boolean).map((text) => Object.assign(document.createElement("div"), { textContent: text })));
+      this.box.hidden = false;
+      const { offsetWidth: wide, offsetHeight: high } = this.box;
+      this.box.style.left = `${Math.max(4, Math.min(clientX + 14, document.documentElement.clientWidth - wide - 4))}px`;
+      this.box.style.top = `${clientY + 18 + high > innerHeight ? Math.max(4, clientY - high - 10) : clientY + 18}px`;
+    },
+    hide() { this.box.hidden = true; },
+  };
+
   // One plot ---------------------------------------------------------------------------------------------------------
 
+  /** Pixels of the axis below and of the room for labels above what is drawn. */
+  const AXIS = 44, ROOM = 66;
   const FONT = '12px system-ui, "Segoe UI", sans-serif';
 
   class Plot {
@@ -140,7 +158,9 @@
       this.byCategory = this.columns.held.length > 0;
       this.demand = rank.demand && decode(rank.demand);
       this.waits = !this.byCategory || this.columns.active.some((value, i) => value > this.columns.allocated[i]);
-      this.moment = null; // the event whose blocks are shown
+      this.moment = null; // the event that is shown below
+      this.notable = []; // events of note
+      this.life = null; // born, died and colour of the chosen tensor
       this.showLimit = rank.peakReserved.bytes >= rank.limit / 4;
       this.cursor = null; // place in the columns
       this.host = section.querySelector(".plot");
@@ -150,7 +170,7 @@
       this.canvas.setAttribute("role", "application");
       this.canvas.setAttribute("aria-label",
         `Memory over time of ${rank.label}: ${rank.peak.text} allocated and ${rank.peakReserved.text} reserved at most. ` +
-        "Arrow keys move the cursor, plus and minus zoom, 0 shows all, p goes to the peak, Enter shows the blocks nearest to the cursor.");
+        "Arrow keys move the cursor, plus and minus zoom, 0 shows all, p goes to the peak, Enter shows what stands at the cursor, comma and full stop the event before and after.");
       this.canvas.addEventListener("keydown", (event) => this.key(event));
       this.readout = this.add("div", { className: "readout" });
       this.readout.setAttribute("aria-live", "polite");
@@ -197,7 +217,7 @@
         if (!kind) { swatch.style.borderTopStyle = dash; swatch.style.borderTopColor = `var(--${name})`; }
         item.append(words);
       };
-      if (this.byCategory) for (const { name } of [...this.columns.held].reverse()) entry(name, name.replaceAll("_", " "), "", `c-${name}`);
+      if (this.byCategory) for (const { name } of [...this.columns.held].reverse()) entry(name, words(name), "", `c-${name}`);
       else entry("allocated", "allocated", "solid");
       if (this.waits) entry("active", "active (allocated, or waiting for a stream)", "dotted");
       entry("reserved", "reserved", "solid");
@@ -286,17 +306,19 @@
       return places;
     }
 
+    /** Least and most bytes of the axis: above all that is drawn lies room for the labels. */
     heights() {
       const { allocated, reserved } = this.columns;
       const { limit, peakReserved } = this.rank;
+      const most = this.demand ? this.rank.demand.peak : 0;
+      let low = 0, high = Math.max(peakReserved.bytes, this.showLimit ? limit : 0, most, 1024);
       if (this.fitHeight && this.places.length) {
-        let low = Infinity, high = 0;
+        [low, high] = [Infinity, 0];
         for (const at of this.places) { low = Math.min(low, allocated[at]); high = Math.max(high, reserved[at]); }
-        const room = Math.max(high - low, 1024) * 0.12;
-        return [Math.max(0, low - room), high + 2 * room];
+        low = Math.max(0, low - Math.max(high - low, 1024) * 0.12);
       }
-      const top = Math.max(peakReserved.bytes, this.showLimit ? limit : 0, this.demand ? this.rank.demand.peak : 0, 1024);
-      return [0, top * 1.14];
+      const whole = this.height() - AXIS;
+      return [low, low + Math.max(high - low, 1024) * (whole / (whole - ROOM))];
     }
 
     data() {
@@ -350,7 +372,10 @@
         cursor: {
           drag: { x: true, y: false, setScale: false },
           dataIdx: (plot, _, near, x) => (near > 0 && plot.data[0][near] > x ? near - 1 : near), // values hold until the next event
-          bind: { dblclick: () => () => { this.reset(); return null; } },
+          bind: {
+            dblclick: () => () => { this.reset(); return null; },
+            mousedown: (_, __, select) => (event) => (this.whole || event.shiftKey ? select(event) : this.drag(event)),
+          },
         },
         hooks: {
           drawClear: [() => this.drawBands(), () => this.drawDemand()],
@@ -358,13 +383,55 @@
           setSelect: [(plot) => this.select(plot)],
         },
       }, data, this.canvas);
-      this.plot.over.addEventListener("click", () => this.pick?.(this.event));
-      this.plot.over.addEventListener("mousemove", ({ offsetX }) => {
-        const x = this.plot.posToVal(offsetX, "x");
-        this.point(this.places[this.places.findLastIndex((at) => this.x[at] <= x)]);
-      });
+      this.listen(this.plot.over);
       this.point(this.cursor ?? Math.min(lowerBound(this.columns.event, this.rank.peak.event), this.x.length - 1));
       this.mark(data);
+    }
+
+    /** What the mouse does over the plot. */
+    listen(over) {
+      over.addEventListener("click", ({ offsetX }) => { if (!this.dragged) this.pick?.(this.eventAt(offsetX)); });
+      over.addEventListener("mousemove", (event) => {
+        const x = this.plot.posToVal(event.offsetX, "x");
+        this.point(this.places[this.places.findLastIndex((at) => this.x[at] <= x)]);
+        tip.show(event, this.readout.textContent.split(" · "));
+      });
+      over.addEventListener("mouseleave", () => tip.hide());
+      over.addEventListener("wheel", (event) => this.wheel(event), { passive: false });
+    }
+
+    get whole() { return this.range[1] - this.range[0] >= this.right - this.left; }
+
+    /** The event at a place of the plot: any, not only those that are drawn. */
+    eventAt(offset) {
+      const x = this.plot.posToVal(offset, "x");
+      if (!this.byTime) return Math.min(Math.max(Math.floor(x), 0), this.rank.events - 1);
+      return this.columns.event[Math.max(0, lowerBound(this.x, x) - 1)];
+    }
+
+    /** Zoom around the pointer; sideways, or with Shift, move along. */
+    wheel(event) {
+      const along = event.deltaX || (event.shiftKey ? event.deltaY : 0);
+      if (!along && this.whole && event.deltaY > 0) return; // nothing to zoom out: the page scrolls
+      event.preventDefault();
+      if (along) return this.pan(along / 1000);
+      const factor = Math.exp(Math.min(Math.max(event.deltaY, -200), 200) / 400), [from, to] = this.range;
+      const pivot = this.plot.posToVal(event.offsetX, "x");
+      this.setRange(pivot - (pivot - from) * factor, pivot + (to - pivot) * factor);
+    }
+
+    /** Move along while the button is held. */
+    drag({ clientX, button }) {
+      if (button) return;
+      const [from, to] = this.range, each = (to - from) / this.plot.over.clientWidth;
+      this.dragged = false;
+      const move = (event) => {
+        const by = (clientX - event.clientX) * each;
+        this.dragged ||= Math.abs(clientX - event.clientX) > 3;
+        if (this.dragged) this.setRange(from + by, to + by);
+      };
+      addEventListener("mousemove", move);
+      addEventListener("mouseup", () => { removeEventListener("mousemove", move); setTimeout(() => { this.dragged = false; }); }, { once: true });
     }
 
     refresh() {
@@ -395,6 +462,8 @@
     select(plot) {
       const { left, width } = plot.select;
       if (width < 4) return;
+      this.dragged = true;
+      setTimeout(() => { this.dragged = false; });
       plot.setSelect({ left: 0, top: 0, width: 0, height: 0 }, false);
       this.setRange(plot.posToVal(left, "x"), plot.posToVal(left + width, "x"));
     }
@@ -496,79 +565,107 @@
     }
 
     drawMarks() {
-      const { rank, colour } = this;
       this.paint((ctx, area, x, y) => {
-        const right = area.left + area.width;
-        const taken = [];
         this.drawNames(ctx, area, x);
-        const label = (text, atX, atY, ink, below) => {
-          const width = ctx.measureText(text).width, bottom = area.top + area.height;
-          const left = Math.min(Math.max(atX - width / 2, area.left + 5), right - width - 5);
-          let top = Math.min(Math.max(below ? atY + 8 : atY - 24, area.top + 20), bottom - 18);
-          const clash = () => taken.some((box) => left < box.right && box.left < left + width && Math.abs(top - box.top) < 17);
-          for (let tries = 0; tries < 8 && clash(); tries++) top = top + 17 < bottom - 18 ? top + 17 : area.top + 20;
-          taken.push({ left, right: left + width, top });
-          ctx.globalAlpha = 0.85;
-          ctx.fillStyle = colour.page;
-          ctx.fillRect(left - 3, top - 1, width + 6, 16);
-          ctx.globalAlpha = 1;
-          ctx.textBaseline = "top";
-          ctx.fillStyle = ink;
-          ctx.fillText(text, left, top + 1);
-        };
-        if (this.showLimit || rank.limit < this.heights()[1]) {
-          const at = y(rank.limit);
-          ctx.strokeStyle = colour.limit;
-          ctx.lineWidth = 1.5;
-          ctx.setLineDash([8, 5]);
-          line(ctx, area.left, at, right, at);
-          ctx.setLineDash([]);
-          label(`limit ${bytesText(rank.limit)}`, right, at - 1, colour.limit, true);
-        }
-        this.drawOoms(ctx, area, x, label);
+        this.taken = [];
+        this.drawLimit(ctx, area, y);
+        this.drawOoms(ctx, area, x);
         this.drawMoments(ctx, area, x);
-        if (this.demand) {
-          const top = this.demand.reserved.indexOf(rank.demand.peak);
-          const value = this.demand[this.byTime ? "time" : "event"][top];
-          if (value >= this.range[0] && value <= this.range[1]) label(rank.demand.words, x(value), y(rank.demand.peak), colour.oom, false);
-        }
-        if (!this.x.length) return;
-        const inView = (value) => value >= this.range[0] && value <= this.range[1];
-        const reservedAt = this.place(rank.peakReserved.event), allocatedAt = this.place(rank.peak.event);
-        if (inView(reservedAt)) {
-          const [cx, cy] = [x(reservedAt), y(rank.peakReserved.bytes)];
-          shape(ctx, colour.reserved, colour.page, [[cx, cy - 6], [cx + 6, cy], [cx, cy + 6], [cx - 6, cy]]);
-          label(`peak ${rank.peakReserved.text} reserved`, cx, cy, colour.ink, false);
-        }
-        if (inView(allocatedAt)) {
-          const [cx, cy] = [x(allocatedAt), y(rank.peak.bytes)];
-          shape(ctx, colour.allocated, colour.page, [[cx, cy - 7], [cx + 7, cy + 5], [cx - 7, cy + 5]]);
-          label(`peak ${rank.peak.text} allocated`, cx, cy, colour.ink, true);
-        }
+        this.drawDemandPeak(ctx, area, x, y);
+        this.drawLife(ctx, area, x);
+        this.drawPeaks(ctx, area, x, y);
       });
     }
 
-    /** Small marks at the bottom where blocks can be shown; a line at the moment whose blocks are. */
-    drawMoments(ctx, area, x) {
-      const bottom = area.top + area.height;
-      for (const { event } of this.rank.moments?.list ?? []) {
-        if (event < 0) continue;
-        const value = this.place(event), at = x(value);
-        if (value < this.range[0] || value > this.range[1]) continue;
-        shape(ctx, this.colour.ink, this.colour.page, [[at, bottom - 8], [at + 4, bottom], [at - 4, bottom]]);
-        if (event !== this.moment) continue;
-        ctx.strokeStyle = this.colour.ink;
-        ctx.lineWidth = 1;
-        ctx.setLineDash([2, 3]);
-        line(ctx, at, area.top, at, bottom);
-        ctx.setLineDash([]);
+    /** Text above the data, in a row of its own where others are in the way, with a line down to what it names. */
+    label(ctx, area, text, atX, atY, ink) {
+      const width = ctx.measureText(text).width, right = area.left + area.width;
+      const left = Math.min(Math.max(atX - width / 2, area.left + 5), right - width - 5);
+      let top = area.top + 20;
+      const clash = () => this.taken.some((box) => left < box.right + 6 && box.left < left + width + 6 && Math.abs(top - box.top) < 15);
+      for (let tries = 0; tries < 2 && clash(); tries++) top += 15;
+      this.taken.push({ left, right: left + width, top });
+      ctx.textBaseline = "top";
+      ctx.fillStyle = ink;
+      ctx.fillText(text, left, top);
+      ctx.strokeStyle = ink;
+      ctx.lineWidth = 0.7;
+      if (atY > top + 14) line(ctx, Math.min(Math.max(atX, left), left + width), top + 14, atX, atY);
+    }
+
+    drawLimit(ctx, area, y) {
+      const { rank, colour } = this, right = area.left + area.width;
+      if (!this.showLimit && rank.limit >= this.heights()[1]) return;
+      const at = y(rank.limit);
+      ctx.strokeStyle = colour.limit;
+      ctx.lineWidth = 1.5;
+      ctx.setLineDash([8, 5]);
+      line(ctx, area.left, at, right, at);
+      ctx.setLineDash([]);
+      this.label(ctx, area, `limit ${bytesText(rank.limit)}`, right, 0, colour.limit);
+    }
+
+    drawDemandPeak(ctx, area, x, y) {
+      if (!this.demand) return;
+      const { peak, words } = this.rank.demand;
+      const value = this.demand[this.byTime ? "time" : "event"][this.demand.reserved.indexOf(peak)];
+      if (value >= this.range[0] && value <= this.range[1]) this.label(ctx, area, words, x(value), y(peak), this.colour.oom);
+    }
+
+    drawPeaks(ctx, area, x, y) {
+      const { rank, colour } = this;
+      if (!this.x.length) return;
+      const inView = (value) => value >= this.range[0] && value <= this.range[1];
+      const reservedAt = this.place(rank.peakReserved.event), allocatedAt = this.place(rank.peak.event);
+      if (inView(reservedAt)) {
+        const [cx, cy] = [x(reservedAt), y(rank.peakReserved.bytes)];
+        this.label(ctx, area, `peak ${rank.peakReserved.text} reserved`, cx, cy - 6, colour.ink);
+        shape(ctx, colour.reserved, colour.page, [[cx, cy - 6], [cx + 6, cy], [cx, cy + 6], [cx - 6, cy]]);
+      }
+      if (inView(allocatedAt)) {
+        const [cx, cy] = [x(allocatedAt), y(rank.peak.bytes)];
+        this.label(ctx, area, `peak ${rank.peak.text} allocated`, cx, cy - 7, colour.ink);
+        shape(ctx, colour.allocated, colour.page, [[cx, cy - 7], [cx + 7, cy + 5], [cx - 7, cy + 5]]);
       }
     }
+
+    /** Small marks at the bottom where something is of note; a line at the event that is shown. */
+    drawMoments(ctx, area, x) {
+      const bottom = area.top + area.height;
+      for (const event of this.notable) {
+        const value = this.place(event), at = x(value);
+        if (event < 0 || value < this.range[0] || value > this.range[1]) continue;
+        shape(ctx, this.colour.ink, this.colour.page, [[at, bottom - 8], [at + 4, bottom], [at - 4, bottom]]);
+      }
+      if (this.moment === null || this.moment < 0) return;
+      const at = x(this.exact(this.moment));
+      ctx.strokeStyle = this.colour.ink;
+      ctx.lineWidth = 1;
+      ctx.setLineDash([2, 3]);
+      line(ctx, at, area.top, at, bottom);
+      ctx.setLineDash([]);
+    }
+
+    /** The life of the chosen tensor, as a bar at the bottom. */
+    drawLife(ctx, area, x) {
+      if (!this.life) return;
+      const left = Math.max(area.left, x(this.exact(Math.max(0, this.life.born)))), right = Math.min(area.left + area.width, x(this.exact(this.life.died)));
+      const top = area.top + area.height - 16;
+      ctx.fillStyle = this.colour.page;
+      ctx.fillRect(left - 1, top - 1, Math.max(right - left, 3) + 2, 9);
+      ctx.fillStyle = this.colour.ink;
+      ctx.fillRect(left, top, Math.max(right - left, 3), 7);
+      ctx.fillStyle = getComputedStyle(root).getPropertyValue(`--c-${this.life.category}`).trim();
+      ctx.fillRect(left + 1, top + 1, Math.max(right - left - 2, 1), 5);
+    }
+
+    /** The x of any event. */
+    exact(event) { return this.byTime ? this.place(event) : event; }
 
     /** The event at the cursor. */
     get event() { return this.columns.event[this.cursor] ?? 0; }
 
-    drawOoms(ctx, area, x, label) {
+    drawOoms(ctx, area, x) {
       let last = -Infinity, named = false;
       for (const event of this.rank.ooms) {
         const value = this.place(event), at = x(value);
@@ -579,7 +676,7 @@
         line(ctx, at, area.top, at, area.top + area.height);
         line(ctx, at - 5, area.top + area.height - 11, at + 5, area.top + area.height - 1);
         line(ctx, at + 5, area.top + area.height - 11, at - 5, area.top + area.height - 1);
-        if (!named) label("out of memory", at, area.top + area.height - 14, this.colour.oom, false);
+        if (!named) this.label(ctx, area, "out of memory", at, 0, this.colour.oom);
         named = true;
       }
     }
@@ -588,18 +685,24 @@
 
     /** Say what stood at the point `at` of the columns. */
     point(at) {
-      const { event, time, allocated, active, reserved, phases, held } = this.columns;
+      const { event, time, allocated, active, reserved, held } = this.columns;
       if (!event.length || at === undefined || at < 0) { this.readout.textContent = "No events."; return; }
       this.cursor = at;
       const index = Math.min(event[at], this.rank.events - 1);
-      const phase = phases.findLast((one) => one.start <= index && index < one.stop);
+      const phase = this.phaseOf(index);
       const parts = [`Event ${countText(index)}`];
       if (time) parts.push(timeText(time[at]));
-      if (phase) parts.push(phaseText(phase));
+      if (phase) parts.push(phase);
       parts.push(`allocated ${bytesText(allocated[at])}`, `active ${bytesText(active[at])}`, `reserved ${bytesText(reserved[at])}`);
       const most = held.map(({ name, values }) => [name, values[at]]).filter(([, bytes]) => bytes > 0).sort((a, b) => b[1] - a[1]);
-      if (most.length) parts.push(most.slice(0, 4).map(([name, bytes]) => `${name.replaceAll("_", " ")} ${bytesText(bytes)}`).join(", "));
+      if (most.length) parts.push(most.slice(0, 4).map(([name, bytes]) => `${words(name)} ${bytesText(bytes)}`).join(", "));
       this.readout.textContent = parts.join(" · ");
+    }
+
+    /** The phase of an event in words. */
+    phaseOf(event) {
+      const phase = this.columns.phases.findLast((one) => one.start <= event && event < one.stop);
+      return phase ? phaseText(phase) : "";
     }
 
     /** Put the cursor's line where the cursor is, or away where that is out of view. */
@@ -638,6 +741,8 @@
         0: () => this.reset(),
         p: () => this.toPeak(),
         Enter: () => this.pick?.(this.event),
+        ",": () => this.pick?.((this.moment ?? 0) - 1),
+        ".": () => this.pick?.((this.moment ?? 0) + 1),
       };
       const act = acts[event.key];
       if (act) { event.preventDefault(); act(); }
@@ -672,29 +777,35 @@
 
   // Choosing a rank --------------------------------------------------------------------------------------------------
 
-  const plots = new Map(), allocators = new Map();
-  const Blocks = globalThis.memoryBlocks({ unpack, bytesText, countText, root, narrow });
+  const plots = new Map(), moments = new Map();
+  const Moment = globalThis.memoryMoment({ bytesText, countText, root, narrow, words, tip, fitted, ...globalThis.memoryOf });
 
-  /** The plot of a rank, and its blocks where the page has them; each shows the other's moment. */
-  function draw(index) {
+  /** The plot of a rank, and its moment where the page has the lives of its blocks; each shows the other's event. */
+  async function draw(index) {
     const plot = new Plot(ranks[index], sections[index]);
     plots.set(index, plot);
-    if (!ranks[index].moments?.list.length) return;
-    const blocks = new Blocks(ranks[index], sections[index], (moment) => {
-      plot.moment = moment.event;
-      plot.refresh();
+    const lives = document.getElementById(`lives-${index}`).textContent;
+    if (!lives || !ranks[index].events) return;
+    const memory = await globalThis.memoryOf.load(lives);
+    plot.notable = memory.moments.map(({ event }) => event);
+    const moment = new Moment(memory, sections[index], {
+      phase: (event) => plot.phaseOf(event),
+      shown: (event) => { plot.moment = event; plot.refresh(); },
+      chosen: (tensor) => { plot.life = tensor === null ? null : { born: memory.blocks.born[tensor], died: memory.blocks.died[tensor], category: memory.category(tensor) }; plot.refresh(); },
     });
-    allocators.set(index, blocks);
-    plot.pick = (event) => blocks.nearest(event);
+    moments.set(index, moment);
+    plot.pick = (event) => moment.show(event);
   }
 
   function show(index) {
     sections.forEach((section, i) => { section.hidden = i !== index; });
-    if (plots.has(index)) { plots.get(index).build(); allocators.get(index)?.draw(); }
-    else draw(index);
+    let done = null;
+    if (plots.has(index)) { plots.get(index).build(); moments.get(index)?.draw(); }
+    else done = draw(index);
     document.querySelectorAll(".multiples button").forEach((button, i) => button.setAttribute("aria-pressed", i === index));
     const select = document.querySelector("#chooser select");
     if (select) select.value = index;
+    return done;
   }
 
   /** A rank's memory in a few pixels: reserved as a line, allocated as an area, all ranks on one scale. */
@@ -749,36 +860,16 @@
   function recolour() {
     drawSparklines();
     plots.forEach((plot, i) => { if (!sections[i].hidden) plot.build(); });
-    allocators.forEach((blocks, i) => { if (!sections[i].hidden) blocks.draw(); });
+    moments.forEach((moment, i) => { if (!sections[i].hidden) moment.draw(); });
   }
-
-  // The tree of modules ----------------------------------------------------------------------------------------------
-
-  document.querySelectorAll(".tree").forEach((tree) => tree.addEventListener("keydown", (event) => {
-    const details = event.target.closest("summary")?.parentElement;
-    if (!details || event.ctrlKey || event.metaKey || event.altKey) return;
-    const seen = [...tree.querySelectorAll("summary")].filter((one) => one.checkVisibility());
-    const at = seen.indexOf(event.target);
-    const parent = details.parentElement.closest("details")?.querySelector("summary");
-    const acts = {
-      ArrowDown: () => seen[at + 1]?.focus(),
-      ArrowUp: () => seen[at - 1]?.focus(),
-      ArrowRight: () => (details.open ? seen[at + 1]?.focus() : (details.open = true)),
-      ArrowLeft: () => (details.open ? (details.open = false) : parent?.focus()),
-      Home: () => seen[0].focus(),
-      End: () => seen.at(-1).focus(),
-    };
-    const act = acts[event.key];
-    if (act) { event.preventDefault(); act(); }
-  }));
 
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", recolour);
   addEventListener("beforeprint", () => { root.dataset.print = ""; recolour(); });
   addEventListener("afterprint", () => { delete root.dataset.print; recolour(); });
 
   addChooser();
-  if (ranks.length) show(0);
   drawSparklines();
   root.dataset.ranks = ranks.length;
-  root.dataset.ready = "true";
+  const ready = () => { root.dataset.ready = "true"; };
+  if (ranks.length) show(0).then(ready, (error) => { note(error.message); ready(); }); else ready();
 })();
