@@ -5,7 +5,8 @@ category from the stages that it is born in, lives through and dies in. Rules, t
 
 Stages, by the stack (innermost frame that tells one; phases go by the outermost):
   `zero_grad` in any optimizer; torch/optim, or `step` in a file of an optimizer: optimizer; `backward`,
-  torch/autograd/graph.py, or a stack that does not begin where the program's do (autograd's own threads): backward;
+  torch/autograd/graph.py, or a stack that does not begin where the program's do, or none where they have one
+  (autograd's own threads): backward;
   torch/nn/modules: forward, but `_apply`, `to`, `cuda`: load; collectives of torch.distributed: communication.
 Stages, by ranges (`external_annotations`): Optimizer.step#..., Optimizer.zero_grad#..., FSDP::... and nccl:...
   (communication), `DistributedDataParallel.forward`, and ranges that a user calls forward, backward or optimizer.
@@ -135,7 +136,8 @@ def _freed(entries: Entries) -> Int64Array:
 def _by_stack(entries: Entries) -> tuple[StageArray, StageArray]:
     """The innermost and the outermost stage that the stack of an allocation tells."""
     threads = any(_root(text) in _ROOTS for text in set(entries.frames) if text)
-    known: dict[str | None, tuple[int, int]] = {None: (Stage.NONE, Stage.NONE)}
+    engine = Stage.BACKWARD if threads else Stage.NONE
+    known: dict[str | None, tuple[int, int]] = {None: (engine, engine)}
     for text in set(entries.frames) - {None}:
         known[text] = _stages(str(text), threads)
     pairs = np.array([known[text] for text in entries.frames], dtype=np.uint8).reshape(-1, 2)

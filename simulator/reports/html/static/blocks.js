@@ -67,7 +67,7 @@ globalThis.memoryBlocks = (shared) => {
       this.legend = this.add("ul", { className: "legend" });
     }
 
-    /** Show another state. */
+    /** Take another state; `highlight` draws it. */
     show(state, facts) {
       this.state = state;
       this.cells = cellsOf(this.memory, state);
@@ -75,14 +75,14 @@ globalThis.memoryBlocks = (shared) => {
       this.canvas.setAttribute("aria-label",
         `Blocks. ${facts}. Left and right arrows go from block to block, up and down from segment to segment, ` +
         "page up and down to the moment of note before and after, g to the largest gap, Enter chooses a block.");
-      this.point(this.largest((what) => what !== FREE));
+      this.selected = this.largest((what) => what !== FREE);
     }
 
     /** Outline the block of a tensor, and let those stand out whose kind is in `kinds`. */
     highlight({ tensor = null, kinds = null }) {
       this.kinds = kinds;
       const place = tensor === null ? -1 : this.cells.tensor.indexOf(tensor);
-      if (place >= 0) this.point(place); else this.draw();
+      this.point(place < 0 ? this.selected : place);
     }
 
     get free() {
@@ -177,19 +177,16 @@ globalThis.memoryBlocks = (shared) => {
 
     /** A block or gap; what is not of the chosen kinds is faint, a thin edge tells neighbours apart. */
     drawCell(context, i, colour, plan) {
-      const { size, start, tensor } = this.cells, top = 1;
-      if (size[i] * plan.width < plan.perRow * 0.15 && i % 8) return; // invisible, one in eight stands for the rest
-      const kind = this.kindOf(i);
+      const { size, start, tensor } = this.cells, { perRow, width, rows } = plan, kind = this.kindOf(i);
+      if (size[i] * width < perRow * 0.15 && i % 8) return; // invisible, one in eight stands for the rest
       const fill = kind === FREE ? colour.free : kind === PENDING ? colour.pending : colour.categories[kind];
       const faint = this.kinds && tensor[i] >= 0 && !this.kinds.has(this.memory.blocks.kind[tensor[i]]);
-      for (const [x, row, wide] of this.pieces(start[i], start[i + 1], plan)) {
+      for (let row = Math.min(rows - 1, Math.floor(start[i] / perRow)); row < rows && row * perRow < start[i + 1]; row++) {
+        const left = (Math.max(start[i] - row * perRow, 0) / perRow) * width, right = Math.min((start[i + 1] - row * perRow) / perRow, 1) * width;
+        const top = row * (ROW + SPACE) + 1, wide = right - left;
         context.globalAlpha = faint ? 0.2 : 1;
         context.fillStyle = fill;
-        context.fillRect(x, row * (ROW + SPACE) + top, Math.max(wide, 0.3), ROW - 2);
-        if (wide <= 3) continue;
-        context.globalAlpha = 0.55;
-        context.fillStyle = colour.page;
-        context.fillRect(x + wide - 0.7, row * (ROW + SPACE) + top, 0.7, ROW - 2);
+        context.fillRect(left, top, wide > 3 ? wide - 0.5 : Math.max(wide, 0.3), ROW - 2);
       }
     }
 

@@ -1,6 +1,6 @@
 // What was held and in use after any event, for the page of `simulator/reports/html/page.py`: reads the lives of blocks
-// and segments (`lives.py`) into typed columns, and answers by one pass over them. A pass over a million blocks takes a
-// few milliseconds, so nothing is kept from one moment to the next.
+// and segments (`lives.py`) into typed columns. They are sorted by address and birth, and what lies at one address lives
+// one after the other: a state is one binary search an address, and nothing is kept from one moment to the next.
 "use strict";
 globalThis.memoryOf = (() => {
   /** The bytes of base64 text. */
@@ -53,13 +53,21 @@ globalThis.memoryOf = (() => {
     for (let i = 0; i < blocks.count; i++) blocks.freed[i] = blocks.died[i] - blocks.wait[i];
   }
 
+  /** Where each address begins. */
+  function addresses({ address, count }) {
+    const found = new Int32Array(count + 1);
+    let most = 0;
+    for (let i = 0; i < count; i++) if (!i || address[i] !== address[i - 1]) found[most++] = i;
+    found[most] = count;
+    return found.slice(0, most + 1);
+  }
+
   const LAYER = /^\d{1,9}$/, DEEPEST = 24;
   const OPERATOR = /^(?:aten|prims|c10d|_c10d_functional|torch\w*|cuda|nccl)(?:\.|::|$)/;
   const split = (module) => module.split(".", DEEPEST).filter(Boolean);
 
   /** The path of a name: `a.b: aten.mm` is `a`, `b`, `aten.mm`; `forward@model.py:9` is one part. */
   function pathOf(name) {
-    if (!name) return ["(no name)"];
     const [module, ...what] = name.split(": ");
     if (OPERATOR.test(module)) return ["(no module)", name];
     return [...(module.includes("@") || module.includes("/") ? [module] : split(module)), ...(what.length ? [what.join(": ")] : [])];
@@ -70,19 +78,28 @@ globalThis.memoryOf = (() => {
 
   const SIZE = /^([<>=]?)=?(\d+(?:\.\d+)?)\s*([kmgt]?)i?b?$/i;
 
-  /** What a word of a search asks for: a size (`>10MiB`, `4MiB`), or text. */
+  /** The least and most bytes that a word of a search asks for (`>10MiB`, `4MiB`), or null where it is text. */
   function condition(word) {
     const found = SIZE.exec(word);
     if (!found || (!found[1] && !found[3])) return null;
     const bytes = found[2] * 1024 ** " kmgt".indexOf(found[3].toLowerCase() || " ");
-    if (found[1] === ">") return (size) => size >= bytes;
-    if (found[1] === "<") return (size) => size <= bytes;
-    return (size) => Math.abs(size - bytes) <= bytes * 0.01;
+    return { ">": [bytes, Infinity], "<": [0, bytes] }[found[1]] ?? [bytes * 0.99, bytes * 1.01];
+  }
+
+  /** A query: words to be found, and the range of sizes. */
+  function asked(query) {
+    const words = query.trim().split(/\s+/).filter(Boolean), ranges = words.map(condition);
+    const sizes = ranges.filter(Boolean);
+    return {
+      texts: words.filter((_, i) => !ranges[i]).map((word) => word.toLowerCase()),
+      least: Math.max(0, ...sizes.map(([least]) => least)), largest: Math.min(Infinity, ...sizes.map(([, most]) => most)),
+    };
   }
 
   class Memory {
     constructor(head, { blocks, segments, kinds }) {
       Object.assign(this, head, { blocks, segments, kinds });
+      for (const held of [blocks, segments]) held.first = addresses(held);
       this.paths = new Map();
       this.texts = null;
     }
@@ -113,6 +130,7 @@ globalThis.memoryOf = (() => {
 
     /** The path of a kind of block in a tree: by `module`, or by `stack`, the outermost frame first. */
     path(kind, by, all) {
+      if (by === "module" && this.kinds.name[kind] < 0) return ["(no name)", this.categories[this.kinds.category[kind]].replaceAll("_", " ")];
       const key = `${by} ${all}`;
       let known = this.paths.get(key);
       if (!known) this.paths.set(key, (known = []));
@@ -137,18 +155,17 @@ globalThis.memoryOf = (() => {
 
     /** The largest `most` blocks of `among` (all where null) that a query finds and `kinds` has, and how many it finds. */
     search(query, among, most, kinds = null) {
-      const words = query.trim().split(/\s+/).filter(Boolean).map((word) => condition(word) ?? word.toLowerCase());
-      const texts = words.filter((word) => typeof word === "string"), sizes = words.filter((word) => typeof word !== "string");
-      const fits = this.lower().map((text, kind) => (!kinds || kinds.has(kind)) && texts.every((word) => text.includes(word)));
+      const { texts, least, largest } = asked(query);
+      const fits = Uint8Array.from(this.lower(), (text, kind) => (!kinds || kinds.has(kind)) && texts.every((word) => text.includes(word)));
       const { kind, bytes, count } = this.blocks, whole = among ? among.length : count;
       let best = [], floor = -1, found = 0, total = 0;
       const trim = () => { best = best.sort((a, b) => bytes[b] - bytes[a]).slice(0, most); };
       for (let place = 0; place < whole; place++) {
-        const i = among ? among[place] : place;
-        if (!fits[kind[i]] || !sizes.every((fit) => fit(bytes[i]))) continue;
+        const i = among ? among[place] : place, size = bytes[i];
+        if (size < least || size > largest || !fits[kind[i]]) continue;
         found++;
-        total += bytes[i];
-        if (bytes[i] <= floor) continue;
+        total += size;
+        if (size <= floor) continue;
         if (best.push(i) > 20 * most) { trim(); floor = bytes[best[most - 1]]; }
       }
       trim();
@@ -156,11 +173,19 @@ globalThis.memoryOf = (() => {
     }
   }
 
-  /** Places of what lives after `event`. */
-  function living({ born, died, count }, event) {
-    const found = new Int32Array(count);
+  /** Places of what lives after `event`: at each address the last that was born, if it is not dead. */
+  function living({ born, died, first }, event) {
+    const found = new Int32Array(first.length);
     let most = 0;
-    for (let i = 0; i < count; i++) if (born[i] <= event && died[i] > event) found[most++] = i;
+    for (let group = 0; group + 1 < first.length; group++) {
+      let low = first[group], high = first[group + 1] - 1;
+      if (born[low] > event) continue;
+      while (low < high) {
+        const middle = (low + high + 1) >> 1;
+        if (born[middle] <= event) low = middle; else high = middle - 1;
+      }
+      if (died[low] > event) found[most++] = low;
+    }
     return found.subarray(0, most);
   }
 

@@ -384,6 +384,9 @@
         },
       }, data, this.canvas);
       this.listen(this.plot.over);
+      this.momentLine = this.add("div", { className: "moment-line" }, this.plot.over);
+      this.lifeBar = this.add("div", { className: "life-bar" }, this.plot.over);
+      this.placeMarks();
       this.point(this.cursor ?? Math.min(lowerBound(this.columns.event, this.rank.peak.event), this.x.length - 1));
       this.mark(data);
     }
@@ -443,6 +446,7 @@
         this.plot.setScale("x", { min: this.range[0], max: this.range[1] });
       });
       this.moveLine();
+      this.placeMarks();
       this.mark(data);
     }
 
@@ -572,7 +576,6 @@
         this.drawOoms(ctx, area, x);
         this.drawMoments(ctx, area, x);
         this.drawDemandPeak(ctx, area, x, y);
-        this.drawLife(ctx, area, x);
         this.drawPeaks(ctx, area, x, y);
       });
     }
@@ -629,7 +632,7 @@
       }
     }
 
-    /** Small marks at the bottom where something is of note; a line at the event that is shown. */
+    /** Small marks at the bottom where something is of note. */
     drawMoments(ctx, area, x) {
       const bottom = area.top + area.height;
       for (const event of this.notable) {
@@ -637,26 +640,20 @@
         if (event < 0 || value < this.range[0] || value > this.range[1]) continue;
         shape(ctx, this.colour.ink, this.colour.page, [[at, bottom - 8], [at + 4, bottom], [at - 4, bottom]]);
       }
-      if (this.moment === null || this.moment < 0) return;
-      const at = x(this.exact(this.moment));
-      ctx.strokeStyle = this.colour.ink;
-      ctx.lineWidth = 1;
-      ctx.setLineDash([2, 3]);
-      line(ctx, at, area.top, at, bottom);
-      ctx.setLineDash([]);
     }
 
-    /** The life of the chosen tensor, as a bar at the bottom. */
-    drawLife(ctx, area, x) {
+    /** Put the line of the event that is shown, and the bar of the chosen tensor's life, where they belong. */
+    placeMarks() {
+      const [from, to] = this.range, wide = this.plot.over.clientWidth;
+      const x = (event) => ((this.exact(event) - from) / (to - from)) * wide;
+      const at = x(this.moment ?? -1);
+      this.momentLine.hidden = this.moment === null || this.moment < 0 || at < 0 || at > wide;
+      this.momentLine.style.left = `${at}px`;
+      this.lifeBar.hidden = !this.life || x(this.life.died) < 0 || x(this.life.born) > wide;
       if (!this.life) return;
-      const left = Math.max(area.left, x(this.exact(Math.max(0, this.life.born)))), right = Math.min(area.left + area.width, x(this.exact(this.life.died)));
-      const top = area.top + area.height - 16;
-      ctx.fillStyle = this.colour.page;
-      ctx.fillRect(left - 1, top - 1, Math.max(right - left, 3) + 2, 9);
-      ctx.fillStyle = this.colour.ink;
-      ctx.fillRect(left, top, Math.max(right - left, 3), 7);
-      ctx.fillStyle = getComputedStyle(root).getPropertyValue(`--c-${this.life.category}`).trim();
-      ctx.fillRect(left + 1, top + 1, Math.max(right - left - 2, 1), 5);
+      const left = Math.max(0, x(this.life.born)), right = Math.min(wide, x(this.life.died));
+      this.lifeBar.className = `life-bar c-${this.life.category}`;
+      Object.assign(this.lifeBar.style, { left: `${left}px`, width: `${Math.max(4, right - left)}px` });
     }
 
     /** The x of any event. */
@@ -788,10 +785,11 @@
     if (!lives || !ranks[index].events) return;
     const memory = await globalThis.memoryOf.load(lives);
     plot.notable = memory.moments.map(({ event }) => event);
+    plot.refresh();
     const moment = new Moment(memory, sections[index], {
       phase: (event) => plot.phaseOf(event),
-      shown: (event) => { plot.moment = event; plot.refresh(); },
-      chosen: (tensor) => { plot.life = tensor === null ? null : { born: memory.blocks.born[tensor], died: memory.blocks.died[tensor], category: memory.category(tensor) }; plot.refresh(); },
+      shown: (event) => { plot.moment = event; plot.placeMarks(); },
+      chosen: (tensor) => { plot.life = tensor === null ? null : { born: memory.blocks.born[tensor], died: memory.blocks.died[tensor], category: memory.category(tensor) }; plot.placeMarks(); },
     });
     moments.set(index, moment);
     plot.pick = (event) => moment.show(event);
