@@ -29,6 +29,7 @@ All else stays unknown: what lives from a forward to the end may be a workspace,
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import IntEnum
 from itertools import pairwise
@@ -163,19 +164,32 @@ def _stage(frame: str) -> Stage:
 def _ranges(entries: Entries, annotations: tuple[Annotation, ...]) -> list[tuple[int, int, Stage]]:
     """Entries of annotated ranges that tell a stage, later and inner ones last; none where times go backwards."""
     times = np.array(entries.time_us, dtype=np.int64)
-    if not annotations or (np.diff(times) < 0).any():
+    if not annotations or not len(times) or (np.diff(times) < 0).any():
         return []
-    found, begun = [], dict[str, list[int]]()
-    for mark in annotations:
-        stage = next((stage for pattern, stage in _RANGES if pattern.match(mark.name)), None)
-        if stage is None:
-            continue
-        if mark.starts:
-            begun.setdefault(mark.name, []).append(mark.time_us)
-        elif begun.get(mark.name):
-            start = np.searchsorted(times, begun[mark.name].pop(), side="left")
-            found.append((int(start), int(np.searchsorted(times, mark.time_us, side="right")), stage))
+    told = [(mark, stage) for mark in annotations if (stage := _range_stage(mark.name)) is not None]
+    ends = {id(start): end.time_us for start, end in _closed([mark for mark, _ in told])}
+    starts = [mark.time_us for mark, _ in told if mark.starts]
+    found = []
+    for mark, stage in told:
+        if mark.starts:  # one whose end was not recorded lasts until another begins
+            last = ends.get(id(mark), min((time - 1 for time in starts if time > mark.time_us), default=int(times[-1])))
+            begin, end = np.searchsorted(times, mark.time_us, "left"), np.searchsorted(times, last, "right")
+            found.append((int(begin), max(int(begin), int(end)), stage))
     return sorted(found, key=lambda one: (one[0], -one[1]))
+
+
+def _range_stage(name: str) -> Stage | None:
+    return next((stage for pattern, stage in _RANGES if pattern.match(name)), None)
+
+
+def _closed(marks: list[Annotation]) -> Iterator[tuple[Annotation, Annotation]]:
+    """Starts with their ends; ranges of one name nest."""
+    begun: dict[str, list[Annotation]] = {}
+    for mark in marks:
+        if mark.starts:
+            begun.setdefault(mark.name, []).append(mark)
+        elif begun.get(mark.name):
+            yield begun[mark.name].pop(), mark
 
 
 def _steps(ranges: list[tuple[int, int, Stage]], outer: StageArray) -> list[tuple[int, int]]:

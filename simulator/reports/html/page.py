@@ -37,7 +37,7 @@ POINTS_PER_PAGE: Final = 200_000
 #: Characters of a page without the lives of blocks: what takes more is drawn more coarsely.
 MAX_PAGE: Final = 4_500_000
 #: Characters of the lives of blocks: ranks beyond are drawn without their blocks.
-MAX_LIVES: Final = 48_000_000
+MAX_LIVES: Final = 24_000_000
 MAX_RANKS: Final = 64
 MAX_PHASE_ROWS: Final = 40
 
@@ -101,9 +101,9 @@ def _lives(ranks: Sequence[RankResult]) -> list[str]:
     """The lives of all blocks of each rank, empty for those after which a page would be too large."""
     found, left = [], MAX_LIVES
     for rank in ranks:
-        text = "" if rank.picture is None or not left else lives(rank, rank.picture)
-        left = left - len(text) if len(text) <= left else 0
-        found.append(text if left else "")
+        text = "" if rank.picture is None or left < 0 else lives(rank, rank.picture)
+        left -= len(text)
+        found.append(text if left >= 0 else "")
     return found
 
 

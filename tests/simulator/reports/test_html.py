@@ -6,6 +6,7 @@ import base64
 import hashlib
 import json
 import re
+import zlib
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
@@ -23,12 +24,15 @@ from simulator.estimator.devices import device
 from simulator.reports import compare as comparison
 from simulator.reports import select
 from simulator.reports.document import Bar, Chart, Document, Size, Table
-from simulator.reports.html.moments import FREE, Room, path_of, tree_of
+from simulator.reports.html import page as pages
+from simulator.reports.html.lives import lives
 from simulator.reports.html.overlay import COLUMNS, LINES, overlay
-from simulator.reports.html.page import MAX_PAGE, MAX_RANKS, render, render_html, write, write_html
+from simulator.reports.html.page import MAX_LIVES, MAX_PAGE, MAX_RANKS, render, render_html, write, write_html
 from simulator.reports.html.series import MAX_OOMS, pack, series, shorten, thin
 from simulator.reports.run import CAUSES
 from simulator.selector.select import Asked, Outcome, Selection
+from simulator.snapshots.reader import read
+from tests.places import DATA
 from tests.support.handmade import GIB, busy_trace, out_of_memory, rank_result, result, timeline
 from tests.support.step_graphs import stub
 from traces.errors import OutputError
@@ -36,6 +40,8 @@ from traces.model import Int64Array
 from traces.timelines.timeline import Timeline
 from traces.units import format_bytes
 
+#: The page's scripts and the data; the lives of each rank's blocks come on top.
+SCRIPTS = len(pages._SCRIPTS) + 1
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)>\"'&\u2028\u202e\x00"
 
 
@@ -203,7 +209,7 @@ def test_hostile_text_is_only_text() -> None:
     plain = Page(render_html(result(rank_result(timeline(100), oom=out_of_memory(3)), model="x")))
     kinds = {tag for tag, _ in page.tags}
     assert kinds <= {tag for tag, _ in plain.tags} | {"bdi", "ul", "li"}
-    assert len(page.scripts) == len(plain.scripts) == 4
+    assert len(page.scripts) == len(plain.scripts) == SCRIPTS + 1
     assert not any(name.startswith("on") for _, attributes in page.tags for name in attributes)
     assert HOSTILE in page.data["ranks"][0]["names"]
 
@@ -214,7 +220,7 @@ def test_policy_allows_the_scripts_of_the_page_and_no_network() -> None:
     rules = dict(rule.strip().split(" ", 1) for rule in policy.split(";"))
     assert rules["default-src"] == "'none'"
     assert rules["img-src"] == "data:"
-    digests = [base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in page.scripts[1:]]
+    digests = [base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in page.scripts[2:]]
     assert rules["script-src"].split() == [f"'sha256-{digest}'" for digest in digests]
     sources = [attributes.get("src") or attributes.get("href") for _, attributes in page.tags]
     assert {source for source in sources if source} == {"data:,"}
@@ -287,74 +293,74 @@ def test_categories_over_time_sum_to_allocated() -> None:
     assert {name: int(column[at]) for name, column in held.items()} == dict(found.ranks[0].peak.by_category)
 
 
-def test_blocks_and_gaps_fill_the_segments() -> None:
-    found = replay(busy_trace(3_000), picture=True)
-    document = Page(render_html(found)).data["ranks"][0]["moments"]
-    for moment, shown in zip(found.ranks[0].picture.moments, document["list"], strict=True):  # type: ignore[union-attr]
-        blocks = shown["blocks"]
-        sizes = int64(unpack(blocks["bytes"])) * blocks["unit"]
-        kinds = int64(unpack(blocks["kind"]))
-        assert sizes.sum() == moment.reserved == sum(unpack(shown["segments"]["bytes"]))
-        assert sizes[kinds != FREE].sum() == moment.active
-        assert sum(shown["byCategory"]) == moment.allocated
-        names = {document["names"][name] for name in unpack(blocks["name"]) if name >= 0}
-        assert names <= set(busy_trace(10).ranks[0].events.strings("name").table)
+def lives_of(text: str) -> tuple[dict[str, Any], dict[str, dict[str, Int64Array]]]:
+    """The plain inverse of `lives`: what the JSON says, and the columns by group."""
+    data = zlib.decompress(base64.b64decode(text))
+    length = int.from_bytes(data[:4], "little")
+    head, at = json.loads(data[4 : 4 + length]), 4 + length
+    found: dict[str, dict[str, Int64Array]] = {}
+    for group, said in head["columns"].items():
+        for name, size in said["bytes"].items():
+            values = int64(unpack(base64.b64encode(data[at : at + size]).decode()))
+            assert len(values) == said["count"]
+            found.setdefault(group, {})[name] = values
+            at += size
+    assert at == len(data)
+    return head, found
 
 
-def test_a_million_events_with_categories_make_a_small_page() -> None:
-    found = replay(busy_trace(1_000_000, live=6_000), picture=True)
-    text = render_html(found)
-    assert len(text) <= MAX_PAGE
-    data = Page(text).data["ranks"][0]
-    assert len(data["moments"]["list"]) > 10
-    assert sum(moment["blocks"]["count"] for moment in data["moments"]["list"]) > 10_000
-    assert sum(1 for _ in re.finditer("<li><d", text)) < 2 * Room().nodes
+def test_the_lives_of_blocks_are_those_of_the_picture() -> None:
+    rank = replay(busy_trace(3_000), picture=True).ranks[0]
+    picture = rank.picture
+    assert picture is not None
+    head, columns = lives_of(lives(rank, picture))
+    blocks, kinds, held = columns["blocks"], columns["kinds"], picture.blocks
+    assert (blocks["address"] * 512).tolist() == held.address.tolist()
+    assert (blocks["bytes"] * 512 - blocks["slack"]).tolist() == held.requested.tolist()
+    assert (blocks["born"] + blocks["life"]).tolist() == held.died.tolist()
+    assert (blocks["born"] + blocks["life"] - blocks["wait"]).tolist() == held.freed.tolist()
+    names = [head["names"][kinds["name"][kind]] for kind in blocks["kind"].tolist()]
+    assert names == [picture.names[code] for code in held.name.tolist()]
+    categories = [head["categories"][kinds["category"][kind]] for kind in blocks["kind"].tolist()]
+    assert categories == [picture.categories[code] for code in held.category.tolist()]
+    assert (columns["segments"]["bytes"] * 512).tolist() == picture.segments.bytes.tolist()
+    assert [one["event"] for one in head["moments"]] == [one.event for one in picture.moments]
+
+
+def test_whole_stacks_are_on_the_page() -> None:
+    rank = replay(read(DATA / "snapshots" / "opt-2l_w1.pickle.gz"), picture=True, analyse=False).ranks[0]
+    assert rank.picture is not None
+    head, columns = lives_of(lives(rank, rank.picture))
+    stacks = ["\n".join(head["frames"][frame] for frame in stack) for stack in head["stacks"]]
+    kinds = columns["kinds"]["stack"][columns["blocks"]["kind"]].tolist()
+    shown = [stacks[stack] if stack >= 0 else None for stack in kinds]
+    wanted = [rank.picture.frames[code] if code >= 0 else None for code in rank.picture.blocks.frames.tolist()]
+    assert shown == wanted
+    own = [frame for frame, foreign in zip(head["frames"], head["foreign"], strict=True) if not foreign]
+    assert any(frame.endswith("gemini_run.py:310:measure") for frame in own)
+    assert not any("/torch/" in frame for frame in own)
+
+
+def test_ranks_beyond_the_room_are_drawn_without_their_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = replay(busy_trace(2_000), picture=True).ranks[0]
+    assert one.picture is not None
+    monkeypatch.setattr(pages, "MAX_LIVES", 3 * len(lives(one, one.picture)))
+    shown = Page(render_html(result(*(replace(one, ranks=(place,)) for place in range(5)))))
+    assert [bool(text) for text in shown.scripts[1:6]] == [True, True, True, False, False]
 
 
 def test_many_ranks_with_pictures_stay_small_and_stand_side_by_side() -> None:
     one = replay(busy_trace(40_000, live=3_000), picture=True).ranks[0]
     text = render_html(result(*(replace(one, ranks=(place,)) for place in range(MAX_RANKS))))
-    assert len(text) <= MAX_PAGE
+    assert len(text) <= MAX_PAGE + MAX_LIVES
     assert text.count("role=listitem") == MAX_RANKS
     assert format_bytes(one.peak_reserved) in text[text.index("Side by side") :].split("</svg>")[1]
-
-
-@pytest.mark.parametrize(
-    ("name", "path"),
-    [
-        ("model.layers.0.fc1.weight", ["model", "layers", "0", "fc1", "weight"]),
-        ("model.layers.0.fc1: aten.mm.default", ["model", "layers", "0", "fc1", "aten.mm.default"]),
-        ("aten._foreach_sqrt.default", ["(no module)", "aten._foreach_sqrt.default"]),
-        ("", ["(no name)"]),
-        ("...", ["..."]),
-    ],
-)
-def test_path_of(name: str, path: list[str]) -> None:
-    assert path_of(name) == path
-
-
-def test_the_tree_of_modules_adds_up() -> None:
-    found = replay(busy_trace(3_000), picture=True).ranks[0]
-    picture = found.picture
-    assert picture is not None
-    moment = next(one for one in picture.moments if "peak allocated" in one.labels)
-    root = tree_of(picture, moment)
-    assert root.bytes == found.peak_allocated
-    assert root.by_category == dict(found.peak.by_category)
-    layers = root.parts["model"].parts["layers"]
-    wanted: dict[str, int] = {}
-    for code, size in zip(moment.blocks.name.tolist(), moment.blocks.bytes.tolist(), strict=True):
-        match = re.match(r"model\.layers\.(\d+)", picture.names[code])
-        if match:
-            wanted[match[1]] = wanted.get(match[1], 0) + size
-    assert {name: part.bytes for name, part in layers.parts.items()} == wanted
-    assert format_bytes(layers.bytes) in render_html(result(found))
 
 
 def test_endless_and_hostile_paths_stay_text() -> None:
     trace = busy_trace(2_000, names=[".".join("a" * place) for place in range(1, 2_000)] + [HOSTILE, "9" * 9_000])
     page = Page(render_html(replay(trace, picture=True)))
-    assert len(page.scripts) == 4
+    assert len(page.scripts) == SCRIPTS + 1
     assert not any(tag == "img" for tag, _ in page.tags)
 
 
@@ -379,7 +385,7 @@ def test_a_sheet_sets_methods_side_by_side() -> None:
         notes=("a note",),
     )
     page = Page(render(document))
-    assert len(page.scripts) == 4
+    assert len(page.scripts) == SCRIPTS + 2
     assert not any(tag == "img" for tag, _ in page.tags)
     assert [rank["label"] for rank in page.data["ranks"]] == ["fsdp2", "ddp"]
     for word in ("Fits", "fsdp2 is fastest.", "4 GPUs", "3.00 GiB", "a note"):
@@ -456,7 +462,7 @@ def test_a_comparison_is_set_side_by_side(pictured: bool) -> None:
     replays = [replay(trace, picture=pictured) for trace in runs]
     sides = [side_of_replay(*one, name) for one, name in zip(zip(replays, runs, strict=True), "ab", strict=True)]
     page = Page(render(comparison.document_of(compare(sides[0], sides[1]))))
-    assert len(page.scripts) == (4 if pictured else 0)
+    assert len(page.scripts) == (SCRIPTS + 2 if pictured else 0)
     assert ("Memory over time, on one axis" in page.text) is pictured
     if pictured:
         assert [rank["label"] for rank in page.data["ranks"]] == ["before: a", "after: b"]
