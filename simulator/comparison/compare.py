@@ -51,7 +51,8 @@ Bytes = Mapping[str, int]
 class Figures:
     """What is known of one rank (or of equal ones): `values` by the names of `FIGURES`, None where unknown.
 
-    `phases` are peak and remainder of allocated bytes by phase; `categories`, `modules` and `tensors` are bytes alive
+    `phases` are peak and remainder of allocated bytes by phase, `phase_names` their names where steps are known;
+    `categories`, `modules` and `tensors` are bytes alive
     at the peak. `whole` is False where only the largest tensors are known, and no modules.
     """
 
@@ -59,10 +60,17 @@ class Figures:
     verdict: Verdict
     values: Mapping[str, int | None]
     phases: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    phase_names: Mapping[str, str] = field(default_factory=dict)
     categories: Bytes = field(default_factory=dict)
     modules: Bytes = field(default_factory=dict)
     tensors: Bytes = field(default_factory=dict)
     whole: bool = True
+
+    @property
+    def outside(self) -> int | None:
+        """Bytes outside the allocator that the device's total counts; None where it is not known."""
+        total, reserved = self.values.get("device_total"), self.values.get("peak_reserved")
+        return None if total is None or reserved is None else total - reserved
 
 
 @dataclass(frozen=True)
@@ -148,9 +156,19 @@ class Pair:
     before: Figures
     after: Figures
 
+    @property
+    def one_sided(self) -> bool:
+        """Whether one side alone counts what lies outside the allocator: its totals are none of the other's then."""
+        return (
+            self.before.outside is not None
+            and self.after.outside is not None
+            and ((self.before.outside > 0) != (self.after.outside > 0))
+        )
+
     def figures(self) -> list[Change]:
-        """The figures that a side has."""
-        found = (Change(name, self.before.values.get(name), self.after.values.get(name)) for name in FIGURES)
+        """The figures that a side has; the device's total where both sides count the same in it."""
+        names = [name for name in FIGURES if name != "device_total" or not self.one_sided]
+        found = (Change(name, self.before.values.get(name), self.after.values.get(name)) for name in names)
         return [one for one in found if one.before is not None or one.after is not None]
 
     def phases(self) -> list[tuple[str, Change, Change]]:
@@ -161,6 +179,11 @@ class Pair:
             one, two = self.before.phases[name], self.after.phases[name]
             found.append((name, Change("peak", one[0], two[0]), Change("left", one[1], two[1])))
         return found
+
+    def phase_name(self, key: str) -> str:
+        """A phase in words: with the step where both sides agree on it."""
+        names = {side.phase_names[key] for side in (self.before, self.after) if key in side.phase_names}
+        return names.pop() if len(names) == 1 else phase_words(key)
 
     def changes(self, what: Literal["categories", "modules", "tensors"]) -> list[Change]:
         """What is alive at the peak, by category, module or tensor; the largest changes first, none of 0.
@@ -208,6 +231,15 @@ class Comparison:
         if self.before.verdict != "oom" and self.after.verdict == "oom":
             told.insert(0, "it runs out of memory, which it did not")
         return told
+
+
+def phase_words(key: str) -> str:
+    """A phase's key in words: `fwd_first` is the first forward, `bwd.1` backward 1."""
+    found = re.fullmatch(r"(fwd|bwd|step|pipe)(?:_(first|last)|\.(\d+))", key)
+    if found is None:
+        return key
+    name = {"fwd": "forward", "bwd": "backward", "step": "optimizer", "pipe": "pipe"}[found[1]]
+    return f"{found[2]} {name}" if found[2] else f"{name} {found[3]}"
 
 
 def growth(change: Change) -> str:
@@ -312,6 +344,11 @@ def side_of_replay(result: Result, trace: Trace, name: str) -> Side:
                     "num_ooms": stats.get("num_ooms"),
                 },
                 phases={phase.key: (phase.peak, phase.left) for phase in rank.phases if phase.key},
+                phase_names={
+                    phase.key: phase.name if phase.step is None else f"{phase.name} {phase.step}"
+                    for phase in rank.phases
+                    if phase.key
+                },
                 categories=dict(rank.peak.by_category),
                 modules=modules,
                 tensors=tensors,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 
 from simulator.comparison.compare import COUNTS, Change, Comparison, Figures, Pair, growth
 from simulator.engine.ranks import format_ranks
-from simulator.reports.document import Bar, Block, Chart, Document, Lines, Section, Table
+from simulator.reports.document import Bar, Block, Chart, Differences, Document, Lines, Section, Table
 from simulator.reports.markdown import body, escaped
 from simulator.reports.verdict import WORDS
 from traces.text import one_line
@@ -32,6 +32,10 @@ _TITLES: Final[Mapping[_What, str]] = {
     "modules": "Alive at the peak, by module",
     "tensors": "Alive at the peak, by tensor",
 }
+_ONE_SIDED: Final = (
+    "What lies outside the allocator, such as the CUDA context, is counted on one side alone: the device's totals are "
+    "not compared."
+)
 _SINGULAR: Final[Mapping[_What, str]] = {"categories": "category", "modules": "module", "tensors": "tensor"}
 
 
@@ -100,8 +104,10 @@ def document_of(comparison: Comparison) -> Document:
     return Document(
         subject=f"{before.name} to {after.name}",
         lead=verdict(comparison),
-        badge="regression" if grown else after.verdict,
-        facts=(f"before: {before.kind}", f"after: {after.kind}"),
+        badge="regression" if grown else "oom" if after.verdict == "oom" else "comparison",
+        facts=tuple(
+            f"{words}: {side.kind}, {WORDS[side.verdict]}" for words, side in (("before", before), ("after", after))
+        ),
         sections=(
             *(
                 Section(f"rank {format_ranks(pair.after.ranks, 40)}" if several else "", tuple(_blocks(pair)))
@@ -120,26 +126,35 @@ def document_of(comparison: Comparison) -> Document:
 
 def _blocks(pair: Pair) -> Iterator[Block]:
     yield _table("", "figure", [_cells(change) for change in pair.figures()])
+    if pair.one_sided:
+        yield Lines((_ONE_SIDED,))
     if pair.before.categories and pair.after.categories:
         bars = (Bar(words, _parts(side)) for words, side in (("before", pair.before), ("after", pair.after)))
         yield Chart(_TITLES["categories"], tuple(bars))
     phases = pair.phases()
     if phases:
         bars = (
-            Bar(f"{name}, {side}", ((side, value),))
+            Bar(f"{pair.phase_name(name)}, {side}", ((side, value),))
             for name, peak, _ in phases
             for side, value in (("before", peak.before or 0), ("after", peak.after or 0))
         )
         yield Chart("Peak allocated by phase", tuple(bars))
-        yield _table("Peak allocated by phase", "phase", [_cells(peak, name) for name, peak, _ in phases])
-        moved = [_cells(left, name) for name, _, left in phases if left.difference]
+        yield _table(
+            "Peak allocated by phase", "phase", [_cells(peak, pair.phase_name(name)) for name, peak, _ in phases]
+        )
+        moved = [_cells(left, pair.phase_name(name)) for name, _, left in phases if left.difference]
         if moved:
             yield _table("Left allocated at the end of a phase", "phase", moved)
     for what, title in _TITLES.items():
         changes = pair.changes(what)
         if changes:
             part = "" if what == "categories" or (pair.before.whole and pair.after.whole) else ", of the largest"
-            yield _table(title + part, _SINGULAR[what], [_cells(change, change.name) for change in changes[:MOST_ROWS]])
+            shown = changes[:MOST_ROWS]
+            rows = (
+                (one_line(change.name.replace("_", " ")), change.before or 0, change.after or 0) for change in shown
+            )
+            yield Differences(f"{title}{part}: what changed", tuple(rows))
+            yield _table(title + part, _SINGULAR[what], [_cells(change, change.name) for change in shown])
 
 
 def _parts(side: Figures) -> tuple[tuple[str, float], ...]:

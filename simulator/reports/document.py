@@ -144,7 +144,15 @@ class Dots:
     rows: tuple[tuple[str, str, tuple[tuple[str, int, bool], ...]], ...]
 
 
-Block = Table | Figures | Lines | Chart | Dots
+@dataclass(frozen=True)
+class Differences:
+    """Bars to both sides of a middle, on a page alone: what, and its bytes before and after; growth is on the right."""
+
+    title: str
+    rows: tuple[tuple[str, int, int], ...]
+
+
+Block = Table | Figures | Lines | Chart | Dots | Differences
 
 
 @dataclass(frozen=True)
@@ -161,9 +169,9 @@ class Section:
 class Document:
     """A report. `subject` is what it is about, `lead` the answer in a sentence, behind the words `says` that stand out.
 
-    `badge` colours the answer: a verdict, "regression" or nothing. `head` stands before the sections. The rest is for
-    pages alone: a `title` where it is not the subject, `notes`, `properties`, and `results` that are drawn together and
-    one by one, with categories and blocks where they were replayed with their picture.
+    `badge` colours the answer: a verdict, "regression", "comparison" or nothing. `head` stands before the sections. The
+    rest is for pages alone: a `title` where it is not the subject, `notes`, `properties`, and `results` that are drawn
+    together and one by one, with categories and blocks where they were replayed with their picture.
     """
 
     subject: str

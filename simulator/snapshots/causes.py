@@ -349,12 +349,12 @@ def _modes(survey: Survey, rules: Rules) -> list[bool]:
     return modes + [current] * (len(survey.steps) - len(modes))
 
 
-def _phases(roles: Roles, survey: Survey) -> dict[int, list[tuple[str, int]]]:
+def _phases(roles: Roles, survey: Survey) -> dict[int, list[tuple[str, int | None]]]:
     """Phases by the number of the step before which they begin."""
     begins = [step.members[0] for step in survey.steps]
-    found: dict[int, list[tuple[str, int]]] = {}
+    found: dict[int, list[tuple[str, int | None]]] = {}
     for entry, name, count in roles.phases:
-        found.setdefault(bisect_left(begins, entry), []).append((name, count))
+        found.setdefault(bisect_left(begins, entry), []).append((name, None if name == "load" else count))
     return found
 
 

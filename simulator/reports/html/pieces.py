@@ -9,11 +9,13 @@ from typing import Final
 import jinja2
 from markupsafe import Markup
 
-from simulator.reports.document import Bar, Cell, Chart, Dots, Share, Size, Table
+from simulator.reports.document import Bar, Cell, Chart, Differences, Dots, Share, Size, Table
 from simulator.reports.html.series import shorten
 from traces.model import CATEGORIES
 from traces.units import format_bytes
 
+#: The colours of runs side by side: those of the overlay.
+_SIDES: Final = {"before": "k-0", "after": "k-1"}
 #: Rows that a chart or a table shows; the rest is counted.
 MAX_ROWS: Final = 400
 
@@ -29,7 +31,7 @@ def templates() -> jinja2.Environment:
         lstrip_blocks=True,
     )
     found.globals["most"] = MAX_ROWS
-    own = (amount, begin, cell, colour, colours, column, scale, size, span, stack, stacked, told, total)
+    own = (amount, begin, cell, colour, colours, column, largest, scale, size, span, stack, stacked, told, total)
     found.filters |= {one.__name__: one for one in own}
     found.filters |= {"said": text, "short": shorten, "kind": lambda block: type(block).__name__}
     return found
@@ -71,7 +73,9 @@ def column(table: Table, place: int) -> Markup:
 
 
 def colour(name: str, place: int = 0) -> str:
-    """The CSS class that colours a category or `free`, the same everywhere; for other parts one of 8, by `place`."""
+    """The CSS class of a category, `free` or a side of a comparison, the same everywhere; else one of 8, by `place`."""
+    if name in _SIDES:
+        return _SIDES[name]
     return f"c-{name}" if name in (*CATEGORIES, "free") else f"c-{place % 8}"
 
 
@@ -95,6 +99,11 @@ def span(dots: Dots) -> tuple[int, int]:
     """The least and the largest value of all dots."""
     values = [value for _, _, row in dots.rows for _, value, _ in row]
     return min(values, default=0), max(values, default=0)
+
+
+def largest(differences: Differences) -> int:
+    """The largest change of all rows."""
+    return max((abs(after - before) for _, before, after in differences.rows), default=0) or 1
 
 
 def told(bar: Bar, unit: str) -> str:
