@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import statistics
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -14,10 +16,13 @@ import pytest
 from simulator.engine.replay import replay
 from simulator.engine.result import Result
 from simulator.reports.document import Bar, Chart, Document, Table
-from simulator.reports.html.page import MAX_PAGE, write, write_html
+from simulator.reports.html.page import MAX_LIVES, MAX_PAGE, write, write_html
 from simulator.reports.html.series import shorten
+from simulator.snapshots.reader import read
+from tests.places import DATA
 from tests.support.browser import Browser, find_chromium
 from tests.support.handmade import GIB, busy_trace, out_of_memory, rank_result, result, timeline
+from tests.support.pictures import alive, event_of, sums
 from traces.units import format_bytes
 
 pytestmark = pytest.mark.xdist_group("browser")
@@ -281,61 +286,192 @@ def test_the_keyboard_walks_through_the_blocks(browser: Browser, tmp_path: Path,
     assert picture is not None
     press_until_focus(browser, ".tape")
     assert browser.evaluate("getComputedStyle(document.activeElement).outlineStyle") == "solid"
-    start = next(place for place, one in enumerate(picture.moments) if "peak allocated" in one.labels)
-    segments = picture.moments[start].segments
+    peak = event_of(picture, "peak allocated")
+    segments = alive(picture.segments, peak)
     browser.press("Home")
-    assert f"at +0 B of segment 1 of {len(segments.bytes)}" in block(browser)
-    first = picture.moments[start].blocks
-    assert format_bytes(int(first.bytes[0])) in block(browser)
-    assert picture.names[int(first.name[0])] in block(browser)
+    assert f"at +0 B of segment 1 of {len(segments)}" in block(browser)
+    first = alive(picture.blocks, peak)[0]
+    assert format_bytes(int(picture.blocks.bytes[first])) in block(browser)
+    assert picture.names[int(picture.blocks.name[first])] in block(browser)
     browser.press("ArrowRight")
-    assert f"at +{format_bytes(int(first.bytes[0]))} of segment 1" in block(browser)
+    assert f"at +{format_bytes(int(picture.blocks.bytes[first]))} of segment 1" in block(browser)
     browser.press("ArrowLeft")
     assert "at +0 B of segment 1 " in block(browser)
     browser.press("ArrowDown")
     assert "at +0 B of segment 2 " in block(browser)
-    assert format_bytes(int(segments.bytes[1])) in block(browser)
+    assert format_bytes(int(picture.segments.bytes[segments[1]])) in block(browser)
     browser.press("ArrowUp")
     browser.press("g")
     assert block(browser).startswith("Free")
     browser.press("PageDown")
-    later = picture.moments[start + 1]
-    facts = browser.evaluate("document.querySelector('.moments .facts').textContent")
-    assert f"reserved {format_bytes(later.reserved)} in {len(later.segments.bytes)} segments" in facts
-    assert f"event {later.event:,}" in facts
-    assert browser.evaluate("document.querySelector('.moments select').value") == str(start + 1)
+    later = next(moment for moment in picture.moments if moment.event > peak)
+    reserved = sums(picture, later.event)[2]
+    assert f"reserved {format_bytes(reserved)} in {len(alive(picture.segments, later.event))} segments" in facts(
+        browser
+    )
+    assert f"event {later.event:,}" in facts(browser)
+    assert later.labels[0] in browser.evaluate("document.querySelector('.moments select').selectedOptions[0].text")
     assert tape_pixels(browser, PARAMETER) > 500
     healthy(browser)
 
 
-def test_the_cursor_of_the_plot_chooses_the_moment(browser: Browser, tmp_path: Path, pictured: Result) -> None:
+def facts(browser: Browser) -> str:
+    return str(browser.evaluate("document.querySelector('.rank:not([hidden]) .moments .facts').textContent"))
+
+
+def shown_event(browser: Browser) -> int:
+    return int(browser.evaluate("document.querySelector('.rank:not([hidden]) .moments').dataset.event"))
+
+
+def test_any_event_can_be_shown(browser: Browser, tmp_path: Path, pictured: Result) -> None:
+    """By a click, a key, or its number: the sums are the counters' after just that event."""
     show(browser, tmp_path, pictured)
-    picture = pictured.ranks[0].picture
-    assert picture is not None
+    line = pictured.ranks[0].timeline
+
+    def agrees(event: int) -> None:
+        browser.settle()
+        assert shown_event(browser) == event
+        assert f"allocated {format_bytes(int(line.allocated[event]))} " in facts(browser)
+        assert f"reserved {format_bytes(int(line.reserved[event]))} " in facts(browser)
+
     focus(browser)
     browser.press("End")
     browser.press("Enter")
-    assert browser.evaluate(f"{TAPE}.dataset.moment") == str(len(picture.moments) - 1)
-    browser.press("Home")
-    browser.press("Enter")
-    assert browser.evaluate(f"{TAPE}.dataset.moment") == "0"
+    agrees(len(line) - 1)
+    browser.press(",")
+    agrees(len(line) - 2)
+    box = browser.evaluate("document.querySelector('.u-over').getBoundingClientRect().toJSON()")
+    for share in (0.1234, 0.5071, 0.8888):
+        place = f"{{clientX: {box['left'] + box['width'] * share}, clientY: {box['top'] + 200}}}"
+        browser.evaluate(f"document.querySelector('.u-over').dispatchEvent(new MouseEvent('click', {place}))")
+        event = shown_event(browser)
+        assert event == pytest.approx(share * len(line), abs=len(line) / box["width"] + 1)
+        agrees(event)
+    browser.evaluate(
+        "(n => { n.value = 1717; n.dispatchEvent(new Event('change')); })"
+        "(document.querySelector('.moments input[type=number]'))"
+    )
+    agrees(1717)
     healthy(browser)
 
 
-def test_the_tree_obeys_the_arrow_keys(browser: Browser, tmp_path: Path, pictured: Result) -> None:
+def test_the_icicle_adds_up_and_obeys_the_keyboard(browser: Browser, tmp_path: Path, pictured: Result) -> None:
     show(browser, tmp_path, pictured)
-    press_until_focus(browser, ".tree summary")
-    opened = "document.activeElement.parentElement.open"
-    assert browser.evaluate("document.activeElement.textContent").startswith("model.layers")
-    before = browser.evaluate(opened)
-    browser.press("ArrowLeft" if before else "ArrowRight")
-    assert browser.evaluate(opened) is not before
-    if before:
-        browser.press("ArrowRight")
-    browser.press("ArrowRight")
-    assert browser.evaluate("document.activeElement.textContent").startswith("0")
-    browser.press("ArrowLeft")
-    assert browser.evaluate("document.activeElement.textContent").startswith("model.layers")
+    picture = pictured.ranks[0].picture
+    assert picture is not None
+    said = "document.querySelector('.flames .readout').textContent"
+    press_until_focus(browser, ".flame")
+    assert f"{format_bytes(pictured.ranks[0].peak_allocated)}, 100.0 %" in browser.evaluate(said)
+    for _ in range(3):
+        browser.press("ArrowDown")
+    assert browser.evaluate(said).startswith("model \u203a layers \u203a 40 \u00d7 layers.*")
+    browser.press("ArrowDown")
+    name = browser.evaluate(said).split(" · ")[0].split(" \u203a ")[-1]
+    peak = event_of(picture, "peak allocated")
+    used = [i for i in alive(picture.blocks, peak).tolist() if picture.blocks.freed[i] > peak]
+    mine = [i for i in used if picture.names[int(picture.blocks.name[i])].split(".")[3] == f"{name}: aten"]
+    assert f" · {format_bytes(sum(int(picture.blocks.bytes[i]) for i in mine))}, " in browser.evaluate(said)
+    browser.press("Enter")
+    assert browser.evaluate("document.querySelector('.flame').dataset.top") == name
+    assert browser.evaluate("Number(document.querySelector('.alive').dataset.found)") == len(mine)
+    browser.press("Escape")
+    assert browser.evaluate("document.querySelector('.flame').dataset.top") == "40 \u00d7 layers.*"
+    browser.evaluate("document.querySelector('.flames input').click()")  # layers one by one
+    browser.settle()
+    assert int(browser.evaluate("document.querySelector('.flame').dataset.nodes")) > 40
+    healthy(browser)
+
+
+def search(browser: Browser, text: str) -> int:
+    """How many tensors in use a search finds."""
+    element = "document.querySelector('.alive input')"
+    browser.evaluate(f"{element}.value = {text!r}; {element}.dispatchEvent(new Event('input'))")
+    browser.settle()
+    return int(browser.evaluate("document.querySelector('.alive').dataset.found"))
+
+
+def test_tensors_are_found_by_name_category_and_size(browser: Browser, tmp_path: Path, pictured: Result) -> None:
+    show(browser, tmp_path, pictured)
+    picture = pictured.ranks[0].picture
+    assert picture is not None
+    blocks = picture.blocks
+    used = alive(blocks, event_of(picture, "peak allocated"))
+    names = [picture.names[code] for code in blocks.name[used].tolist()]
+    categories = [picture.categories[code] for code in blocks.category[used].tolist()]
+    assert search(browser, "") == len(used)
+    assert search(browser, "Layers.7.") == sum("layers.7." in name for name in names)
+    assert search(browser, "gradient") == categories.count("gradient")
+    assert search(browser, ">1MiB") == int((blocks.bytes[used] >= 1 << 20).sum())
+    both = sum(c == "gradient" and b >= 1 << 20 for c, b in zip(categories, blocks.bytes[used].tolist(), strict=True))
+    assert search(browser, "gradient >1MiB") == both
+    assert search(browser, "no such tensor") == 0
+    healthy(browser)
+
+
+def test_a_tensor_that_is_chosen_is_marked_everywhere(browser: Browser, tmp_path: Path, pictured: Result) -> None:
+    show(browser, tmp_path, pictured)
+    search(browser, "layers.7.")
+    browser.evaluate("document.querySelector('.alive tbody button').click()")
+    browser.settle()
+    name = browser.evaluate("document.querySelector('.alive tr.chosen button').textContent")
+    assert "layers.7." in name
+    assert name in block(browser)
+    assert browser.evaluate("document.querySelector('.life-bar').hidden") is False
+    life = browser.evaluate("document.querySelector('.life-bar').getBoundingClientRect().width")
+    assert life > 3
+    browser.evaluate("document.querySelector('.alive tr.chosen button').click()")
+    browser.settle()
+    assert browser.evaluate("document.querySelector('.life-bar').hidden") is True
+    healthy(browser)
+
+
+def test_the_pointer_is_told_what_lies_below_it(browser: Browser, tmp_path: Path, pictured: Result) -> None:
+    show(browser, tmp_path, pictured)
+    said = "document.querySelector('.tip').hidden ? '' : document.querySelector('.tip').textContent"
+    assert browser.evaluate(said) == ""
+    hover = "(e => e.dispatchEvent(new MouseEvent('mousemove', {bubbles: true, clientX: %d, clientY: %d})))(%s)"
+    for selector, words in ((".tape", "of segment"), (".flame", "% of"), (".u-over", "allocated")):
+        element = f"document.querySelector('{selector}')"
+        browser.evaluate(f"{element}.scrollIntoView()")
+        box = browser.evaluate(f"{element}.getBoundingClientRect().toJSON()")
+        browser.evaluate(hover % (box["left"] + 40, box["top"] + 10, element))
+        assert words in browser.evaluate(said), selector
+        edge = browser.evaluate(
+            "(b => [b.left, b.right, innerWidth])(document.querySelector('.tip').getBoundingClientRect())"
+        )
+        assert 0 <= edge[0] <= edge[1] <= edge[2]
+    healthy(browser)
+
+
+def test_the_wheel_zooms_and_dragging_moves_along(browser: Browser, tmp_path: Path, pictured: Result) -> None:
+    show(browser, tmp_path, pictured)
+    box = browser.evaluate("document.querySelector('.u-over').getBoundingClientRect().toJSON()")
+    left, width, middle = box["left"], box["width"], box["top"] + box["height"] / 2
+    turn = f"{{deltaY: -200, clientX: {left + width / 4}, clientY: {middle}, cancelable: true}}"
+    for _ in range(3):
+        browser.evaluate(f"document.querySelector('.u-over').dispatchEvent(new WheelEvent('wheel', {turn}))")
+    close = drawn(browser)
+    events = len(pictured.ranks[0].timeline)
+    assert close["to"] - close["from"] < events / 4
+    assert close["from"] < events / 4 < close["to"]
+    browser.drag((left + width * 0.75, middle), (left + width * 0.25, middle))
+    moved = drawn(browser)
+    assert moved["to"] - moved["from"] == pytest.approx(close["to"] - close["from"])
+    assert moved["from"] - close["from"] == pytest.approx((close["to"] - close["from"]) / 2, rel=0.05)
+    healthy(browser)
+
+
+def test_a_recording_with_stacks_is_drawn_by_stack(browser: Browser, tmp_path: Path) -> None:
+    found = replay(read(DATA / "snapshots" / "opt-2l_w1.pickle.gz"), picture=True, analyse=False)
+    show(browser, tmp_path, found)
+    assert browser.evaluate("document.title").startswith("opt-2l_w1.pickle.gz")
+    words = browser.evaluate("document.querySelector('.plot .legend').textContent")
+    assert all(name in words for name in ("parameter", "optimizer state", "activation", "temporary"))
+    press_until_focus(browser, ".flame")
+    said = "document.querySelector('.flames .readout').textContent"
+    browser.press("ArrowDown")
+    assert browser.evaluate(said).startswith("<module> sweep.py:105 · ")
+    assert search(browser, "hybrid_adam.py") > 2
     healthy(browser)
 
 
@@ -370,7 +506,7 @@ def test_a_million_events_with_blocks_open_quickly(
         write_html(million, path)
     else:
         write(Document("both", "The same twice.", results=(("before", million), ("after", million))), path)
-    assert path.stat().st_size <= MAX_PAGE
+    assert path.stat().st_size <= MAX_PAGE + MAX_LIVES
     browser.view(1280, 900)
     started = time.monotonic()
     browser.open(path)
@@ -387,6 +523,43 @@ def test_a_million_events_answer_at_once(browser: Browser, tmp_path: Path, milli
         assert browser.evaluate(KEY_TIME % key) < 150, key  # 2 to 40 ms on an idle machine
     assert drawn(browser)["drawn"] > 100
     healthy(browser)
+
+
+#: Milliseconds that each of some values of an input takes until the page is drawn anew.
+INPUT_TIMES = """
+(async ([selector, name, values]) => {
+  const input = document.querySelector(selector), took = [];
+  for (const value of values) {
+    input.value = value;
+    const start = performance.now();
+    input.dispatchEvent(new Event(name));
+    await new Promise((drawn) => setTimeout(drawn));
+    took.push(performance.now() - start);
+  }
+  return took;
+})(%s)
+"""
+
+
+def test_any_of_a_million_events_and_a_search_take_no_time(browser: Browser, tmp_path: Path, million: Result) -> None:
+    show(browser, tmp_path, million)
+    values = [str(event) for event in range(20_000, 1_000_000, 49_000)]
+    arguments = [".moments input[type=number]", "change", values]
+    took = browser.evaluate(INPUT_TIMES % json.dumps(arguments))
+    assert statistics.quantiles(took)[0] < 100  # the best quarter: others use the machine, too
+    assert shown_event(browser) == int(values[-1])
+    browser.evaluate("document.querySelector('.alive input[type=checkbox]').click()")
+    queries = ["layers.3", "gradient", ">1MiB", "layers.12 activation", "nothing", ""]
+    took = browser.evaluate(INPUT_TIMES % json.dumps([".alive input[type=search]", "input", queries]))
+    assert statistics.quantiles(took)[0] < 200
+    assert int(browser.evaluate("document.querySelector('.alive').dataset.found")) > 400_000
+    healthy(browser)
+
+
+def test_two_million_events_open(browser: Browser, tmp_path: Path) -> None:
+    show(browser, tmp_path, replay(busy_trace(2_000_000, live=6_000), picture=True, analyse=False))
+    assert browser.evaluate("performance.getEntriesByType('navigation')[0].loadEventEnd") < 6_000
+    assert int(browser.evaluate(f"{TAPE}.dataset.blocks")) > 1_000
 
 
 def test_pictures_print_in_ink(browser: Browser, tmp_path: Path, pictured: Result) -> None:

@@ -3,7 +3,7 @@
 "use strict";
 globalThis.memoryAlive = (shared) => {
   const { bytesText, countText, words } = shared;
-  const MOST = 60;
+  const MOST = 30;
 
   return class Alive {
     /** `hub.choose(tensor)` is called when a row is chosen, `hub.find(query)` when another text is searched. */

@@ -71,6 +71,7 @@ globalThis.memoryBlocks = (shared) => {
     show(state, facts) {
       this.state = state;
       this.cells = cellsOf(this.memory, state);
+      this.byKind = Map.groupBy(this.cells.size.keys(), (cell) => this.kindOf(cell));
       this.addLegend();
       this.canvas.setAttribute("aria-label",
         `Blocks. ${facts}. Left and right arrows go from block to block, up and down from segment to segment, ` +
@@ -155,7 +156,10 @@ globalThis.memoryBlocks = (shared) => {
       canvas.style.height = `${height}px`;
       context.scale(ratio, ratio);
       const { size, start, edge, segment } = this.cells, colour = this.colours();
-      for (let i = 0; i < size.length; i++) this.drawCell(context, i, colour, plan);
+      for (const [kind, cells] of this.byKind) {
+        context.fillStyle = kind === FREE ? colour.free : kind === PENDING ? colour.pending : colour.categories[kind];
+        for (const i of cells) this.drawCell(context, i, plan);
+      }
       context.globalAlpha = 1;
       context.strokeStyle = colour.ink;
       context.lineWidth = 1;
@@ -175,18 +179,15 @@ globalThis.memoryBlocks = (shared) => {
       return { categories, free: of("free"), pending: of("pending"), page: of("page"), ink: of("ink") };
     }
 
-    /** A block or gap; what is not of the chosen kinds is faint, a thin edge tells neighbours apart. */
-    drawCell(context, i, colour, plan) {
-      const { size, start, tensor } = this.cells, { perRow, width, rows } = plan, kind = this.kindOf(i);
+    /** A block or gap; what is not of the chosen kinds is faint. */
+    drawCell(context, i, { perRow, width, rows }) {
+      const { size, start, tensor } = this.cells;
       if (size[i] * width < perRow * 0.15 && i % 8) return; // invisible, one in eight stands for the rest
-      const fill = kind === FREE ? colour.free : kind === PENDING ? colour.pending : colour.categories[kind];
-      const faint = this.kinds && tensor[i] >= 0 && !this.kinds.has(this.memory.blocks.kind[tensor[i]]);
+      if (this.kinds) context.globalAlpha = tensor[i] >= 0 && !this.kinds.has(this.memory.blocks.kind[tensor[i]]) ? 0.2 : 1;
       for (let row = Math.min(rows - 1, Math.floor(start[i] / perRow)); row < rows && row * perRow < start[i + 1]; row++) {
         const left = (Math.max(start[i] - row * perRow, 0) / perRow) * width, right = Math.min((start[i + 1] - row * perRow) / perRow, 1) * width;
-        const top = row * (ROW + SPACE) + 1, wide = right - left;
-        context.globalAlpha = faint ? 0.2 : 1;
-        context.fillStyle = fill;
-        context.fillRect(left, top, wide > 3 ? wide - 0.5 : Math.max(wide, 0.3), ROW - 2);
+        const wide = right - left;
+        context.fillRect(left, row * (ROW + SPACE) + 1, wide > 3 ? wide - 0.5 : Math.max(wide, 0.3), ROW - 2);
       }
     }
 
