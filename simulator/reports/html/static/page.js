@@ -370,7 +370,7 @@
           { stroke: areas.length ? colour.ink : colour.allocated, fill: areas.length ? undefined : `${colour.allocated}59`, width: areas.length ? 1 : 1.5, paths: stepped, points: { show: false } },
         ],
         cursor: {
-          drag: { x: true, y: false, setScale: false },
+          drag: { x: true, y: false, setScale: false, click: () => {} }, // `dragged` tells a click from a drag
           dataIdx: (plot, _, near, x) => (near > 0 && plot.data[0][near] > x ? near - 1 : near), // values hold until the next event
           bind: {
             dblclick: () => () => { this.reset(); return null; },
