@@ -7,7 +7,8 @@ Stages, by the stack (innermost frame that tells one; phases go by the outermost
   `zero_grad` in any optimizer; torch/optim, or `step` in a file of an optimizer: optimizer; `backward`,
   torch/autograd/graph.py, or a stack that does not begin where the program's do, or none where they have one
   (autograd's own threads): backward;
-  torch/nn/modules: forward, but `_apply`, `to`, `cuda`: load; collectives of torch.distributed: communication.
+  torch/nn/modules: forward, but `_apply`, `to`, `cuda`, and all before the first of them: load; collectives of
+  torch.distributed: communication.
 Stages, by ranges (`external_annotations`): Optimizer.step#..., Optimizer.zero_grad#..., FSDP::... and nccl:...
   (communication), `DistributedDataParallel.forward`, and ranges that a user calls forward, backward or optimizer.
 FSDP2's ranges mark where a root's forward and the first backward begin.
@@ -114,6 +115,9 @@ def find_roles(entries: Entries, annotations: tuple[Annotation, ...]) -> Roles:
         _by_marks(entries, annotations, [start for start, _ in steps], outer)
     if not (outer == Stage.BACKWARD).any() and not any(_PIPELINE.match(mark.name) for mark in annotations):
         _by_sizes(np.array(entries.size, dtype=np.int64), kind == ALLOC, freed, steps, inner, outer)
+    if any(entries.frames):  # what has no stage before the first forward
+        begin = int(np.argmax(np.isin(outer, (Stage.FORWARD, Stage.BACKWARD))))
+        np.copyto(outer[:begin], np.uint8(Stage.LOAD), where=outer[:begin] == Stage.NONE)
     np.copyto(inner, outer, where=inner == Stage.NONE)
     found = _categories(entries, kind == ALLOC, freed, steps, inner, outer)
     return Roles(found, tuple(_phases(outer, steps)))
@@ -266,13 +270,12 @@ def _split(
     scalars = np.flatnonzero(born[last:gradient] <= _SCALAR)
     if not len(scalars):
         return
-    length = int(scalars[-1])
-    found = [(start, last + length)]
-    for again in starts[starts > gradient].tolist():  # micro-batches
-        seed = again + length
-        if seed >= len(born) or born[seed] > _SCALAR:
-            return  # not one forward after the other
-        found.append((again, seed))
+    found = [(start, last + int(scalars[-1]))]
+    for again in starts[starts > gradient].tolist():  # micro-batches: as many scalars make a forward
+        seeds = again + np.flatnonzero(born[again:] <= _SCALAR)
+        if len(seeds) < len(scalars):
+            return
+        found.append((again, int(seeds[len(scalars) - 1])))
     if first:
         outer[: place[start]] = Stage.LOAD
     ends = [*(begin for begin, _ in found[1:]), len(place)]
@@ -343,8 +346,8 @@ def _categories(
         (forward & ~stays & ~initial, "temporary"),
         (backward & ~stays & ~beyond, "temporary"),
         (backward & kept & np.isin(size, lasting), "gradient"),
-        (early & np.isin(inner, (Stage.LOAD, Stage.NONE)) & kept & steps.any(), "parameter"),
-        (early & (freed < first), "temporary"),
+        ((inner == Stage.LOAD) & kept & steps.any(), "parameter"),
+        ((inner == Stage.LOAD) & (freed < first), "temporary"),
     )
     chosen = np.select([allocs & rule for rule, _ in rules], [1 + i for i in range(len(rules))], 0)
     names = (None, *(name for _, name in rules))
