@@ -22,7 +22,7 @@ Categories:
   optimizer_state  born in the optimizer and alive beyond it; temporary where it is freed in it
   activation       born in forward and alive in backward; temporary where it is freed before
   temporary        born and freed in one backward, or in load
-  parameter        born before the first forward and alive after a step (buffers that are loaded look the same)
+  parameter        born in load and alive at the second step (buffers that are loaded look the same)
   communication    born in a collective or in FSDP; a gradient where it is born in backward and alive in the optimizer
 All else stays unknown: what lives from a forward to the end may be a workspace, a buffer, or kept by the program.
 """
@@ -238,7 +238,8 @@ def _by_sizes(
     early = np.arange(len(sizes)) < places[0][-1]
     lasting = np.unique(sizes[allocs & over & early & (sizes > _SCALAR)])
     pattern = sizes[places[1][:_PATTERN]]
-    gradients = [_gradients(place, sizes, freed, lasting, outer) for place in places]
+    ends = [*(place[-1] for place in places[1:]), len(sizes)]
+    gradients = [_gradients(*one, sizes, freed, lasting, outer) for one in zip(places, ends, strict=True)]
     held = over[places[0]] & np.isin(sizes[places[0]], sizes[places[1]][gradients[1]])
     for number, (place, found) in enumerate(zip(places, gradients, strict=True)):
         starts = _occurrences(sizes[place], pattern)
@@ -248,11 +249,11 @@ def _by_sizes(
 
 
 def _gradients(
-    place: Int64Array, sizes: Int64Array, freed: Int64Array, lasting: Int64Array, outer: StageArray
+    place: Int64Array, end: int, sizes: Int64Array, freed: Int64Array, lasting: Int64Array, outer: StageArray
 ) -> Int64Array:
-    """Which allocations of a stretch are gradients: freed by zero_grad, or alive in the step."""
+    """Which allocations of a stretch are gradients: freed by zero_grad, or alive in its step, but not in the next."""
     zeroed = np.append(outer, Stage.NONE)[freed[place]] == Stage.ZERO_GRAD
-    kept = zeroed if zeroed.any() else freed[place] > place[-1] + 1
+    kept = zeroed if zeroed.any() else (freed[place] > place[-1] + 1) & (freed[place] <= end)
     return np.flatnonzero(kept & np.isin(sizes[place], lasting))
 
 
@@ -332,6 +333,9 @@ def _categories(
     first = int(np.argmax(computed)) if computed.any() else 0
     early = places < first
     kept = stays | _spans(steps, freed)
+    second = np.zeros(count, dtype=np.bool_)  # DDP's first buckets are gone before the second step
+    second[[start for start, _ in step_ranges[1:2] if start < count]] = True
+    lasts = stays | _spans(second if len(step_ranges) > 1 else steps, freed)
     lasting = np.unique(size[allocs & early & kept])
     forward, backward = inner == Stage.FORWARD, (outer == Stage.BACKWARD) & (inner != Stage.FORWARD)
     beyond = _spans(allocs & np.isin(outer, (Stage.FORWARD, Stage.OPTIMIZER)), freed) | kept
@@ -346,7 +350,7 @@ def _categories(
         (forward & ~stays & ~initial, "temporary"),
         (backward & ~stays & ~beyond, "temporary"),
         (backward & kept & np.isin(size, lasting), "gradient"),
-        ((inner == Stage.LOAD) & kept & steps.any(), "parameter"),
+        ((inner == Stage.LOAD) & lasts & steps.any(), "parameter"),
         ((inner == Stage.LOAD) & (freed < first), "temporary"),
     )
     chosen = np.select([allocs & rule for rule, _ in rules], [1 + i for i in range(len(rules))], 0)

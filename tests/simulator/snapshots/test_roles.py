@@ -141,12 +141,12 @@ def test_ranges_count_for_nothing_where_times_go_backwards() -> None:
 MAIN = "/home/me/train.py:1:<module>"
 STACKS = {
     "load": (MAIN, "/lib/python3/site-packages/torch/nn/modules/module.py:900:_apply"),
-    "forward": (MAIN, "/lib/python3/site-packages/torch/nn/modules/module.py:1500:_call_impl", "/me/model.py:9:forward"),
+    "forward": (MAIN, "/lib/site-packages/torch/nn/modules/module.py:1500:_call_impl", "/me/model.py:9:forward"),
     "backward": (MAIN, "/lib/python3/site-packages/torch/autograd/graph.py:800:_engine_run_backward"),
     "hook": ("/home/me/hooks.py:3:reduce",),
     "optimizer": (MAIN, "/lib/python3/site-packages/torch/optim/adamw.py:200:step"),
     "own optimizer": (MAIN, "/home/me/my_optim.py:20:step"),
-    "communication": (MAIN, "/lib/python3/site-packages/torch/distributed/distributed_c10d.py:77:all_reduce"),
+    "communication": (MAIN, "/lib/site-packages/torch/distributed/distributed_c10d.py:77:all_reduce"),
 }  # fmt: skip
 
 
