@@ -27,6 +27,7 @@ import torch._dynamo  # optimizers import it: not under a torch.cuda that is our
 from graph.errors import CaptureError, UnsupportedTorch
 from graph.fake_cuda import leftovers as fake_leftovers
 from graph.fake_cuda import self_check as fake_check
+from graph.fake_cuda import served
 from graph.fake_cuda import stubs as fake_stubs
 from graph.fake_cuda.kernels import Kernels, Kind, names
 from graph.fake_cuda.memory import ADDRESS_BITS, Memory, ignore
@@ -35,6 +36,7 @@ from graph.hardware.profile import Profile
 from graph.user_code import reader
 
 if TYPE_CHECKING:
+    from graph.fake_cuda.served import Allocator
     from graph.fake_cuda.stubs import Stream
     from graph.fake_cuda.torch_private import Operator
 
@@ -67,12 +69,14 @@ class Observer(Protocol):
 class Runtime:
     """The device that is not there."""
 
-    def __init__(self, profile: Profile) -> None:
+    def __init__(self, profile: Profile, allocator: Allocator | None = None) -> None:
         self.profile = profile
+        self.allocator = allocator
         self.memory = Memory()
         self._observer: Observer | None = None
         self.assumptions: dict[str, int] = {}
         self.values = Values(self.storage, self.memory.values)
+        self.values.finite = allocator is not None
         self.truth = True  # what every boolean read from the device is, where it has no value
         self.nonzero: Callable[[torch.Tensor], int] = torch.Tensor.numel  # how many elements are not 0, likewise
         self.host_copies_keep = False  # whether a copy from the device leaves a tensor on the host as it is
@@ -186,15 +190,18 @@ _verified: list[bool] = []
 
 
 @contextlib.contextmanager
-def fake_cuda(profile: Profile) -> Iterator[Runtime]:
+def fake_cuda(profile: Profile, allocator: Allocator | None = None) -> Iterator[Runtime]:
     """This process as a CUDA build on the GPU of `profile`.
+
+    `allocator` answers what programs ask of PyTorch's caching allocator (`graph.fake_cuda.served`); the observer tells
+    it what is allocated.
 
     Raises UnsupportedTorch if the installed PyTorch cannot be used so, and CaptureError if autograd's threads have
     started in this process without one for CUDA.
     """
     if _active:
         raise CaptureError("a fake CUDA device is in use already; leave it before making another")
-    runtime = Runtime(profile)
+    runtime = Runtime(profile, allocator)
     with contextlib.ExitStack() as stack:
         _active.append(runtime)
         stack.callback(_active.clear)
@@ -412,8 +419,9 @@ def _kernels(runtime: Runtime) -> Iterator[None]:
     library = _new_library("aten")
     runtime._libraries.append(library)
     kernels = Kernels(runtime)
+    wrapped = served.unwound if runtime.allocator is not None else lambda kernel: kernel
     try:
-        _register(library, [(name, "CUDA", kernels.of(name)) for name in names()])
+        _register(library, [(name, "CUDA", wrapped(kernels.of(name))) for name in names()])
         _register(library, [("_pin_memory", "CPU", _pinned)])
         yield
     finally:

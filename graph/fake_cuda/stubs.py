@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
+from graph.fake_cuda import served
 from graph.fake_cuda.torch_private import RAW_STREAM, fake_tensor
 
 if TYPE_CHECKING:
@@ -249,11 +250,8 @@ def attributes(runtime: Runtime) -> dict[str, Any]:
     )
     Stream.runtime, Stream._made = runtime, 0
     runtime.default_stream = default
-    quiet = (
-        "_lazy_init init set_device ipc_collect reset_peak_memory_stats reset_max_memory_allocated "
-        "reset_accumulated_memory_stats reset_max_memory_cached set_rng_state set_rng_state_all manual_seed "
-        "manual_seed_all seed seed_all set_per_process_memory_fraction cudart _lazy_call"
-    )
+    quiet = "_lazy_init init set_device ipc_collect set_rng_state set_rng_state_all manual_seed "
+    quiet += "manual_seed_all seed seed_all _lazy_call"
     return {
         **dict.fromkeys(quiet.split(), _nothing),
         "is_available": lambda: True,
@@ -273,14 +271,7 @@ def attributes(runtime: Runtime) -> dict[str, Any]:
         "get_device_properties": lambda device=None: _properties(runtime),
         "can_device_access_peer": lambda device, peer_device: True,
         "get_arch_list": lambda: [f"sm_{card.arch[0]}{card.arch[1]}"],
-        "empty_cache": runtime.cache_emptied,
         "synchronize": lambda device=None: runtime.synchronized(),
-        "memory_allocated": lambda device=None: runtime.allocated(),
-        "max_memory_allocated": lambda device=None: runtime.allocated(),
-        "memory_reserved": lambda device=None: runtime.allocated(),
-        "max_memory_reserved": lambda device=None: runtime.allocated(),
-        "memory_stats": lambda device=None: {},
-        "mem_get_info": lambda device=None: (card.total_bytes - runtime.allocated(), card.total_bytes),
         "get_rng_state": lambda device="cuda": state.clone(),
         "get_rng_state_all": lambda: [state.clone()],
         "initial_seed": lambda: 0,
@@ -297,10 +288,26 @@ def attributes(runtime: Runtime) -> dict[str, Any]:
     }
 
 
+def _unserved(runtime: Runtime) -> dict[str, Any]:
+    """What replaces attributes of `torch.cuda` where no allocator serves the device: only what lives is known."""
+    total = runtime.profile.total_bytes
+    quiet = "reset_peak_memory_stats reset_max_memory_allocated reset_accumulated_memory_stats "
+    quiet += "reset_max_memory_cached set_per_process_memory_fraction cudart"
+    sums = "memory_allocated max_memory_allocated memory_reserved max_memory_reserved"
+    return {
+        **dict.fromkeys(quiet.split(), _nothing),
+        **dict.fromkeys(sums.split(), lambda device=None: runtime.allocated()),
+        "empty_cache": runtime.cache_emptied,
+        "memory_stats": lambda device=None: {},
+        "mem_get_info": lambda device=None: (total - runtime.allocated(), total),
+    }
+
+
 @contextlib.contextmanager
 def patched(runtime: Runtime) -> Iterator[None]:
     """`torch.cuda` answers for `runtime`'s card while inside."""
-    answers = attributes(runtime)
+    allocator = runtime.allocator
+    answers = attributes(runtime) | (_unserved(runtime) if allocator is None else {})
     changes: list[tuple[Any, str, Any]] = [(torch.cuda, name, answer) for name, answer in answers.items()]
     for part in ("memory", "random"):
         module = importlib.import_module(f"torch.cuda.{part}")
@@ -312,6 +319,7 @@ def patched(runtime: Runtime) -> Iterator[None]:
         (*RAW_STREAM, lambda device: 0),
     ]
     changes += _Storages(runtime).changes()
+    changes += [] if allocator is None else served.changes(allocator)
     before = [(target, name, vars(target).get(name, _ABSENT)) for target, name, _ in changes]
     try:
         for target, name, answer in changes:

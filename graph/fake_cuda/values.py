@@ -9,6 +9,7 @@ values, nor has what is larger than `MOST_BYTES`.
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
@@ -28,6 +29,9 @@ COUNTED: Final = frozenset({torch.bool, torch.uint8, torch.int8, torch.int16, to
 #: Operators in place after which nothing is left of what was there.
 _OVERWRITING: Final = frozenset({"copy_", "fill_", "zero_"})
 
+#: What is asked of floating-point numbers, and the answer where they are finite.
+_FINITE: Final = {"isnan": False, "isinf": False, "isposinf": False, "isneginf": False, "isfinite": True}
+
 _CPU: Final = torch.device("cpu")
 
 
@@ -46,6 +50,7 @@ class Values:
         self, key: Callable[[torch.Tensor], int], known: MutableMapping[int, torch.UntypedStorage] | None = None
     ) -> None:
         self.key = key
+        self.finite = False  # whether floating-point numbers without values count as finite
         self.known: MutableMapping[int, torch.UntypedStorage] = {} if known is None else known
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor | None:
@@ -84,6 +89,8 @@ class Values:
     def made(self, func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], out: object) -> None:
         """`func` has made `out`: new tensors of integers or booleans alone."""
         result = self.computed(func, args, kwargs)
+        if result is None and self.finite and (truth := _of_finite(func, args)) is not None:
+            result = torch.full(args[0].shape, truth)
         if result is not None:
             for tensor, host in zip(tree_leaves(out), tree_leaves(result), strict=True):
                 self.put(tensor, host)
@@ -113,6 +120,16 @@ class Values:
         if found is None:
             raise _UnknownError
         return found
+
+
+def _of_finite(func: Operator, args: tuple[Any, ...]) -> bool | None:
+    """What a question has for an answer, whichever finite numbers are asked; None if it depends on them."""
+    known = _FINITE.get(func._opname)
+    if known is not None or func._opname not in ("eq", "ne"):
+        return known
+    itself = args[1] is args[0]
+    endless = isinstance(args[1], float) and math.isinf(args[1])
+    return (func._opname == "eq") is itself if itself or endless else None
 
 
 def _outs(func: Operator) -> list[str]:

@@ -1,0 +1,110 @@
+"""What programs ask of the caching allocator, answered by one that serves the fake device while they run.
+
+PyTorch's own `torch.cuda.memory` and `torch.accelerator.memory` stay as they are; what they call in C++ is answered
+here. The allocator itself is not of this package: `Allocator` says what it must do.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+
+
+class Allocator(Protocol):
+    """A caching allocator. Allocations have numbers, which it gives."""
+
+    def malloc(self, size: int, stream: int = 0) -> int:
+        """Allocate `size` bytes on a stream; raises torch.OutOfMemoryError."""
+
+    def free(self, ident: int) -> None:
+        """Give an allocation back; called from any thread, must not raise."""
+
+    def record_stream(self, ident: int, stream: int) -> None:
+        """An allocation is in use on another stream."""
+
+    def empty_cache(self) -> None:
+        """Give back to the driver what is cached."""
+
+    def mark(self, phase: int, step: int) -> None:
+        """A phase of the run begins."""
+
+    def reset_peak(self) -> None:
+        """Peaks become what stands now."""
+
+    def reset_accumulated(self) -> None:
+        """Counts of what was allocated and freed begin again."""
+
+    def set_fraction(self, fraction: float) -> None:
+        """The process may take this much of the device."""
+
+    def set_conf(self, conf: str) -> None:
+        """Settings change, by an option string as in PYTORCH_ALLOC_CONF."""
+
+    @property
+    def fraction(self) -> float:
+        """What `set_fraction` set."""
+
+    def statistics(self) -> dict[str, Any]:
+        """`torch.cuda.memory_stats_as_nested_dict`."""
+
+    def snapshot(self) -> dict[str, Any]:
+        """`torch.cuda.memory._snapshot`."""
+
+    def memory_info(self) -> tuple[int, int]:
+        """Free bytes of the device, and all."""
+
+
+def changes(allocator: Allocator) -> list[tuple[Any, str, Any]]:
+    """Owner, name and function of what is to be replaced in PyTorch, for `allocator` to answer."""
+
+    def of_device(ask: Callable[[], Any]) -> Callable[..., Any]:
+        return lambda *device: ask()
+
+    answers: dict[str, Any] = {
+        "_cuda_memoryStats": of_device(allocator.statistics),
+        "_cuda_resetPeakMemoryStats": of_device(allocator.reset_peak),
+        "_cuda_resetAccumulatedMemoryStats": of_device(allocator.reset_accumulated),
+        "_cuda_emptyCache": allocator.empty_cache,
+        "_cuda_setMemoryFraction": lambda fraction, device=0: allocator.set_fraction(fraction),
+        "_cuda_getMemoryFraction": lambda device=0: allocator.fraction,
+        "_cuda_memorySnapshot": lambda pool=None: allocator.snapshot(),
+        "_cuda_record_memory_history": lambda *args, **kwargs: None,
+        "_cuda_getAllocatorBackend": lambda: "native",
+        "_cuda_hostMemoryStats": dict,
+        "_accelerator_isAllocatorInitialized": lambda: True,
+        "_accelerator_getDeviceStats": of_device(allocator.statistics),
+        "_accelerator_resetPeakStats": of_device(allocator.reset_peak),
+        "_accelerator_resetAccumulatedStats": of_device(allocator.reset_accumulated),
+        "_accelerator_emptyCache": allocator.empty_cache,
+        "_accelerator_getMemoryInfo": of_device(allocator.memory_info),
+        "_accelerator_setAllocatorSettings": allocator.set_conf,
+    }
+    runtime = types.SimpleNamespace(
+        cudaMemGetInfo=of_device(allocator.memory_info),
+        cudaProfilerStart=lambda: 0,
+        cudaProfilerStop=lambda: 0,
+    )
+    return [(torch._C, name, answer) for name, answer in answers.items()] + [(torch.cuda, "cudart", lambda: runtime)]
+
+
+def unwound(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """A kernel whose frames keep no tensor alive where memory runs out, as frames of C++ keep none.
+
+    A program that catches the error may go on while it has the traceback, and counts on what the call held being gone.
+    """
+
+    def called(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return kernel(*args, **kwargs)
+        except torch.OutOfMemoryError as error:
+            failure = error.with_traceback(None)
+        del args, kwargs
+        try:
+            raise failure
+        finally:
+            del failure
+
+    return called

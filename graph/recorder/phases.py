@@ -1,0 +1,140 @@
+"""Phases and steps of a program that marks none: found where modules, backward and optimizers begin and end.
+
+The outermost module's forward begins `forward`, or `evaluation` where no gradients are recorded; the outermost
+`backward` begins `backward`, an optimizer's step `optimizer`. What follows a step belongs to the next step's forward.
+`torch.save` is `saving`, and what goes on after it is what went on before. A step is counted when the optimizer that
+has stepped most steps again: programs with several optimizers have as many steps as the busiest of them.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, Final
+
+import torch
+from torch.nn.modules import module as hooks
+from torch.optim import optimizer as optimizers
+
+from graph.fake_cuda.served import Allocator
+from graph.recorder.program import ProgramRecorder
+from graph.recorder.recorder import tensors
+
+PHASES: Final = ("load", "forward", "backward", "optimizer", "evaluation", "saving")
+LOAD, FORWARD, BACKWARD, OPTIMIZER, EVALUATION, SAVING = range(len(PHASES))
+
+
+class Finished(BaseException):
+    """As many optimizer steps have been made as were asked for. Raised through the program, whose clean-up runs."""
+
+
+class Phases:
+    """Follows a program: marks its phases for `allocator`, keeps the modules that run, notes what tensors are.
+
+    After `most` steps (0: never) the program is left by `Finished`.
+    """
+
+    def __init__(self, recorder: ProgramRecorder, allocator: Allocator, most: int = 0) -> None:
+        self.recorder = recorder
+        self.allocator = allocator
+        self.most = most
+        self.steps = 0
+        self.phase = LOAD
+        self._depth = 0  # of backward
+        self._count: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self._names: weakref.WeakKeyDictionary[torch.nn.Module, int] = weakref.WeakKeyDictionary()
+        self._main = threading.get_ident()
+
+    @contextmanager
+    def followed(self) -> Iterator[None]:
+        """Inside, phases are found."""
+        self.begin(LOAD)
+        with ExitStack() as stack:
+            for handle in (
+                hooks.register_module_forward_pre_hook(self._enter),
+                hooks.register_module_forward_hook(self._leave, always_call=True),
+                optimizers.register_optimizer_step_pre_hook(self._before_step),
+                optimizers.register_optimizer_step_post_hook(self._after_step),
+            ):
+                stack.callback(handle.remove)
+            stack.enter_context(_around(torch.autograd, "backward", self._backward))
+            stack.enter_context(_around(torch, "save", self._saving))
+            yield
+
+    def begin(self, phase: int) -> None:
+        """A phase begins, unless it goes on already."""
+        if phase != self.phase or phase == LOAD:
+            self.phase = phase
+            self.allocator.mark(phase, self.steps)
+
+    # ------------------------------------------------------------------------------------------------------------
+
+    def _enter(self, part: torch.nn.Module, args: object) -> None:
+        stack = self.recorder.stacks.setdefault(threading.get_ident(), [])
+        if not stack and not self._depth:
+            if part not in self._names:
+                for name, inner in part.named_modules():
+                    self._names[inner] = self.recorder.labels.code(name or type(part).__name__)
+            self.begin(FORWARD if torch.is_grad_enabled() else EVALUATION)
+        stack.append(self._names.get(part, stack[-1] if stack else -1))
+
+    def _leave(self, part: torch.nn.Module, args: object, output: object) -> None:
+        stack = self.recorder.stacks.get(threading.get_ident())
+        if stack:
+            stack.pop()
+
+    def _backward(self, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if not self._depth:
+            self.begin(BACKWARD)
+        self._depth += 1
+        try:
+            return plain(*args, **kwargs)
+        finally:
+            self._depth -= 1
+
+    def _saving(self, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        before = self.phase
+        self.begin(SAVING)
+        try:
+            return plain(*args, **kwargs)
+        finally:
+            self.begin(before)
+
+    def _before_step(self, optimizer: Any, args: object, kwargs: object) -> None:
+        self.begin(OPTIMIZER)
+        for parameter in _parameters(optimizer):
+            self.recorder.categorize(parameter, "parameter")
+            self.recorder.categorize(parameter.grad, "gradient")
+
+    def _after_step(self, optimizer: Any, args: object, kwargs: object) -> None:
+        for state in optimizer.state.values():
+            for tensor in tensors(state):
+                self.recorder.categorize(tensor, "optimizer_state")
+        self._count[optimizer] = self._count.get(optimizer, 0) + 1
+        if self._count[optimizer] > self.steps:
+            self.steps += 1
+            self.begin(FORWARD)
+            if self.steps == self.most:
+                raise Finished
+
+
+def _parameters(optimizer: Any) -> Iterator[torch.Tensor]:
+    for group in optimizer.param_groups:
+        yield from group["params"]
+
+
+@contextmanager
+def _around(owner: Any, name: str, wrapper: Callable[..., Any]) -> Iterator[None]:
+    """Inside, `wrapper` is called in place of a function, with that as its first argument."""
+    plain = getattr(owner, name)
+
+    def called(*args: Any, **kwargs: Any) -> Any:
+        return wrapper(plain, *args, **kwargs)
+
+    setattr(owner, name, called)
+    try:
+        yield
+    finally:
+        setattr(owner, name, plain)

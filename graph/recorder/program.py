@@ -1,0 +1,167 @@
+"""The observer of a program that runs as it is: each storage and each workspace goes to a live allocator as it comes.
+
+It keeps no tensor, and for each allocation a few numbers only, so that Python's collector runs when it would without
+us: operators leave no objects behind.
+"""
+
+from __future__ import annotations
+
+import threading
+from array import array
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+
+from graph.recorder.recorder import Memo
+from graph.recorder.sequences import BIRTH, KEEP, RELEASE, Sequence, sequence
+from graph.workspaces import plan
+from graph.workspaces.rules import Call
+
+if TYPE_CHECKING:
+    from graph.fake_cuda.device import Runtime
+    from graph.fake_cuda.served import Allocator
+    from graph.fake_cuda.torch_private import Operator
+
+_grad_enabled: Final = torch.is_grad_enabled
+_get_ident: Final = threading.get_ident
+
+
+class Labels:
+    """What is known of each allocation, by its number: codes into the texts of `names`."""
+
+    def __init__(self) -> None:
+        self.names: dict[str, int] = {}
+        self.operator = array("i")
+        self.module = array("i")
+        self.category: dict[int, int] = {}  # of those whose category was found
+
+    def code(self, name: str) -> int:
+        """The code of a text."""
+        return self.names.setdefault(name, len(self.names))
+
+
+class ProgramRecorder:
+    """Tells `allocator` what happens on the device of `runtime`."""
+
+    def __init__(self, runtime: Runtime, allocator: Allocator) -> None:
+        self.runtime = runtime
+        self.labels = Labels()
+        self.stacks: dict[int, list[int]] = {}  # by thread: codes of the modules that run, outermost first
+        self._main = _get_ident()
+        self._state: dict[Any, Any] = {}  # of the workspace rules
+        self._numbers: dict[int, int] = {}  # the device's number of a living storage -> the allocator's
+        self._malloc = allocator.malloc
+        self._free: Callable[[int], None] = allocator.free
+        self._record_stream = allocator.record_stream
+        self._held: list[int] | None = None  # frees that wait for others that came with them
+
+    def number(self, tensor: torch.Tensor) -> int:
+        """The allocation behind a device tensor (of its local part if it is distributed), -1 if it has none."""
+        local = getattr(tensor, "_local_tensor", tensor)
+        return self._numbers.get(self.runtime.storage(local), -1) if local.is_cuda else -1
+
+    def categorize(self, tensor: object, category: str) -> None:
+        """An allocation is found to be of a category."""
+        if isinstance(tensor, torch.Tensor) and (number := self.number(tensor)) >= 0:
+            self.labels.category[number] = self.labels.code(category)
+
+    # What the device tells -------------------------------------------------------------------------------------
+
+    def operator(
+        self, func: Operator, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: object, born: list[int], memo: Memo
+    ) -> None:
+        """A kernel has run; `born` are the storages of its new outputs. `memo.note` is ours, by kind of call."""
+        current = self.runtime.stream
+        stream = 0 if current is None else current.stream_id
+        thread = 0 if _get_ident() == self._main else 1
+        known = memo.note
+        if known is None:
+            known = memo.note = {}
+        mode = (len(born), stream << 2 | thread << 1 | _grad_enabled())
+        steps = known.get(mode)
+        if steps is None:
+            card, grad = self.runtime.profile, _grad_enabled()
+            steps = sequence(
+                plan(Call(str(func), args, kwargs, out, card, stream, thread, grad, self._state)), len(born)
+            )
+            if all(step[0] != KEEP for step in steps):
+                known[mode] = steps
+        if steps:
+            self._follow(steps, born, stream, self.labels.code(str(func)))
+
+    def freed(self, storage: int) -> None:
+        """A storage has died (any thread)."""
+        number = self._numbers.pop(storage, -1)
+        if number >= 0:
+            if self._held is None:
+                self._free(number)
+            else:
+                self._held.append(number)
+
+    def resized(self, storage: int, size: int) -> None:
+        """A storage has now `size` bytes: the new memory is there before the old one goes (`Recorder.resized`)."""
+        old = self._numbers.pop(storage, -1)
+        if size:
+            current = self.runtime.stream
+            stream = 0 if current is None else current.stream_id
+            self._numbers[storage] = self._allocate(size, stream, self.labels.code("resize_"))
+        if old >= 0:
+            self._free(old)
+
+    def record_stream(self, storage: int, stream: int) -> None:
+        """A storage is in use on another stream."""
+        number = self._numbers.get(storage, -1)
+        if number >= 0:
+            self._record_stream(number, stream)
+
+    # ------------------------------------------------------------------------------------------------------------
+
+    def _allocate(self, size: int, stream: int, operator: int) -> int:
+        stack = self.stacks.get(_get_ident())
+        self.labels.operator.append(operator)
+        self.labels.module.append(stack[-1] if stack else -1)
+        return self._malloc(size, stream)
+
+    def _follow(self, steps: Sequence, born: list[int], stream: int, operator: int) -> None:
+        """Allocate and free as a call does. Where memory runs out, what the call has so far is given back."""
+        slots: dict[int, int] = {}
+        told: list[int] = []
+        try:
+            for action, slot, size, name in steps:
+                if action == BIRTH:
+                    self._numbers[born[slot]] = self._allocate(self.runtime.bytes(born[slot]), stream, operator)
+                    told.append(born[slot])
+                elif action == RELEASE:
+                    self._free(slots.pop(slot))
+                else:
+                    ident = self._allocate(size, stream, self.labels.code(name))
+                    self.labels.category[ident] = self.labels.code("workspace")
+                    if action != KEEP:
+                        slots[slot] = ident
+        except torch.OutOfMemoryError:
+            for ident in slots.values():
+                self._free(ident)
+            for storage in reversed(told):
+                self.freed(storage)
+            raise
+
+    @contextmanager
+    def ordered_casts(self) -> Iterator[None]:
+        """Frees of autocast's cache come in the order of birth: torch walks a hash table of addresses."""
+        clear = torch.clear_autocast_cache
+
+        def ordered() -> None:
+            held: list[int] = []
+            self._held = held
+            clear()
+            self._held = None
+            for number in sorted(held):
+                self._free(number)
+
+        torch.clear_autocast_cache = ordered
+        try:
+            yield
+        finally:
+            torch.clear_autocast_cache = clear

@@ -1,0 +1,42 @@
+"""The allocator's sequence of a call, flat: what a workspace plan says, with the outputs that it does not name.
+
+Outputs that no step names are born before the first step, or at the plan's ("rest",). Scratch that the plan does not
+free dies at its end.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from graph.workspaces.rules import Plan
+
+#: What a step does with its slot: output `slot` is born; scratch `slot` is born, dies; a workspace is born for good.
+BIRTH, SCRATCH, RELEASE, KEEP = range(4)
+Sequence = tuple[tuple[int, int, int, str], ...]  # action, slot, bytes, name
+
+
+def sequence(plan: Plan | None, outputs: int) -> Sequence:
+    """The steps of a call with so many new output storages."""
+    if plan is None:
+        return tuple((BIRTH, slot, 0, "") for slot in range(outputs))
+    named = {step[1] for step in plan if step[0] == "out"}
+    rest = [(BIRTH, slot, 0, "") for slot in range(outputs) if slot not in named]
+    found: list[tuple[int, int, int, str]] = [] if ("rest",) in plan else [*rest]
+    slots: dict[Any, int] = {}
+    alive: list[int] = []
+    for step in plan:
+        kind = step[0]
+        if kind == "out" and step[1] < outputs:
+            found.append((BIRTH, step[1], 0, ""))
+        elif kind == "rest":
+            found += rest
+        elif kind == "keep":
+            found.append((KEEP, 0, step[2], "workspace"))
+        elif kind == "alloc" and step[2]:
+            slots[step[1]] = len(slots) if step[1] not in slots else slots[step[1]]
+            alive.append(slots[step[1]])
+            found.append((SCRATCH, slots[step[1]], step[2], str(step[1])))
+        elif kind == "free" and slots.get(step[1], -1) in alive:
+            alive.remove(slots[step[1]])
+            found.append((RELEASE, slots[step[1]], 0, ""))
+    return (*found, *((RELEASE, slot, 0, "") for slot in alive))

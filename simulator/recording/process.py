@@ -1,0 +1,150 @@
+"""The process in which a program runs: as `python PROGRAM ARGS...` would run it, but for the GPU.
+
+What was recorded is left in a folder: `trace.npz`, and `facts.json` with the exit code. Also where the program raises,
+calls os._exit, or is interrupted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import runpy
+import sys
+import traceback
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+import traces
+from graph.fake_cuda import sdpa
+from graph.fake_cuda.device import Runtime, fake_cuda
+from graph.hardware.profile import profile
+from graph.models import own_modules
+from graph.recorder.phases import Finished, Phases
+from graph.recorder.program import ProgramRecorder
+from simulator.allocator.releases import parse_release
+from simulator.recording.allocator import LiveAllocator
+from simulator.recording.request import FACTS, TRACE, Request
+from simulator.recording.trace import trace_of
+from traces.model import Device
+
+_OURS: Final = str(Path(__file__).resolve().parents[2])
+INTERRUPTED: Final = 130
+
+
+def main(text: str) -> int:
+    """Run what the request (`Request`, as JSON) asks for; the program's exit code."""
+    request = Request.parse(text)
+    card = profile(request.gpu, request.release)
+    device = Device(card.name, request.memory or card.total_bytes, request.context)
+    allocator = LiveAllocator(device, parse_release(request.release), request.conf, torch.OutOfMemoryError)
+    card = dataclasses.replace(card, total_bytes=device.total_bytes)
+    with fake_cuda(card, allocator) as runtime:
+        sdpa.install(runtime)
+        recorder = ProgramRecorder(runtime, allocator)
+        phases = Phases(recorder, allocator, request.steps)
+        keeper = _Keeper(request, runtime, recorder, phases, allocator)
+        runtime.observer = recorder
+        with keeper.kept_at_exit(), recorder.ordered_casts(), phases.followed():
+            code = _run(request)
+        keeper.keep(code)
+    return code
+
+
+class _Keeper:
+    """Leaves what was recorded, once."""
+
+    def __init__(
+        self, request: Request, runtime: Runtime, recorder: ProgramRecorder, phases: Phases, allocator: LiveAllocator
+    ) -> None:
+        self.request = request
+        self.runtime = runtime
+        self.recorder = recorder
+        self.phases = phases
+        self.allocator = allocator
+        self._kept = False
+
+    def keep(self, code: int) -> None:
+        """Write trace and facts; what happens after it is not recorded."""
+        if self._kept:
+            return
+        self._kept = True
+        self.runtime.observer = None
+        folder = Path(self.request.folder)
+        assumptions = [f"{what} ({count} times)" for what, count in self.runtime.assumptions.items()]
+        facts = {"exit_code": code, "steps": self.phases.steps, "assumptions": assumptions}
+        metadata = {"program": self.request.program, **facts}
+        traces.write(trace_of(self.allocator, self.recorder.labels, metadata), folder / TRACE, force=True)
+        (folder / FACTS).write_text(json.dumps(facts))
+
+    @contextlib.contextmanager
+    def kept_at_exit(self) -> Iterator[None]:
+        """Inside, os._exit of this process leaves what was recorded; of its forks it does what it did."""
+        plain, mine = os._exit, os.getpid()
+
+        def leave(status: int) -> Any:
+            if os.getpid() == mine:
+                self.keep(status)
+            plain(status)
+
+        os._exit = leave
+        try:
+            yield
+        finally:
+            os._exit = plain
+
+
+def _run(request: Request) -> int:
+    """Run the program as `__main__`; its exit code, with what it raised told on stderr as Python tells it."""
+    folder = str(Path(request.program[0]).resolve().parent) if request.kind == "script" else os.getcwd()
+    _forget_our_folder()
+    try:
+        with own_modules.of(folder).first():
+            sys.argv = list(request.program)
+            if request.kind == "script":
+                runpy.run_path(request.program[0], run_name="__main__")
+            else:
+                runpy.run_module(request.program[0], run_name="__main__", alter_sys=True)
+    except Finished:
+        return 0
+    except SystemExit as stop:
+        return _exit_code(stop.code)
+    except BaseException as error:
+        _tell(error)
+        return INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
+    return 0
+
+
+def _forget_our_folder() -> None:
+    """The program's imports look where they would without us; our own packages are found at the end of the path."""
+    if sys.path and Path(sys.path[0] or ".").resolve() == Path.cwd():
+        del sys.path[0]
+    if _OURS not in sys.path:
+        sys.path.append(_OURS)
+
+
+def _exit_code(code: object) -> int:
+    """What the interpreter makes of SystemExit's argument."""
+    if code is None or isinstance(code, int):
+        return code or 0
+    print(code, file=sys.stderr)
+    return 1
+
+
+def _tell(error: BaseException) -> None:
+    """Print the program's traceback, from its own first frame on, by its own excepthook."""
+    frames = error.__traceback__
+    while frames is not None and _is_ours(frames):
+        frames = frames.tb_next
+    sys.excepthook(type(error), error, frames or error.__traceback__)
+    traceback.clear_frames(error.__traceback__)
+
+
+def _is_ours(frames: types.TracebackType) -> bool:
+    name = frames.tb_frame.f_code.co_filename
+    return name.startswith(("<frozen runpy", "<frozen importlib", f"{_OURS}/simulator/", f"{_OURS}/graph/"))

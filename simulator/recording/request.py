@@ -1,0 +1,40 @@
+"""What is to be recorded, as it goes to the process that runs the program."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from typing import Final, Literal
+
+#: What that process leaves in the request's folder.
+TRACE: Final = "trace.npz"
+FACTS: Final = "facts.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A program and the GPU it runs on.
+
+    `program` is a script's path (`kind` script) or a module's name, and its arguments. `memory` and `context` are bytes
+    (memory 0: the card's own); `conf` None: as the environment says. `steps` 0: to the program's end.
+    """
+
+    program: tuple[str, ...]
+    kind: Literal["script", "module"]
+    folder: str
+    gpu: str
+    release: str
+    memory: int = 0
+    context: int = 0
+    conf: str | None = None
+    steps: int = 0
+
+    def text(self) -> str:
+        """As JSON."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def parse(cls, text: str) -> Request:
+        """From JSON."""
+        values = json.loads(text)
+        return cls(**{**values, "program": tuple(values["program"])})

@@ -1,0 +1,94 @@
+"""The trace of a recorded program: the allocator's history, with names, categories and phases."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+from graph.recorder.phases import BACKWARD, FORWARD, PHASES
+from simulator.recording import kernels
+from traces.model import Column, Events, Int64Array, Op, RankEvents, Strings, Trace
+
+if TYPE_CHECKING:
+    from graph.recorder.program import Labels
+    from simulator.recording.allocator import LiveAllocator
+
+_TEMPORARY: Final = "temporary"
+_ACTIVATION: Final = "activation"
+
+
+def trace_of(allocator: LiveAllocator, labels: Labels, metadata: Mapping[str, Any]) -> Trace:
+    """All that was served, as the trace of rank 0."""
+    return Trace(
+        ranks=(RankEvents((0,), _events(allocator, labels)),),
+        metadata={"producer": "llmem", **metadata},
+        conf=allocator.conf or "",
+        release=allocator.release.text,
+        devices=(allocator.device,),
+    )
+
+
+def _events(allocator: LiveAllocator, labels: Labels) -> Events:
+    history = allocator.history
+    op = history[:, kernels.H_OP].astype(np.uint8)
+    ident = history[:, kernels.H_IDENT].copy()
+    alloc, phase = op == Op.ALLOC, op == Op.PHASE
+    code = np.where(phase, ident, -1)
+    ident[phase] = -1
+    columns: dict[str, Column] = {
+        "id": ident,
+        "bytes": np.where(alloc, history[:, kernels.H_ARG], 0),
+        "stream": history[:, kernels.H_STREAM].copy(),
+        "step": np.where(phase, history[:, kernels.H_ARG], -1),
+        "category": _categories(labels, alloc, code, ident, op == Op.FREE),
+        "name": _names(labels, alloc, ident, code),
+    }
+    if allocator.fractions:
+        fractions = np.full(len(op), np.nan)
+        fractions[list(allocator.fractions)] = list(allocator.fractions.values())
+        columns["fraction"] = fractions
+    if allocator.confs:
+        columns["conf"] = Strings.encode([allocator.confs.get(row) for row in range(len(op))])
+    return Events(op, columns)
+
+
+def _categories(labels: Labels, alloc: Any, phase: Int64Array, ident: Int64Array, free: Any) -> Strings:
+    """What was found; of the rest, what a forward made and a later phase gave back is an activation."""
+    born = np.flatnonzero(alloc)
+    row = np.arange(len(alloc))
+    marks = np.maximum.accumulate(np.where(phase >= 0, row, 0))  # of each event: where its phase began
+    died = np.full(len(born), len(alloc), dtype=np.int64)
+    freed = np.flatnonzero(free)
+    died[ident[freed]] = freed
+    forward = phase[marks[born]] == FORWARD
+    later = np.minimum(died, len(alloc) - 1)
+    lasting = forward & (marks[later] != marks[born]) & (phase[marks[later]] >= BACKWARD)
+    texts = (*labels.names, _TEMPORARY, _ACTIVATION)
+    codes = np.where(lasting, len(texts) - 1, len(texts) - 2)
+    if labels.category:
+        codes[list(labels.category)] = list(labels.category.values())
+    return _column(len(alloc), born, codes, texts)
+
+
+def _names(labels: Labels, alloc: Any, ident: Int64Array, phase: Int64Array) -> Strings:
+    """Of an allocation: its module and operator; of a phase: its name."""
+    texts = list(labels.names)
+    operator, module = (np.asarray(column, dtype=np.int64) for column in (labels.operator, labels.module))
+    pairs, codes = np.unique((module + 1) * len(texts) + operator, return_inverse=True)
+    table = [
+        f"{texts[place - 1]}: {texts[what]}" if place else texts[what]
+        for place, what in (divmod(int(pair), max(len(texts), 1)) for pair in pairs)
+    ]
+    rows = np.concatenate([np.flatnonzero(alloc), np.flatnonzero(phase >= 0)])
+    both = np.concatenate([codes[ident[alloc]], len(table) + phase[phase >= 0]])
+    return _column(len(ident), rows, both, (*table, *PHASES))
+
+
+def _column(count: int, rows: Int64Array, codes: Int64Array, texts: tuple[str, ...]) -> Strings:
+    """A text column of `count` events, with the texts of `codes` in `rows`; the table has what is used."""
+    used, short = np.unique(codes, return_inverse=True)
+    column = np.full(count, -1, dtype=np.int32)
+    column[rows] = short
+    return Strings(column, tuple(texts[code] for code in used.tolist()))
