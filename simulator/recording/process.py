@@ -19,9 +19,10 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
+from torch.utils._triton import has_triton_package
 
 import traces
-from graph.fake_cuda import sdpa
+from graph.fake_cuda import sdpa, triton_stand_in
 from graph.fake_cuda.device import Runtime, fake_cuda
 from graph.hardware.profile import profile
 from graph.models import own_modules
@@ -41,6 +42,7 @@ def main(text: str) -> int:
     """Run what the request (`Request`, as JSON) asks for; the program's exit code."""
     request = Request.parse(text)
     card = profile(request.gpu, request.release)
+    _stand_in(Path(request.folder))
     device = Device(card.name, request.memory or card.total_bytes, request.context)
     allocator = LiveAllocator(device, parse_release(request.release), request.conf, torch.OutOfMemoryError)
     card = dataclasses.replace(card, total_bytes=device.total_bytes)
@@ -54,6 +56,12 @@ def main(text: str) -> int:
             code = _run(request)
         keeper.keep(code)
     return code
+
+
+def _stand_in(folder: Path) -> None:
+    """A CUDA build of PyTorch brings Triton: where it is not installed, something stands for it."""
+    if not has_triton_package():
+        sys.path.append(str(triton_stand_in.installed(folder)))
 
 
 class _Keeper:

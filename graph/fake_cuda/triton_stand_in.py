@@ -1,0 +1,121 @@
+"""Stands for Triton where it is not installed: its kernels are made, and their launches do nothing.
+
+CUDA builds of PyTorch bring Triton, others do not, and libraries ask whether it is there before they choose their code.
+`installed` copies this file to where it is found as `triton`; so it imports the standard library alone.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import shutil
+import sys
+import types
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+__version__ = "3.6.0"
+
+
+def installed(folder: Path) -> Path:
+    """Make a folder inside `folder` in which `import triton` and its metadata find this; it is to go on `sys.path`."""
+    place = folder / "stand-ins"
+    for part in ("triton", f"triton-{__version__}.dist-info"):
+        (place / part).mkdir(parents=True)
+    shutil.copy(__file__, place / "triton" / "__init__.py")
+    metadata = f"Metadata-Version: 2.1\nName: triton\nVersion: {__version__}\n"
+    (place / f"triton-{__version__}.dist-info" / "METADATA").write_text(metadata)
+    return place
+
+
+class Anything:
+    """What is only named in the source of kernels, which is never run."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return Anything()
+
+    def __getitem__(self, key: object) -> Any:
+        return self
+
+
+class Kernel:
+    """A kernel: `kernel[grid](...)` launches nothing."""
+
+    def __init__(self, fn: Callable[..., Any]) -> None:
+        self.fn = fn
+        self.__name__ = getattr(fn, "__name__", "kernel")
+        self.__doc__ = fn.__doc__
+
+    def __getitem__(self, grid: object) -> Callable[..., None]:
+        return self.run
+
+    def run(self, *args: Any, **kwargs: Any) -> None:
+        """A launch."""
+
+    warmup = __call__ = run
+
+
+def jit(fn: Any = None, **options: Any) -> Any:
+    """`@triton.jit`, with options or without."""
+    return Kernel(fn) if fn is not None else Kernel
+
+
+def autotune(*args: Any, **kwargs: Any) -> Callable[[Any], Any]:
+    """`@triton.autotune(...)`: nothing is measured."""
+    return lambda kernel: kernel
+
+
+heuristics = autotune
+
+
+class Config:
+    """`triton.Config`."""
+
+    def __init__(self, kwargs: dict[str, Any], **options: Any) -> None:
+        self.kwargs = kwargs
+        self.__dict__.update(options)
+
+
+def cdiv(x: int, y: int) -> int:
+    """Division, rounded up."""
+    return -(-x // y)
+
+
+def next_power_of_2(n: int) -> int:
+    """The smallest power of two that is not below `n`."""
+    return 1 << (n - 1).bit_length()
+
+
+def __getattr__(name: str) -> Any:
+    """What is not here: a class where the name is that of one, for those who ask what is an instance of it."""
+    if name.startswith("__"):
+        raise AttributeError(name)
+    if name == "JITFunction":
+        return Kernel
+    return type(name, (Anything,), {}) if name[0].isupper() else Anything()
+
+
+class _Parts(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Every module below `triton`: what is imported from it is `Anything`."""
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: Any = None) -> Any:
+        mine = name.startswith("triton.")
+        return importlib.machinery.ModuleSpec(name, self, is_package=True) if mine else None
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
+        module = types.ModuleType(spec.name)
+        module.__dict__["__getattr__"] = __getattr__
+        return module
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        pass
+
+
+if __name__ == "triton":
+    sys.meta_path.insert(0, _Parts())
