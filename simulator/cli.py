@@ -20,6 +20,7 @@ from traces.errors import LLMemError
 
 #: Commands and the one line that `--help` shows of each; their modules are imported when they run.
 COMMANDS: Final = {
+    "record": "Run a program unmodified, without a GPU, and report its memory.",
     "run": "Replay a trace or snapshot and report the memory of every rank.",
     "capture": "Run a model's training step without a GPU and keep it as a graph.",
     "graph": "Ask a captured graph what waits for what, and what to recompute.",

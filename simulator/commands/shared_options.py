@@ -13,8 +13,8 @@ from simulator.reports.outputs import Outputs
 Command = Callable[..., Any]
 
 _FILES: Final = ("events", "calls", "timeline", "snapshot", "html")
+_JSON_OPTION: Final = click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead of tables.")
 _FILE_OPTIONS: Final = (
-    click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead of tables."),
     click.option("--events", metavar="FILE", help="Write what stood after every event (CSV, or .csv.gz)."),
     click.option("--calls", metavar="FILE", help="Write the allocator's calls of the device (CSV, or .csv.gz)."),
     click.option(
@@ -37,7 +37,12 @@ _CONTEXT_OPTION: Final = click.option(
 
 
 def file_options(command: Command) -> Command:
-    """Add the options of the files that a replay writes, `--json` and `--quiet`.
+    """Add `--json`, and what `output_options` adds."""
+    return _JSON_OPTION(output_options(command))
+
+
+def output_options(command: Command) -> Command:
+    """Add the options of the files that a replay writes, and `--quiet`.
 
     The command gets the files as `written`, with its own option `output` (the trace), where it has one.
     """

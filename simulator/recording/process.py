@@ -41,7 +41,7 @@ INTERRUPTED: Final = 130
 def main(text: str) -> int:
     """Run what the request (`Request`, as JSON) asks for; the program's exit code."""
     request = Request.parse(text)
-    card = profile(request.gpu, request.release)
+    card = profile(request.gpu, request.release, cudnn_sdp=True)
     _stand_in(Path(request.folder))
     device = Device(card.name, request.memory or card.total_bytes, request.context)
     allocator = LiveAllocator(device, parse_release(request.release), request.conf, torch.OutOfMemoryError)
@@ -130,8 +130,7 @@ def _run(request: Request) -> int:
 
 def _forget_our_folder() -> None:
     """The program's imports look where they would without us; our own packages are found at the end of the path."""
-    if sys.path and Path(sys.path[0] or ".").resolve() == Path.cwd():
-        del sys.path[0]
+    del sys.path[0]  # ours, put there by whoever started this process
     if _OURS not in sys.path:
         sys.path.append(_OURS)
 

@@ -5,7 +5,8 @@
 TABLE is single, seq2seq, inference (these by default), min_fit, multi, offload, pipeline or deepspeed, or the path of
 such a table with `--kind TABLE`. Finished cases are kept in --results and not run again. `gemini [MODEL]...` prints
 errors on recorded runs of Gemini beside those of LLMem's own estimator, by setting; `gemini_fit [MODEL]...` the largest
-batches on a 16 GB card; `table2 [MODEL]...` the paper's Table 2; `published` peaks that others measured on real GPUs.
+batches on a 16 GB card; `table2 [MODEL]...` the paper's Table 2; `published` peaks that others measured on real GPUs;
+`programs [NAME]...` whole programs that `record` runs.
 """
 
 from __future__ import annotations
@@ -189,6 +190,10 @@ def main() -> None:
         from tests.accuracy import published
 
         return published.main(sys.argv[2:])
+    if sys.argv[1:2] == ["programs"]:
+        from tests.accuracy import programs
+
+        return programs.main(sys.argv[2:])
     if sys.argv[1:2] == ["gemini_fit"]:
         from tests.accuracy import gemini_fit
 

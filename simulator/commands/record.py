@@ -1,0 +1,119 @@
+"""`record PROGRAM`: run a program unmodified on a GPU that is not there, and report what its allocator did."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any, Final
+
+import click
+
+from simulator.commands.common import announce, size_option, working
+from simulator.commands.shared_options import output_options
+from simulator.reports.outputs import Outputs, check_output
+from traces.errors import ConfigError
+from traces.files import write_atomically
+from traces.units import format_bytes
+
+_EPILOG: Final = (
+    "Options stand before the program; what follows it is the program's own. Standard output is the program's, and so "
+    "is the exit code. Memory is that of PyTorch's allocator, on a GPU without other processes."
+)
+
+
+class ProgramCommand(click.Command):
+    """A command whose arguments end with those of a program: `-m MODULE` ends the options as a script does."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """As click, but for what stands behind `-m MODULE`."""
+        options = {name: option for option in self.params for name in option.opts}
+        place = 0
+        while place < len(args) and args[place].startswith("-") and args[place] != "--":
+            if args[place] == "-m":
+                args = [*args[: place + 2], "--", *args[place + 2 :]]
+                break
+            option: Any = options.get(args[place])
+            place += 1 if option is None or option.is_flag else 2
+        return super().parse_args(ctx, args)
+
+
+def _steps(text: str) -> int:
+    """How many optimizer steps `--steps` asks for; 0: all."""
+    if text == "all":
+        return 0
+    if not text.isdecimal() or int(text) < 1:
+        raise ConfigError(f"--steps {text}: give a number of optimizer steps above 0, or all")
+    return int(text)
+
+
+@click.command("record", cls=ProgramCommand, epilog=_EPILOG, context_settings={"allow_interspersed_args": False})
+@click.argument("program", metavar="PROGRAM ARGS...", nargs=-1, type=click.UNPROCESSED)
+@click.option("-m", "module", metavar="MODULE", help="Run a module, as `python -m MODULE ARGS...` does.")
+@click.option("--gpu", metavar="GPU", default="A100-80GB", show_default=True, help="The GPU (`llmem gpus`).")
+@click.option("--memory", metavar="SIZE", help="Total memory of the GPU (default: the card's own).")
+@click.option("--context", metavar="SIZE", help="Memory of the GPU that is not PyTorch's (default: none).")
+@click.option("--alloc-conf", metavar="CONF", help="Allocator settings (default: PYTORCH_ALLOC_CONF).")
+@click.option("--release", metavar="R", default="2.13", show_default=True, help="PyTorch release of the allocator.")
+@click.option("--steps", metavar="N|all", default="all", show_default=True, help="End after N optimizer steps.")
+@click.option("--json", "document", metavar="FILE", help="Write figures, steps and assumptions as JSON.")
+@click.option("-o", "--output", metavar="FILE", help="Keep the trace (.json, .json.gz or .npz).")
+@output_options
+def command(
+    program: tuple[str, ...],
+    module: str | None,
+    gpu: str,
+    memory: str | None,
+    context: str | None,
+    alloc_conf: str | None,
+    release: str,
+    steps: str,
+    document: str | None,
+    written: Outputs,
+    quiet: bool,
+) -> int:
+    """Run PROGRAM (a script, or a module with -m) unmodified on a GPU that is not there; report what its memory did."""
+    from graph.hardware.gpus import gpu as gpu_of
+    from simulator.allocator.conf import parse_conf
+    from simulator.allocator.releases import parse_release
+    from simulator.recording.launch import command_of, record
+    from simulator.recording.request import Request
+    from simulator.recording.result import document as document_of
+
+    kind, words = command_of(program, module)
+    behaviour = parse_release(release)
+    if alloc_conf is not None:
+        parse_conf(alloc_conf, behaviour)
+    request = Request(
+        program=words,
+        kind="module" if kind == "module" else "script",
+        folder="",
+        gpu=gpu_of(gpu).name,
+        release=behaviour.text,
+        memory=size_option("--memory", memory) or 0,
+        context=size_option("--context", context) or 0,
+        conf=alloc_conf,
+        steps=_steps(steps),
+    )
+    written.check(words[0])
+    if document is not None:
+        check_output(document, force=written.force)
+    recorded = record(request)
+
+    from simulator.engine.replay import replay
+
+    with working("replaying", quiet, compiles=True):
+        result = replay(recorded.trace, **written.kept, analyse=False)
+    with working("writing", quiet):
+        written.write(result, recorded.trace)
+    if document is not None:
+        with write_atomically(document, force=written.force) as file:
+            file.write(json.dumps(document_of(recorded, result), indent=1).encode())
+    if not quiet:
+        rank = result.ranks[0]
+        print(
+            f"recorded {recorded.steps} steps on {rank.device.name}: peak allocated {format_bytes(rank.peak_allocated)}, "
+            f"peak reserved {format_bytes(rank.peak_reserved)}, out of memory {rank.memory_stats['num_ooms']} times",
+            file=sys.stderr,
+        )
+    announce(recorded.assumptions, quiet)
+    return recorded.exit_code

@@ -1,0 +1,43 @@
+"""What `record --json` says of a program."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from simulator.engine.result import PhasePeak, RankResult, Result
+from simulator.recording.launch import Recorded
+
+
+def document(recorded: Recorded, result: Result) -> dict[str, Any]:
+    """Exit code, steps, figures by rank and assumptions; bytes are integers."""
+    return {
+        "exit_code": recorded.exit_code,
+        "steps": recorded.steps,
+        "ranks": [_rank(rank) for rank in result.ranks],
+        "assumptions": list(recorded.assumptions),
+    }
+
+
+def _rank(rank: RankResult) -> dict[str, Any]:
+    stats = rank.memory_stats
+    return {
+        "ranks": list(rank.ranks),
+        "peak_allocated": rank.peak_allocated,
+        "peak_reserved": rank.peak_reserved,
+        "end_allocated": stats["allocated_bytes.all.current"],
+        "end_reserved": stats["reserved_bytes.all.current"],
+        "allocations": stats["allocation.all.allocated"],
+        "num_alloc_retries": stats["num_alloc_retries"],
+        "num_ooms": stats["num_ooms"],
+        "phases": [_phase(phase) for phase in rank.phases],
+    }
+
+
+def _phase(phase: PhasePeak) -> dict[str, Any]:
+    return {
+        "name": phase.name,
+        "step": phase.step,
+        "peak_allocated": phase.peak,
+        "peak_reserved": phase.peak_reserved,
+        "left": phase.left,
+    }

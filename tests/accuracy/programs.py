@@ -1,0 +1,158 @@
+"""Whole programs, run unmodified by `record`, beside what real PyTorch did when they ran.
+
+    python -m tests.accuracy programs [NAME]... [--folder FOLDER] [--assets FOLDER] [--sample N] [--seed N] [--results F]
+
+FOLDER has `programs.csv` and the programs (default: tests/data/programs, whose README says what the columns are). They
+run in a scratch copy of it, with `assets` linked there to what `--assets` names. Programs that are compiled and those
+of several ranks are left out. `--results` keeps what was found, and does not run it again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from tests.accuracy.recordings import read_table
+from tests.places import DATA, ROOT
+
+FOLDER: Final = DATA / "programs"
+#: Our figure, and the column with theirs.
+FIGURES: Final = {
+    "peak_allocated": "peak_allocated",
+    "peak_reserved": "peak_reserved",
+    "allocations": "allocations",
+    "num_alloc_retries": "retries",
+    "num_ooms": "ooms",
+    "end_allocated": "end_allocated",
+    "end_reserved": "end_reserved",
+}
+LIMIT: Final = 600  # seconds for a program
+
+
+@dataclass(frozen=True)
+class Run:
+    """One program's row, and what `record` said of it (`error`: why it said nothing)."""
+
+    row: Mapping[str, str]
+    answer: Mapping[str, Any]
+
+    def figures(self) -> dict[str, tuple[int, int]]:
+        """Ours and theirs; empty where the program did not run."""
+        ranks = self.answer.get("ranks")
+        return {name: (ranks[0][name], int(self.row[column])) for name, column in FIGURES.items()} if ranks else {}
+
+
+def chosen(folder: Path) -> list[dict[str, str]]:
+    """The rows of programs that are run: one rank, not compiled."""
+    rows = read_table(folder / "programs.csv")
+    return [row for row in rows if row["ranks"] == "1" and "triton" not in row["libraries"].split()]
+
+
+def copied(folder: Path, assets: Path | None, where: Path) -> Path:
+    """A scratch copy of the programs, with the assets."""
+    shutil.copytree(folder, where, ignore=shutil.ignore_patterns("results", "snapshots"))
+    if assets is not None:
+        (where / "assets").symlink_to(assets.resolve())
+    return where
+
+
+def run(row: Mapping[str, str], where: Path, *options: str) -> tuple[dict[str, Any], subprocess.CompletedProcess[str]]:
+    """What `record --json` says of a program that runs in `where`, and the finished process."""
+    settings = dict(word.split("=", 1) for word in row["env"].split())
+    memory = settings.pop("FAKEGPU_MEM", None)
+    own = {name: value for name, value in settings.items() if not name.startswith("FAKEGPU_")}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", **own}
+    answer = where / "answer.json"
+    command = [sys.executable, "-m", "simulator", "record", "--gpu", row["device"], "--json", str(answer), "--force"]
+    command += [*options, *(("--memory", memory) if memory else ()), *shlex.split(row["command"])]
+    answer.unlink(missing_ok=True)
+    done = subprocess.run(
+        command, cwd=where, env=environment, capture_output=True, text=True, timeout=LIMIT, check=False
+    )
+    if not answer.exists():
+        lines = done.stderr.strip().splitlines()
+        return {"error": lines[-1] if lines else f"exit code {done.returncode}"}, done
+    return json.loads(answer.read_text()), done
+
+
+def runs(rows: list[dict[str, str]], where: Path, results: Path | None) -> Iterator[Run]:
+    """All of them, one after another; a program that raises where the recorded one did not has an error."""
+    known = {}
+    if results is not None and results.exists():
+        known = dict(map(json.loads, results.read_text().splitlines()))
+    for row in rows:
+        answer = known.get(row["name"])
+        if answer is None:
+            started = time.perf_counter()
+            try:
+                answer, done = run(row, where)
+            except subprocess.TimeoutExpired:
+                answer = {"error": f"not done in {LIMIT} s"}
+            else:
+                if "error" not in answer and (answer["exit_code"] == 0) != (row["ended"] == "ok"):
+                    lines = [line for line in done.stderr.splitlines() if "Error" in line]
+                    answer = {"error": lines[-1] if lines else f"exit code {answer['exit_code']}"}
+            answer["seconds"] = round(time.perf_counter() - started, 1)
+            if results is not None:
+                with results.open("a") as file:
+                    print(json.dumps([row["name"], answer]), file=file)
+        yield Run(row, answer)
+
+
+def line(found: Run) -> str:
+    """Ours beside theirs, where they differ."""
+    name = f"{found.row['name']:28}"
+    if "error" in found.answer:
+        return f"{name} FAILED: {found.answer['error'][:160]}"
+    parts = [
+        f"{figure} {ours:,} for {theirs:,} ({ours / theirs - 1:+.3%})" if theirs else f"{figure} {ours:,} for 0"
+        for figure, (ours, theirs) in found.figures().items()
+        if ours != theirs
+    ]
+    return f"{name} {'exact' if not parts else '; '.join(parts)}   {found.answer['seconds']} s"
+
+
+def main(arguments: list[str]) -> None:
+    """Run the chosen programs and print what was found."""
+    parser = argparse.ArgumentParser(prog="python -m tests.accuracy programs", description=__doc__)
+    parser.add_argument("names", nargs="*", metavar="NAME")
+    parser.add_argument("--folder", type=Path, default=FOLDER)
+    parser.add_argument("--assets", type=Path)
+    parser.add_argument("--sample", type=int, default=0, help="so many programs, drawn at random")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--results", type=Path)
+    options = parser.parse_args(arguments)
+    rows = [row for row in chosen(options.folder) if not options.names or row["name"] in options.names]
+    if options.sample and options.sample < len(rows):
+        rows = random.Random(options.seed).sample(rows, options.sample)
+    found = []
+    with tempfile.TemporaryDirectory() as scratch:
+        where = copied(options.folder, options.assets, Path(scratch) / "programs")
+        for one in runs(rows, where, options.results):
+            print(line(one), flush=True)
+            found.append(one)
+    print(summary(found))
+
+
+def summary(found: list[Run]) -> str:
+    """How many ran, and of each figure how many are exact and the worst."""
+    ran = [one for one in found if one.figures()]
+    lines = [f"{len(ran)} of {len(found)} ran"]
+    for figure in FIGURES if ran else ():
+        pairs = [one.figures()[figure] for one in ran]
+        exact = sum(ours == theirs for ours, theirs in pairs)
+        worst = max(abs(ours / theirs - 1) if theirs else float(ours != 0) for ours, theirs in pairs)
+        lines.append(f"{figure:18} exact in {exact} of {len(pairs)}   worst {worst:.3%}")
+    return "\n".join(lines)
