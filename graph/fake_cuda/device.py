@@ -145,6 +145,11 @@ class Runtime:
         what = f"{place} asks for {what}: {value} is assumed, for a device that is not there has no values"
         self.assumptions[what] = self.assumptions.get(what, 0) + 1
 
+    def assume_all(self) -> None:
+        """Count one more question for how many elements are not zero, unless they were given."""
+        if self.nonzero is torch.Tensor.numel:
+            self.assume("elements that are not zero", "that all are not")
+
     def reset(self) -> None:
         """Count storages from 1 again; there must be none."""
         self.memory.restart()

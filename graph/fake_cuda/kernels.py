@@ -555,8 +555,8 @@ class Kernels:
             known = runtime.values.of(tensor)
             found = None if known is None else torch.nonzero(known)
             rows = runtime.nonzero(tensor) if found is None else len(found)
-            if found is None and runtime.nonzero is torch.Tensor.numel:
-                runtime.assume("elements that are not zero", "that all are not")
+            if found is None:
+                runtime.assume_all()
             key = (rows, _kind((tensor,), True))
             kind = kinds.get(key)
             if kind is None:
@@ -597,13 +597,14 @@ class Kernels:
 
     def _selected(self, func: Operator) -> Kernel:
         """As many elements as the mask has set."""
-        usual, kinds, runtime = self._usual(func), dict[Any, Kind](), self.runtime
+        kinds, runtime = dict[Any, Kind](), self.runtime
 
         def kernel(source: torch.Tensor, mask: torch.Tensor) -> Any:
             known = runtime.values.of(mask)
+            shape = _broadcast(source.shape, mask.shape)
             if known is None:
-                return usual(source, mask)
-            rows = int(known.expand(_broadcast(source.shape, mask.shape)).sum())
+                runtime.assume_all()
+            rows = runtime.nonzero(mask.expand(shape)) if known is None else int(known.expand(shape).sum())
             key = (rows, _kind((source, mask), True))
             kind = kinds.get(key)
             if kind is None:

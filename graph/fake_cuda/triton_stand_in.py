@@ -33,6 +33,7 @@ class Anything:
     """What is only named in the source of kernels, which is never run."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Itself."""
         return self
 
     def __getattr__(self, name: str) -> Any:

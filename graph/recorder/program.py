@@ -16,7 +16,7 @@ import torch
 
 from graph.recorder.recorder import Memo
 from graph.recorder.sequences import BIRTH, KEEP, RELEASE, Sequence, sequence
-from graph.workspaces import plan
+from graph.workspaces import plan, rules
 from graph.workspaces.rules import Call
 
 if TYPE_CHECKING:
@@ -46,6 +46,7 @@ class ProgramRecorder:
     """Tells `allocator` what happens on the device of `runtime`."""
 
     def __init__(self, runtime: Runtime, allocator: Allocator) -> None:
+        rules()  # loaded now, while the names of our modules are ours
         self.runtime = runtime
         self.labels = Labels()
         self.stacks: dict[int, list[int]] = {}  # by thread: codes of the modules that run, outermost first

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import click
 
@@ -14,6 +14,9 @@ from simulator.reports.outputs import Outputs, check_output
 from traces.errors import ConfigError
 from traces.files import write_atomically
 from traces.units import format_bytes
+
+if TYPE_CHECKING:
+    from simulator.engine.result import RankResult
 
 _EPILOG: Final = (
     "Options stand before the program; what follows it is the program's own. Standard output is the program's, and so "
@@ -109,11 +112,13 @@ def command(
         with write_atomically(document, force=written.force) as file:
             file.write(json.dumps(document_of(recorded, result), indent=1).encode())
     if not quiet:
-        rank = result.ranks[0]
-        print(
-            f"recorded {recorded.steps} steps on {rank.device.name}: peak allocated {format_bytes(rank.peak_allocated)}, "
-            f"peak reserved {format_bytes(rank.peak_reserved)}, out of memory {rank.memory_stats['num_ooms']} times",
-            file=sys.stderr,
-        )
+        print(f"recorded {recorded.steps} steps on {_told(result.ranks[0])}", file=sys.stderr)
     announce(recorded.assumptions, quiet)
     return recorded.exit_code
+
+
+def _told(rank: RankResult) -> str:
+    """The peaks of a rank, in words."""
+    peaks = f"{format_bytes(rank.peak_allocated)} allocated, {format_bytes(rank.peak_reserved)} reserved"
+    ooms = rank.memory_stats["num_ooms"]
+    return f"{rank.device.name}: at most {peaks}" + (f"; out of memory {ooms} times" if ooms else "")

@@ -29,7 +29,7 @@ from graph.models import own_modules
 from graph.recorder.phases import Finished, Phases
 from graph.recorder.program import ProgramRecorder
 from simulator.allocator.releases import parse_release
-from simulator.recording.allocator import LiveAllocator
+from simulator.recording.allocator import LiveAllocator, warm_up
 from simulator.recording.request import FACTS, TRACE, Request
 from simulator.recording.trace import trace_of
 from traces.model import Device
@@ -43,6 +43,7 @@ def main(text: str) -> int:
     request = Request.parse(text)
     card = profile(request.gpu, request.release, cudnn_sdp=True)
     _stand_in(Path(request.folder))
+    warm_up()
     device = Device(card.name, request.memory or card.total_bytes, request.context)
     allocator = LiveAllocator(device, parse_release(request.release), request.conf, torch.OutOfMemoryError)
     card = dataclasses.replace(card, total_bytes=device.total_bytes)
@@ -148,7 +149,8 @@ def _tell(error: BaseException) -> None:
     frames = error.__traceback__
     while frames is not None and _is_ours(frames):
         frames = frames.tb_next
-    sys.excepthook(type(error), error, frames or error.__traceback__)
+    error = error.with_traceback(frames or error.__traceback__)
+    sys.excepthook(type(error), error, error.__traceback__)
     traceback.clear_frames(error.__traceback__)
 
 

@@ -1,6 +1,6 @@
 """Whole programs, run unmodified by `record`, beside what real PyTorch did when they ran.
 
-    python -m tests.accuracy programs [NAME]... [--folder FOLDER] [--assets FOLDER] [--sample N] [--seed N] [--results F]
+    python -m tests.accuracy programs [NAME]... [--folder FOLDER] [--assets FOLDER] [--sample N] [--results FILE]
 
 FOLDER has `programs.csv` and the programs (default: tests/data/programs, whose README says what the columns are). They
 run in a scratch copy of it, with `assets` linked there to what `--assets` names. Programs that are compiled and those

@@ -1,0 +1,160 @@
+"""`llmem record`: programs run as Python runs them, and end with what real PyTorch ended with."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+
+from tests.accuracy import programs
+from tests.accuracy.recordings import read_table
+from tests.places import ROOT
+
+ROWS = {row["name"]: row for row in read_table(programs.FOLDER / "programs.csv")}
+
+
+def record(folder: Path, *words: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run `llmem record` in a folder."""
+    return subprocess.run(
+        [sys.executable, "-m", "simulator", "record", "--json", "answer.json", "--force", *words],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+
+
+def answer(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "answer.json").read_text())
+
+
+@pytest.mark.parametrize("name", ["oom_retry", "oom_dies", "gpt_plain_fused_keepgrads", "varlen_gcthreshold"])
+def test_programs_end_with_the_recorded_figures(name: str, tmp_path: Path) -> None:
+    row = ROWS[name]
+    where = programs.copied(programs.FOLDER, None, tmp_path / "programs")
+    found, done = programs.run(row, where)
+    run = programs.Run(row, found)
+    kept = ("end_allocated", "end_reserved") if name.startswith("varlen") else ()  # what its cycles keep alive
+    assert {figure: pair for figure, pair in run.figures().items() if pair[0] != pair[1] and figure not in kept} == {}
+    assert (found["exit_code"] == 0) == (row["ended"] == "ok")
+    if row["ended"] != "ok":
+        assert row["ended"].partition(": ")[2] in done.stderr
+
+
+PROGRAM = """
+import sys, os
+import torch
+import graph
+from traces.deep import WIDTH
+
+print("argv", sys.argv[1:], __name__, os.path.basename(sys.path[0]) or ".")
+print(sys.stdin.read(), file=sys.stderr)
+net = graph.Net(WIDTH).cuda()
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+torch.cuda.reset_peak_memory_stats()
+for step in range(3):
+    net(torch.ones(8, WIDTH, device="cuda")).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    torch.save(net.state_dict(), os.devnull)
+print(torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated(), torch.cuda.memory_reserved())
+raise SystemExit(7)
+"""
+OWN = {
+    "train.py": PROGRAM,
+    "graph.py": "import torch\n\nclass Net(torch.nn.Module):\n    def __init__(self, width):\n"
+    "        super().__init__()\n        self.part = torch.nn.Linear(width, width, bias=False)\n\n"
+    "    def forward(self, x):\n        return self.part(x).sum()\n",
+    "traces/__init__.py": "",
+    "traces/deep.py": "WIDTH = 640\n",
+}
+
+
+def folder_of(path: Path, files: dict[str, str]) -> Path:
+    for name, text in files.items():
+        (path / name).parent.mkdir(parents=True, exist_ok=True)
+        (path / name).write_text(text)
+    return path
+
+
+@pytest.mark.parametrize("words", [("train.py",), ("-m", "train"), ("--", sys.executable, "train.py")])
+def test_modules_with_our_names_arguments_exit_code_and_streams(words: tuple[str, ...], tmp_path: Path) -> None:
+    folder = folder_of(tmp_path, OWN)
+    done = record(folder, *words, "--lr", "1", "-m", "x")
+    lines = done.stdout.splitlines()
+    assert done.returncode == 7, done.stderr
+    assert lines[0] == f"argv ['--lr', '1', '-m', 'x'] __main__ {tmp_path.name}"
+    allocated, peak, _ = map(int, lines[1].split())
+    weight = 640 * 640 * 4
+    assert allocated >= weight
+    found = answer(folder)
+    (rank,) = found["ranks"]
+    assert (found["exit_code"], found["steps"], rank["peak_allocated"]) == (7, 3, peak)
+    names = [(phase["name"], phase["step"]) for phase in rank["phases"]]
+    assert names[:5] == [("load", 0), ("forward", 0), ("backward", 0), ("optimizer", 0), ("forward", 1)]
+    assert ("saving", 1) in names
+    assert found["assumptions"] == []
+
+
+def test_it_ends_after_the_steps_asked_for(tmp_path: Path) -> None:
+    done = record(folder_of(tmp_path, OWN), "--steps", "2", "train.py")
+    assert done.returncode == 0, done.stderr
+    assert answer(tmp_path)["steps"] == 2
+
+
+RAISES = """
+import torch
+
+def inner():
+    x = torch.ones(1 << 20, device="cuda")
+    {ending}
+
+inner()
+"""
+
+
+@pytest.mark.parametrize(
+    ("ending", "code", "told"),
+    [
+        ("raise ValueError('no good')", 1, "ValueError: no good"),
+        ("import os; os._exit(9)", 9, ""),
+        ("raise KeyboardInterrupt", 130, "KeyboardInterrupt"),
+        ("print(x[0].item())", 0, "a float32 read from the device: 0.0, at "),
+    ],
+)
+def test_what_was_recorded_is_kept_however_it_ends(ending: str, code: int, told: str, tmp_path: Path) -> None:
+    folder = folder_of(tmp_path, {"train.py": RAISES.format(ending=ending)})
+    done = record(folder, "train.py")
+    assert done.returncode == code, done.stderr
+    assert told in done.stderr
+    if code == 1:
+        frames = [line for line in done.stderr.splitlines() if line.startswith("  File ")]
+        assert [frame.split('"')[1] for frame in frames] == ["train.py", "train.py"]
+    assert answer(folder)["ranks"][0]["peak_allocated"] == 4 << 20
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "line"),
+    [
+        ((), 1, "error: no program is given: llmem record [OPTIONS] train.py ARGS..."),
+        (("absent.py",), 1, "error: absent.py: is not a file: llmem record [OPTIONS] train.py ARGS..."),
+        (("--", "torchrun", "x.py"), 1, "error: torchrun: is not a Python program (launchers are not followed)"),
+        (("--steps", "0", "x.py"), 1, "error: "),
+        (("--gpu", "none", "x.py"), 1, "error: "),
+    ],
+)
+def test_bad_input_is_one_line(words: tuple[str, ...], code: int, line: str, tmp_path: Path) -> None:
+    done = record(tmp_path, *words)
+    assert done.returncode == code
+    assert done.stderr.startswith(line)
+    assert done.stderr.count("\n") == 1
+    assert done.stdout == ""
