@@ -20,7 +20,6 @@ from simulator.allocator.conf import AllocatorSettings, parse_conf
 from simulator.allocator.releases import Release
 from simulator.engine import kernels as engine
 from traces.check import MAX_DEVICE_BYTES
-from traces.check import head as first_of
 from traces.errors import EventError, ReplayError, TraceError
 from traces.model import Device, Events, Initial, InitialSegment, Int64Array, Op, RankEvents
 
@@ -437,7 +436,7 @@ class Machine:
         served = max(1, self.index)
         columns = ("ops", "idents", "args", "streams", "host_ns")
         cut: dict[str, Any] = {name: _plain(getattr(self.program, name)[:served]) for name in columns}
-        self.program = replace(self.program, events=first_of(self.program.events, served), **cut)
+        self.program = replace(self.program, events=self.program.events.take(slice(served)), **cut)
         self.out = self.out[:served]
         self.ended = True
 

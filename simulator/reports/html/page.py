@@ -137,7 +137,8 @@ def _sections(ranks: list[Section], budget: float) -> tuple[list[Mapping[str, An
     """What the templates write of ranks, and what the scripts draw of them."""
     many = max(1, len(ranks))
     share = max(1, round(budget * min(POINTS_PER_RANK, POINTS_PER_PAGE // many)))
-    sections, data = [], []
+    sections: list[Mapping[str, Any]] = []
+    data: list[Mapping[str, Any]] = []
     for section in ranks:
         assert section.rank is not None
         packed = _series(section.rank, share)
