@@ -20,7 +20,7 @@ from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Executor, Future
 from typing import Any, Final, Generic, Protocol, TypeVar
 
 from traces.errors import ConfigError
-from traces.text import one_line
+from traces.text import reason
 
 #: Most jobs that go to a worker at once; an interruption loses at most so many a worker.
 CHUNK: Final = 8
@@ -149,7 +149,7 @@ class Dispatch(Generic[AnyJob]):
             elif isinstance(error, BrokenExecutor):
                 self._broken(chunk, error)
             else:
-                self._suspect(chunk, f"{type(error).__name__}: {one_line(error)}")
+                self._suspect(chunk, f"{type(error).__name__}: {reason(error)}")
 
     def _suspect(self, chunk: list[AnyJob], reason: str) -> None:
         """Try cases one by one; one that was alone has its answer now."""
@@ -161,7 +161,7 @@ class Dispatch(Generic[AnyJob]):
     def _broken(self, chunk: list[AnyJob], error: BaseException) -> None:
         """The executor lost a worker, and with it everything that ran: begin again, with the suspects one by one."""
         if self._make is None:
-            raise ConfigError(f"the executor does not work any more: {one_line(error) or type(error).__name__}")
+            raise ConfigError(f"the executor does not work any more: {reason(error)}")
         self._take(future for future in list(self._running) if future.done() and future.exception() is None)
         lost = [chunk, *self._running.values()]
         self._running.clear()
@@ -281,7 +281,7 @@ def named_executor(name: str) -> Executor | MakeExecutor:
         for part in path.split("."):
             found = getattr(found, part)
     except ImportError as error:
-        raise ConfigError(f"executor {name!r}: cannot be imported: {one_line(error)}") from None
+        raise ConfigError(f"executor {name!r}: cannot be imported: {reason(error)}") from None
     except AttributeError:
         raise ConfigError(f"executor {name!r}: module {module!r} has no {path!r}") from None
     if not callable(found) and not hasattr(found, "submit"):
@@ -303,7 +303,7 @@ def dask_executor(address: str, *, timeout: float = 20) -> Iterator[tuple[Execut
     try:
         client = cluster.Client(address, timeout=timeout, set_as_default=False)
     except (OSError, ValueError, TimeoutError) as error:
-        raise ConfigError(f"--dask {address}: no scheduler answers there ({one_line(error)})") from None
+        raise ConfigError(f"--dask {address}: no scheduler answers there ({reason(error)})") from None
     with client:
         try:
             with contextlib.suppress(TimeoutError):
@@ -311,7 +311,7 @@ def dask_executor(address: str, *, timeout: float = 20) -> Iterator[tuple[Execut
             workers = client.run(_ready)
         except Exception as error:
             raise ConfigError(
-                f"--dask {address}: its workers cannot import this package ({one_line(error)}); install it there"
+                f"--dask {address}: its workers cannot import this package ({reason(error)}); install it there"
             ) from None
         if not workers:
             raise ConfigError(f"--dask {address}: the cluster has no workers")

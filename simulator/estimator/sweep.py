@@ -20,7 +20,7 @@ from simulator.estimator.jobs import Dispatch, MakeExecutor, local_pool
 from simulator.estimator.results_file import Case as Given
 from simulator.estimator.results_file import Results, content
 from traces.errors import LLMemError
-from traces.text import one_line
+from traces.text import reason
 
 if TYPE_CHECKING:
     from simulator.estimator.estimate import Capture
@@ -157,11 +157,11 @@ def _one(case: Mapping[str, Any], options: Options) -> dict[str, Any]:
     try:
         found = answer(case, context=options.context, min_memory=options.min_memory, capture=options.capture)
     except LLMemError as error:
-        found = {"error": one_line(error)}
+        found = {"error": reason(error)}
     except MemoryError:
         found = {"error": "not enough memory on this machine for the job"}
     except (Exception, SystemExit) as error:
-        found = {"error": f"{type(error).__name__}: {one_line(error)}".rstrip(": ")}
+        found = {"error": f"{type(error).__name__}: {reason(error)}"}
     found.setdefault("seconds", round(time.perf_counter() - started, 3))
     return {key: found[key] for key in ANSWER_KEYS if key in found}
 

@@ -30,7 +30,7 @@ from simulator.estimator.results_file import Results
 from simulator.what_if.variants import LEAST, Deferred, Variant, has_deferred_frees, movable_steps, vary
 from traces.errors import ConfigError, LLMemError, ReplayError
 from traces.model import DEFAULT_RELEASE, Op, Strings, Trace
-from traces.text import one_line
+from traces.text import reason
 
 #: Settings that are tried where nobody names any; those that a release does not know are left out. Garbage collection
 #: works below a memory limit only, which the string can set from PyTorch 2.10 on.
@@ -525,7 +525,7 @@ def _figures(scenario: Scenario, task: _Task) -> dict[str, Any]:
     try:
         found = _measured(scenario, task)
     except LLMemError as error:
-        found = {"error": one_line(error)}
+        found = {"error": reason(error)}
     except MemoryError:
         found = {"error": "not enough memory on this machine for the job"}
     return {**found, "cpu_seconds": round(time.thread_time() - started, 4)}
