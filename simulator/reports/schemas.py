@@ -59,6 +59,18 @@ class ClosedForm(_Part):
     terms: dict[str, int]
 
 
+class Remedy(_Part):
+    """A change of the case that was tried where it does not fit, what it needs then, and what it costs."""
+
+    change: dict[str, Any]
+    options: str
+    needs: Bytes | None
+    gpu_bytes: Bytes
+    verdict: Verdict
+    costs: str
+    what: str
+
+
 class Figures(_Part):
     """Figures of some ranks of several GPUs; null where they run out of memory."""
 
@@ -89,6 +101,7 @@ class Answer(Struct):
     decode_tokens_per_second: float = 0.0
     step_time_note: str = ""
     estimators: dict[str, ClosedForm] = {}
+    remedies: list[Remedy] = []
 
 
 class Sweep(_Document):
