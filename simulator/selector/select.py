@@ -30,7 +30,7 @@ from strategies import registry
 from strategies.strategy import Axis, Kind
 from strategies.timing.clock import Clock
 from traces.errors import ConfigError, LLMemError
-from traces.text import one_line
+from traces.text import reason
 
 if TYPE_CHECKING:
     from simulator.estimator.outside import Context
@@ -395,11 +395,11 @@ def _one(candidate: Candidate, asked: Asked, known: Rival | Outcome) -> dict[str
                 return {"outcome": mended(known, candidate, asked)}
             return {"outcome": search(candidate, asked, known)}
     except LLMemError as error:
-        return {"error": one_line(error)}
+        return {"error": reason(error)}
     except MemoryError:
         return {"error": "not enough memory on this machine for the job"}
     except Exception as error:
-        return {"error": f"{type(error).__name__}: {one_line(error)}".rstrip(": ")}
+        return {"error": f"{type(error).__name__}: {reason(error)}"}
 
 
 def _pool(jobs: int) -> Executor:
