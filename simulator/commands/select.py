@@ -12,8 +12,7 @@ import click
 from graph.case import KEYS
 from simulator.commands.case_options import CaseCommand, case_from, case_options, models_like
 from simulator.commands.common import announce, context_size, progress_bar, show, working
-from simulator.commands.shared_options import context_option
-from simulator.commands.worker_options import check_workers, worker_options, workers
+from simulator.commands.shared_options import check_workers, context_option, worker_options, workers
 from simulator.launch.configuration import FILES, absent, files
 from simulator.launch.training_script import Predicted
 from simulator.reports.outputs import check_output

@@ -1,14 +1,20 @@
-"""Options that several commands share: the files that a replay writes, and what lies outside the allocator."""
+"""Options that several commands share: files that a replay writes, who does the work, what lies outside the allocator."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable
-from typing import Any, Final
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, Final
 
 import click
 
 from simulator.reports.outputs import Outputs
+
+if TYPE_CHECKING:
+    from concurrent.futures import Executor
+
+    from simulator.estimator.jobs import MakeExecutor
 
 Command = Callable[..., Any]
 
@@ -36,6 +42,13 @@ _CONTEXT_OPTION: Final = click.option(
 )
 
 
+_WORKER_OPTIONS: Final = (
+    click.option("--jobs", metavar="N", type=click.IntRange(1, 4096), help="Worker processes (default: one a core)."),
+    click.option("--executor", metavar="MODULE:NAME", help="An executor as of concurrent.futures, or what makes one."),
+    click.option("--dask", metavar="ADDRESS", help="Let the workers of a Dask cluster do it, as tcp://host:8786."),
+)
+
+
 def file_options(command: Command) -> Command:
     """Add `--json`, and what `output_options` adds."""
     return _JSON_OPTION(output_options(command))
@@ -52,7 +65,7 @@ def output_options(command: Command) -> Command:
         files = {name: options.pop(name) for name in _FILES}
         return command(written=Outputs(**files, force=force, output=output), **options)
 
-    return added(_FILE_OPTIONS, collected)
+    return _added(_FILE_OPTIONS, collected)
 
 
 def context_option(command: Command) -> Command:
@@ -60,8 +73,35 @@ def context_option(command: Command) -> Command:
     return _CONTEXT_OPTION(command)
 
 
-def added(options: tuple[Callable[[Command], Command], ...], command: Command) -> Command:
-    """`command` with options, in their order."""
+def worker_options(command: Command) -> Command:
+    """Add `--jobs`, `--executor` and `--dask`, which `workers` understands."""
+    return _added(_WORKER_OPTIONS, command)
+
+
+def _added(options: tuple[Callable[[Command], Command], ...], command: Command) -> Command:
     for option in reversed(options):
         command = option(command)
     return command
+
+
+@contextlib.contextmanager
+def workers(
+    jobs: int | None, executor: str | None, dask: str | None
+) -> Iterator[tuple[int | None, Executor | MakeExecutor | None]]:
+    """How many jobs run at once and the executor that runs them, as `--jobs`, `--executor` and `--dask` say.
+
+    ConfigError where there is no such executor or cluster.
+    """
+    from simulator.estimator.jobs import dask_executor, named_executor  # brings multiprocessing
+
+    if dask is not None:
+        with dask_executor(dask) as (cluster, slots):
+            yield jobs or 2 * slots, cluster
+    else:
+        yield jobs, None if executor is None else named_executor(executor)
+
+
+def check_workers(executor: str | None, dask: str | None) -> None:
+    """UsageError where both say who does the work."""
+    if executor is not None and dask is not None:
+        raise click.UsageError("--executor and --dask exclude each other")
