@@ -1,4 +1,4 @@
-"""Options that several commands share: files that a replay writes, who does the work, what lies outside the allocator."""
+"""Options that several commands share: files that a replay writes, who does the work, what is outside the allocator."""
 
 from __future__ import annotations
 
