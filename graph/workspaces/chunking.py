@@ -7,11 +7,11 @@ recordings of 2.9, 2.11, 2.13 and 2.15 on A100, H100 and T4.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from math import isqrt
+from math import isqrt, prod
 from typing import Any, Final
 
-from graph.workspaces.metadata import argument, dimension, dtype, is_contiguous, product, shape, up, width
-from graph.workspaces.rules import Call, Plan, Rule
+from graph.workspaces.metadata import argument, dimension, dtype, is_contiguous, shape, up, width
+from graph.workspaces.rules import Call, Plan, Rule, within
 
 _THREADS: Final = 128
 _BLOCK_BYTES: Final = 16 * _THREADS
@@ -24,7 +24,7 @@ def _root(value: int) -> int:
 
 
 def _described(numbers: int) -> Plan:
-    return (("alloc", "description", 8 * numbers), ("free", "description"))
+    return within([("description", 8 * numbers)])
 
 
 def split_with_sizes_copy(call: Call) -> Plan | None:
@@ -41,8 +41,8 @@ def split_with_sizes_copy(call: Call) -> Plan | None:
         return None
     sizes = shape(source)
     along = dimension(int(argument(call, 2, "dim", 0)), len(sizes))
-    rows = product(sizes[:along])
-    chunks = [split * product(sizes[along + 1 :]) * width(source) for split in splits]
+    rows = prod(sizes[:along])
+    chunks = [split * prod(sizes[along + 1 :]) * width(source) for split in splits]
     profile = call.profile
     most = profile.sm_count * profile.max_threads_per_sm // _THREADS * 2
     factor = up(sum(up(chunk, _BLOCK_BYTES) for chunk in chunks) * rows, most)
@@ -65,7 +65,7 @@ def chunk_cat(call: Call) -> Plan | None:
     blocks = 0
     for source in sources:
         sizes = shape(source)
-        blocks += up(up(sizes[along], count) * product(sizes[along + 1 :]) * width(out), _BLOCK_BYTES)
+        blocks += up(up(sizes[along], count) * prod(sizes[along + 1 :]) * width(out), _BLOCK_BYTES)
     return _described(6 * len(sources) + blocks + 2)
 
 

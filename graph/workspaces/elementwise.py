@@ -20,7 +20,7 @@ from graph.workspaces.metadata import (
     tensors,
     width,
 )
-from graph.workspaces.rules import Call, Plan, Rule, Step
+from graph.workspaces.rules import REST, Call, Plan, Rule, Step, after, within
 
 
 def copy_(call: Call) -> Plan | None:
@@ -37,7 +37,7 @@ def copy_(call: Call) -> Plan | None:
     else:
         expanded = shape(source) != shape(target)
         nbytes = elements(target) * width(source) if expanded or not is_contiguous(source) else 0
-    return (("alloc", "contiguous", nbytes), ("free", "contiguous")) if nbytes else None
+    return within([("contiguous", nbytes)]) if nbytes else None
 
 
 def where(call: Call) -> Plan | None:
@@ -59,17 +59,16 @@ def where(call: Call) -> Plan | None:
 def roll(call: Call) -> Plan | None:
     """`roll`: one dimension after the other, each from a contiguous input into a new tensor."""
     source = call.args[0]
-    made = [f"dimension {number}" for number in range(len(call.args[1]) - 1)]
-    steps: list[Step] = [*(("alloc", name, size(source)) for name in made), ("rest",)]
+    steps = list(within([(f"dimension {number}", size(source)) for number in range(len(call.args[1]) - 1)], REST))
     if not is_contiguous(source):
         steps.insert(0, ("alloc", "input", size(source)))
         steps.insert(2, ("free", "input"))
-    return (*steps, *(("free", name) for name in reversed(made)))
+    return tuple(steps)
 
 
 def power(call: Call) -> Plan | None:
     """`pow` of a number: the base goes to the device, as 8 bytes, but for 1."""
-    return None if call.args[0] == 1 else (("rest",), ("alloc", "base", 8), ("free", "base"))
+    return None if call.args[0] == 1 else after([("base", 8)])
 
 
 def power_of(call: Call) -> Plan | None:
@@ -77,7 +76,7 @@ def power_of(call: Call) -> Plan | None:
     source, out = call.args[0], next(tensors(call.out))
     if dtype(source) == dtype(out) or call.args[1] in (0, 1):
         return None
-    return (("alloc", "base", size(out)), ("rest",), ("free", "base"))
+    return within([("base", size(out))], REST)
 
 
 RULES: Mapping[str, Rule] = {

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Final
 
 from graph.workspaces.metadata import dtype, elements, is_dense, strides, up, width
-from graph.workspaces.rules import Call, Plan, Rule, Step
+from graph.workspaces.rules import REST, Call, Plan, Rule, after, within
 
 if TYPE_CHECKING:
     import torch
@@ -33,7 +33,7 @@ def foreach_norm(call: Call) -> Plan | None:
     if not _fast(sources):
         return None
     nbytes = _partials(sources, max(4, width(sources[0])))
-    return (("alloc", "partials", nbytes), ("rest",), ("free", "partials"))
+    return within([("partials", nbytes)], REST)
 
 
 def foreach_max(call: Call) -> Plan | None:
@@ -41,9 +41,8 @@ def foreach_max(call: Call) -> Plan | None:
     sources = call.args[0]
     if not _fast(sources):
         return None
-    made: list[Step] = [("alloc", "partials", _partials(sources, width(sources[0])))]
-    steps: list[Step] = [("rest",), *made] if call.profile.release >= (2, 10) else [*made, ("rest",)]
-    return (*steps, ("free", "partials"))
+    partials = [("partials", _partials(sources, width(sources[0])))]
+    return after(partials) if call.profile.release >= (2, 10) else within(partials, REST)
 
 
 RULES: Mapping[str, Rule] = {

@@ -6,7 +6,10 @@ Source: aten/src/ATen/native/cuda/Indexing.cu, aten/src/ATen/native/TensorAdvanc
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import prod
 from typing import TYPE_CHECKING, Any
+
+from numpy import broadcast_shapes
 
 from graph.workspaces.cub import selected, sort_pairs, total
 from graph.workspaces.metadata import (
@@ -16,26 +19,16 @@ from graph.workspaces.metadata import (
     in_order,
     is_contiguous,
     on_device,
-    product,
     shape,
     size,
     strides,
     width,
 )
 from graph.workspaces.reduction import flat, scratch
-from graph.workspaces.rules import Call, Plan, Rule, Step
+from graph.workspaces.rules import REST, Call, Plan, Rule, Step, after, within
 
 if TYPE_CHECKING:
     import torch
-
-
-def _broadcast(indices: Sequence[Any]) -> tuple[int, ...]:
-    rank = max(len(shape(index)) for index in indices)
-    result = [1] * rank
-    for index in indices:
-        for position, extent in enumerate(reversed(shape(index))):
-            result[-1 - position] = extent if extent != 1 else result[-1 - position]
-    return tuple(result)
 
 
 def _expanded(index: torch.Tensor, target: tuple[int, ...]) -> tuple[int, ...]:
@@ -48,7 +41,7 @@ def _expanded(index: torch.Tensor, target: tuple[int, ...]) -> tuple[int, ...]:
 def _copies(indices: Sequence[Any]) -> list[tuple[str, int]]:
     """32-bit indices are widened; broadcast ones whose strides differ are made contiguous (`AdvancedIndex`)."""
     given = [index for index in indices if index is not None]
-    target = _broadcast(given)
+    target = broadcast_shapes(*map(shape, given))
     steps = [_expanded(index, target) for index in given]
     copies: list[tuple[str, int]] = []
     for position, index in enumerate(given):
@@ -57,7 +50,7 @@ def _copies(indices: Sequence[Any]) -> list[tuple[str, int]]:
     if len(given) > 1 and any(step != steps[0] for step in steps):
         for position, step in enumerate(steps):
             if not in_order(target, step):
-                copies.append((f"index {position}", product(target) * 8))
+                copies.append((f"index {position}", prod(target) * 8))
     return copies
 
 
@@ -71,16 +64,13 @@ def index(call: Call) -> Plan | None:
     if _bool(indices) or not any(given is not None for given in indices):
         return None
     copies = _copies(indices)
-    if not copies:
-        return None
-    made: list[Step] = [("alloc", name, nbytes) for name, nbytes in copies]
-    return (*made, ("rest",), *(("free", name) for name, _ in reversed(copies)))
+    return within(copies, REST) if copies else None
 
 
 def _bounds(call: Call, number: int, count: int) -> list[Step]:
     """The smallest and largest index are read to check them: one reduction from 2.12, two before."""
     low, high, flag = f"least {number}", f"most {number}", f"flag {number}"
-    flagged: list[Step] = [("alloc", flag, 1), ("free", flag)]
+    flagged = within([(flag, 1)])
     recent = call.profile.release >= (2, 12)
     stage = scratch(call.profile, flat(count, 8), 8, 16 if recent else 8, 8, False)
     if recent:
@@ -95,7 +85,7 @@ def index_put(call: Call) -> Plan | None:
     steps = _put(call) or ()
     if on_device(value) or shape(value) or _bool(call.args[1]):
         return steps or None
-    return (("rest",), ("alloc", "value", width(value)), *(s for s in steps if s != ("rest",)), ("free", "value"))
+    return (REST, *within([("value", width(value))], *(step for step in steps if step != REST)))
 
 
 def _put(call: Call) -> Plan | None:
@@ -109,14 +99,10 @@ def _put(call: Call) -> Plan | None:
     if _bool(indices) or not any(given is not None for given in indices):
         return None
     if not accumulate:
-        copies = _copies(indices)
-        if not copies:
-            return None
-        made: list[Step] = [("rest",), *(("alloc", name, nbytes) for name, nbytes in copies)]
-        return (*made, *(("free", name) for name, _ in reversed(copies)))
+        return after(_copies(indices))
     unsafe = "_impl_" in call.name and bool(argument(call, 4, "unsafe", False))
     given = [(place, index) for place, index in enumerate(indices) if index is not None]
-    count = product(_broadcast([index for _, index in given]))
+    count = prod(broadcast_shapes(*(shape(index) for _, index in given)))
     if not count:
         return None
     steps: list[Step] = [("rest",)]
@@ -128,22 +114,14 @@ def _put(call: Call) -> Plan | None:
         steps.append(("free", f"wrapped {number}"))
         if number:
             steps.append(("free", f"linear {number}"))
-    rows = product([shape(target)[place] for place, _ in given])
+    rows = prod([shape(target)[place] for place, _ in given])
     chosen = count * _slice(target, [place for place, _ in given])
     broadcast = elements(values) < chosen or not is_contiguous(values)
     if broadcast:
         steps.append(("alloc", "values", chosen * width(values)))
     bits = max(rows - 1, 1).bit_length()
-    steps += [
-        ("alloc", "sorted indices", count * 8),
-        ("alloc", "original places", count * 8),
-        ("alloc", "places", count * 8),
-        ("alloc", "sort", sort_pairs(call.profile, count, 8, 8, bits)),
-        ("free", "sort"),
-        ("free", "places"),
-        ("free", "original places"),
-        ("free", "sorted indices"),
-    ]
+    places = [(name, count * 8) for name in ("sorted indices", "original places", "places")]
+    steps += within([*places, ("sort", sort_pairs(call.profile, count, 8, 8, bits))])
     if broadcast:
         steps.append(("free", "values"))
     steps.append(("free", "linear 0"))
@@ -168,7 +146,7 @@ def nonzero(call: Call) -> Plan | None:
 
 def _slice(target: torch.Tensor, places: Sequence[int]) -> int:
     """How many values an index selects."""
-    return product([extent for place, extent in enumerate(shape(target)) if place not in places])
+    return prod([extent for place, extent in enumerate(shape(target)) if place not in places])
 
 
 RULES: Mapping[str, Rule] = {

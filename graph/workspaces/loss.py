@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from graph.workspaces.metadata import argument, elements, is_contiguous, is_half, size, tensors, width
 from graph.workspaces.reduction import flat, scratch
-from graph.workspaces.rules import Call, Plan, Rule, Step
+from graph.workspaces.rules import REST, Call, Plan, Rule, Step, after, within
 
 if TYPE_CHECKING:
     import torch
@@ -19,9 +19,7 @@ if TYPE_CHECKING:
 def nll_loss_forward(call: Call) -> Plan | None:
     """`nll_loss_forward`: strided log-probabilities are copied, after the outputs."""
     source = call.args[0]
-    if is_contiguous(source):
-        return None
-    return (("rest",), ("alloc", "input", size(source)), ("free", "input"))
+    return None if is_contiguous(source) else after([("input", size(source))])
 
 
 def nll_loss2d_forward(call: Call) -> Plan | None:
@@ -40,7 +38,7 @@ def elementwise_loss(call: Call) -> Plan | None:
     source, out = call.args[0], next(tensors(call.out))
     if argument(call, 2, "reduction", 1) == 0 or elements(source) == 0:
         return None
-    return (("rest",), ("alloc", "loss", elements(source) * width(out)), *_reduced(call, source, out), ("free", "loss"))
+    return (REST, *within([("loss", elements(source) * width(out))], *_reduced(call, source, out)))
 
 
 def binary_cross_entropy(call: Call) -> Plan | None:
@@ -48,7 +46,7 @@ def binary_cross_entropy(call: Call) -> Plan | None:
     source = call.args[0]
     if argument(call, 3, "reduction", 1) == 0 or elements(source) == 0:
         return None
-    return (("rest",), ("alloc", "result", width(source)), *_reduced(call, source, source), ("free", "result"))
+    return (REST, *within([("result", width(source))], *_reduced(call, source, source)))
 
 
 def huber_loss(call: Call) -> Plan | None:
@@ -56,7 +54,7 @@ def huber_loss(call: Call) -> Plan | None:
     source = call.args[0]
     if argument(call, 2, "reduction", 1) == 0 or elements(source) == 0:
         return None
-    return (("alloc", "loss", size(source)), ("rest",), *_reduced(call, source, source), ("free", "loss"))
+    return within([("loss", size(source))], REST, *_reduced(call, source, source))
 
 
 RULES: Mapping[str, Rule] = {

@@ -124,14 +124,6 @@ def dimension(index: int, rank: int) -> int:
     return index + max(rank, 1) if index < 0 else index
 
 
-def product(values: Sequence[int]) -> int:
-    """Their product; 1 for none."""
-    result = 1
-    for value in values:
-        result *= value
-    return result
-
-
 def up(value: int, unit: int) -> int:
     """`value` over `unit`, rounded up."""
     return -(-value // unit)

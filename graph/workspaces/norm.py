@@ -6,11 +6,12 @@ Source: aten/src/ATen/native/cuda/layer_norm_kernel.cu and group_norm_kernel.cu.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import prod
 from typing import TYPE_CHECKING, Final
 
-from graph.workspaces.metadata import elements, is_contiguous, is_half, product, size, up, width
+from graph.workspaces.metadata import elements, is_contiguous, is_half, size, up, width
 from graph.workspaces.reduction import merged, scratch
-from graph.workspaces.rules import Call, Plan, Rule, Step
+from graph.workspaces.rules import REST, Call, Plan, Rule, Step, within
 
 if TYPE_CHECKING:
     import torch
@@ -24,8 +25,7 @@ def _copied(steps: list[Step], sources: list[tuple[str, torch.Tensor | None]]) -
     made = [(name, size(tensor)) for name, tensor in sources if tensor is not None and not is_contiguous(tensor)]
     if not made and steps == [("rest",)]:
         return None
-    before: list[Step] = [("alloc", name, nbytes) for name, nbytes in made]
-    return (*before, *steps, *(("free", name) for name, _ in reversed(made)))
+    return within(made, *steps)
 
 
 def forward(call: Call) -> Plan | None:
@@ -52,7 +52,7 @@ def backward(call: Call) -> Plan | None:
 
 def _extent(call: Call) -> tuple[int, int]:
     """Rows and columns."""
-    columns = product([int(extent) for extent in call.args[2]])
+    columns = prod([int(extent) for extent in call.args[2]])
     return elements(call.args[1]) // max(columns, 1), columns
 
 
@@ -100,16 +100,12 @@ def group_norm(call: Call) -> Plan | None:
     Arguments: input, weight, bias, N, C, HxW, groups, eps.
     """
     batch, channels, groups = int(call.args[3]), int(call.args[4]), int(call.args[6])
-    steps: list[Step] = [("rest",)]
-    made: list[str] = []
-    statistics = batch * groups * 4
+    made: list[tuple[str, int]] = []
     if is_half(call.args[0]) and call.profile.release >= (2, 12):
-        steps += [("alloc", "mean", statistics), ("alloc", "rstd", statistics)]
-        made += ["mean", "rstd"]
+        made += [(name, batch * groups * 4) for name in ("mean", "rstd")]
     if int(call.args[5]) > 0:
-        steps += [("alloc", name, batch * channels * 4) for name in ("scale", "shift")]
-        made += ["scale", "shift"]
-    return (*steps, *(("free", name) for name in reversed(made)))
+        made += [(name, batch * channels * 4) for name in ("scale", "shift")]
+    return (REST, *within(made))
 
 
 def group_norm_backward(call: Call) -> Plan | None:
@@ -121,11 +117,11 @@ def group_norm_backward(call: Call) -> Plan | None:
     if elements(call.args[1]) == 0:
         return None
     by_channel, by_group = batch * channels * 4, batch * groups * 4
-    steps: list[Step] = [("rest",), ("alloc", "ds", by_channel), ("alloc", "db", by_channel)]
+    coefficients: tuple[Step, ...] = ()
     if call.args[9][0]:
-        steps += [("alloc", "c2", by_group), ("alloc", "c3", by_group), ("alloc", "c1", by_channel)]
-        steps += [("free", "c3"), ("free", "c2"), ("free", "c1")]
-    return (*steps, ("free", "db"), ("free", "ds"))
+        coefficients = (("alloc", "c2", by_group), ("alloc", "c3", by_group), ("alloc", "c1", by_channel))
+        coefficients += (("free", "c3"), ("free", "c2"), ("free", "c1"))
+    return (REST, *within([("ds", by_channel), ("db", by_channel)], *coefficients))
 
 
 RULES: Mapping[str, Rule] = {

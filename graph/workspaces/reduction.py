@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import TYPE_CHECKING, Any, Final
 
 from graph.hardware.profile import Profile
@@ -23,7 +24,6 @@ from graph.workspaces.metadata import (
     is_contiguous,
     is_dense,
     is_half,
-    product,
     shape,
     size,
     strides,
@@ -62,11 +62,11 @@ class Loop:
 
     def outputs(self) -> int:
         """Number of outputs."""
-        return product([e for step, e in zip(self.out, self.sizes, strict=True) if not (step == 0 and e > 1)])
+        return prod([e for step, e in zip(self.out, self.sizes, strict=True) if not (step == 0 and e > 1)])
 
     def fits_32_bits(self) -> bool:
         """Whether indices and byte offsets fit 32 bits."""
-        if product(self.sizes) > _INT_MAX:
+        if prod(self.sizes) > _INT_MAX:
             return False
         return all(
             1 + sum((extent - 1) * step for extent, step in zip(self.sizes, steps, strict=True)) <= _INT_MAX
@@ -179,7 +179,7 @@ def staging(loop: Loop, profile: Profile, accumulator: int, item: int, unroll: i
     `accumulator` and `item` are the bytes of an accumulated and of an input value; `unroll` is the kernel's vt0.
     """
     outputs = loop.outputs()
-    inputs = product(loop.sizes) // outputs
+    inputs = prod(loop.sizes) // outputs
     reduced = loop.reduced()
     rank = len(loop.sizes)
     vector = 1

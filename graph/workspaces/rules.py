@@ -6,9 +6,9 @@ them; rules say them, one function an operator family, from the source of PyTorc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from graph.hardware.profile import Profile
 
@@ -17,6 +17,8 @@ from graph.hardware.profile import Profile
 #: not named yet are born here. Outputs that no step names are born before the first step.
 Step = tuple[Any, ...]
 Plan = tuple[Step, ...]
+#: The outputs that no step has named are born.
+REST: Final = ("rest",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,3 +42,16 @@ class Call:
 
 
 Rule = Callable[[Call], Plan | None]
+
+
+def within(scratch: Iterable[tuple[str, int]], *inside: Step) -> Plan:
+    """Scratch (key, bytes) that is born in this order, what comes meanwhile, and its deaths in the reverse order."""
+    made = list(scratch)
+    births, deaths = [("alloc", *one) for one in made], [("free", key) for key, _ in reversed(made)]
+    return (*births, *inside, *deaths)
+
+
+def after(scratch: Iterable[tuple[str, int]]) -> Plan | None:
+    """The same once the outputs are there; None where there is no scratch."""
+    made = within(scratch)
+    return (REST, *made) if made else None

@@ -8,15 +8,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from graph.workspaces.metadata import argument, is_contiguous, is_dense, size
-from graph.workspaces.rules import Call, Plan, Rule, Step
+from graph.workspaces.rules import Call, Plan, Rule, after
 
 
 def softmax(call: Call) -> Plan | None:
     """`_softmax`, `_log_softmax`: a strided input is copied after the output is made (host_softmax)."""
     source = call.args[0]
-    if is_contiguous(source):
-        return None
-    return (("rest",), ("alloc", "input", size(source)), ("free", "input"))
+    return None if is_contiguous(source) else after([("input", size(source))])
 
 
 def log_softmax_backward(call: Call) -> Plan | None:
@@ -36,11 +34,7 @@ def softmax_backward(call: Call) -> Plan | None:
 def _backward(copies: list[tuple[str, int, bool]], call: Call) -> Plan | None:
     output = call.args[1]
     copies = [*copies, ("output", size(output), not is_contiguous(output))]
-    made = [(name, nbytes) for name, nbytes, needed in copies if needed]
-    if not made:
-        return None
-    steps: list[Step] = [("rest",), *(("alloc", name, nbytes) for name, nbytes in made)]
-    return (*steps, *(("free", name) for name, _ in reversed(made)))
+    return after((name, nbytes) for name, nbytes, needed in copies if needed)
 
 
 def native_dropout(call: Call) -> Plan | None:

@@ -22,7 +22,7 @@ from graph.workspaces.metadata import (
     up,
     width,
 )
-from graph.workspaces.rules import Call, Plan, Rule, Step
+from graph.workspaces.rules import REST, Call, Plan, Rule, after, within
 
 _SMALL_SORT: Final = 4096
 _LARGE_ROW: Final = 1_000_000
@@ -43,30 +43,19 @@ def sort(call: Call) -> Plan | None:
         return None
     position = 2 if call.name.endswith("stable") else 1
     along = sizes[dimension(int(argument(call, position, "dim", -1)), len(sizes))]
-    steps: list[Step] = [("rest",)]
     if along <= _SMALL_SORT:
-        return (*steps, ("alloc", "places", along * 8), ("free", "places"))
+        return after([("places", along * 8)])
     rows = elements(source) // along
     item = width(source)
     if rows == 1 or along >= _LARGE_ROW:
-        one: list[Step] = [("alloc", "sort", sort_pairs(call.profile, along, item, 8)), ("free", "sort")]
-        return (*steps, ("alloc", "places", along * 8), *(one * rows), ("free", "places"))
+        one = within([("sort", sort_pairs(call.profile, along, item, 8))])
+        return (REST, *within([("places", along * 8)], *(one * rows)))
     count = elements(source)
-    steps.append(("alloc", "places", count * 8))
     if rows >= _SEGMENTS:
-        steps += [("alloc", "sort", segmented_sort(count, item, 8)), ("free", "sort")]
-    else:
-        steps += [
-            ("alloc", "sorted places", count * 8),
-            ("alloc", "sorted values", count * item),
-            ("alloc", "sort", sort_pairs(call.profile, count, item, 8)),
-            ("free", "sort"),
-            ("free", "sorted values"),
-            ("alloc", "sort", sort_rows(call.profile, count)),
-            ("free", "sort"),
-            ("free", "sorted places"),
-        ]
-    return (*steps, ("free", "places"))
+        return after([("places", count * 8), ("sort", segmented_sort(count, item, 8))])
+    together = within([("sorted values", count * item), ("sort", sort_pairs(call.profile, count, item, 8))])
+    apart = within([("sort", sort_rows(call.profile, count))])
+    return (REST, *within([("places", count * 8), ("sorted places", count * 8)], *together, *apart))
 
 
 def _many_blocks(slices: int, extent: int) -> bool:
@@ -90,25 +79,19 @@ def topk(call: Call) -> Plan | None:
         return None
     extent = sizes[dimension(int(argument(call, 2, "dim", -1)), len(sizes))]
     slices = elements(source) // extent
-    strided = not is_contiguous(source)
-    steps: list[Step] = [("rest",)]
-    if strided:
-        steps.append(("alloc", "input", size(source)))
+    copied = [] if is_contiguous(source) else [("input", size(source))]
+    steps: Plan = ()
     if _many_blocks(slices, extent):
         blocks = slices * _topk_blocks(call.profile, slices, extent)
         wide = 8 if width(source) == 8 else 4
         parts = (slices * width(source), slices * 8, slices * 2 * wide, blocks * 512, slices * 1024)
         if call.profile.release < (2, 10):
             parts = (slices * width(source), slices * 4, slices * 8, slices * 2 * wide, blocks * 512)
-        names = [f"state {i}" for i in range(7)]
-        steps += [("alloc", name, n) for name, n in zip(names, (*parts, blocks * 4, blocks * 4), strict=True)]
-        temporary = storage((up(blocks, 1920) + 32) * 16, 4 * up(blocks, 1920))
-        for _ in range(2):
-            steps += [("alloc", "scan", temporary), ("free", "scan")]
-        steps += [("free", name) for name in reversed(names)]
-    if strided:
-        steps.append(("free", "input"))
-    return None if steps == [("rest",)] else tuple(steps)
+        states = [(f"state {i}", nbytes) for i, nbytes in enumerate((*parts, blocks * 4, blocks * 4))]
+        scans = within([("scan", storage((up(blocks, 1920) + 32) * 16, 4 * up(blocks, 1920)))]) * 2
+        steps = within(states, *scans)
+    made = within(copied, *steps)
+    return (REST, *made) if made else None
 
 
 def _output(call: Call) -> Any:
@@ -121,19 +104,15 @@ def cumsum(call: Call) -> Plan | None:
     sizes = shape(source)
     if elements(source) == 0 or not sizes:
         return None
-    steps: list[Step] = [("rest",)]
-    made: list[str] = []
+    made: list[tuple[str, int]] = []
     if dtype(source) != dtype(out):
-        steps.append(("alloc", "cast", elements(source) * width(out)))
-        made.append("cast")
+        made.append(("cast", elements(source) * width(out)))
     if not is_contiguous(source):
-        steps.append(("alloc", "input", elements(source) * width(out)))
-        made.append("input")
+        made.append(("input", elements(source) * width(out)))
     along = sizes[dimension(int(argument(call, 1, "dim", 0)), len(sizes))]
     if along == elements(source) and "cumsum" in call.name:
-        steps += [("alloc", "scan", scan(call.profile, along, width(out))), ("free", "scan")]
-    steps += [("free", name) for name in reversed(made)]
-    return None if steps == [("rest",)] else tuple(steps)
+        made.append(("scan", scan(call.profile, along, width(out))))
+    return after(made)
 
 
 def isin(call: Call) -> Plan | None:
@@ -145,13 +124,7 @@ def isin(call: Call) -> Plan | None:
     count, tested = elements(call.args[0]), elements(call.args[1])
     if count == 0 or tested == 0 or tested >= int(10 * count**0.145):
         return None
-    return (
-        ("out", 0),
-        ("alloc", "equal", count * tested),
-        ("alloc", "any", count),
-        ("free", "any"),
-        ("free", "equal"),
-    )
+    return (("out", 0), *within([("equal", count * tested), ("any", count)]))
 
 
 RULES: Mapping[str, Rule] = {
