@@ -11,7 +11,7 @@ from typing import Final
 
 from graph.workspaces.cub import scan, sort_pairs, unique_by_key
 from graph.workspaces.metadata import elements, is_contiguous, shape, size, up, upper, width
-from graph.workspaces.rules import Call, Plan, Rule, Step
+from graph.workspaces.rules import REST, Call, Plan, Rule, within
 
 _UNSORTED: Final = 3072
 _ROWS_PER_THREAD: Final = 10
@@ -30,70 +30,34 @@ def embedding_dense_backward(call: Call) -> Plan | None:
     count = elements(indices)
     if count == 0:
         return None
-    steps: list[Step] = []
-    copies: list[str] = []
-    if not is_contiguous(gradient):
-        steps.append(("alloc", "gradient", size(gradient)))
-        copies.append("gradient")
-    if not is_contiguous(indices):
-        steps.append(("alloc", "indices", size(indices)))
-        copies.append("indices")
-    if count <= _UNSORTED and not (len(call.args) > 4 and call.args[4]):
-        steps.append(("rest",))
-    else:
-        steps += _sorted(call, count, rows, width(indices), bool(len(call.args) > 4 and call.args[4]))
-    steps += [("free", name) for name in reversed(copies)]
-    return None if steps == [("rest",)] else tuple(steps)
+    scaled = bool(len(call.args) > 4 and call.args[4])
+    copies = [(key, size(one)) for key, one in (("gradient", gradient), ("indices", indices)) if not is_contiguous(one)]
+    sorts = count > _UNSORTED or scaled
+    steps = within(copies, *(_sorted(call, count, rows, width(indices), scaled) if sorts else (REST,)))
+    return None if steps == (REST,) else steps
 
 
-def _sorted(call: Call, count: int, rows: int, item: int, scaled: bool) -> list[Step]:
+def _sorted(call: Call, count: int, rows: int, item: int, scaled: bool) -> Plan:
     profile = call.profile
     gradient = call.args[0]
     bits = (rows - 1).bit_length() if profile.release >= (2, 12) else None
-    steps: list[Step] = [
-        ("alloc", "sorted indices", count * item),
-        ("alloc", "original places", count * item),
-        ("alloc", "places", count * item),
-        ("alloc", "sort", sort_pairs(profile, count, item, item, bits)),
-        ("free", "sort"),
-        ("free", "places"),
-    ]
-    if scaled:
-        steps.append(("alloc", "count", count * item))
-    steps.append(("rest",))
     segments = min(count, rows)
     partials = count // _ROWS_PER_THREAD + segments
-    steps += [
-        ("alloc", "segment offsets", count * item),
-        ("alloc", "segments", 8),
-        ("alloc", "unique indices", count * item),
-        ("alloc", "unique", unique_by_key(profile, count, item)),
-        ("free", "unique"),
-        ("free", "unique indices"),
-        ("alloc", "partials by segment", segments * item),
-        ("alloc", "partial offsets", segments * item),
-        ("alloc", "scan", scan(profile, segments, item)),
-        ("free", "scan"),
-        ("alloc", "partials", 8),
-        ("alloc", "partial places", partials * item),
-    ]
     columns = shape(gradient)[-1]
     sums = 4 if width(gradient) == 2 else width(gradient)
     if _few_segments(call, segments, partials, columns):
-        made = ["partial segments"]
-        steps.append(("alloc", "partial segments", partials * item))
-        if width(gradient) == 2:
-            made.append("sums")
-            steps.append(("alloc", "sums", rows * columns * sums))
+        summed = [("partial segments", partials * item)]
+        summed += [("sums", rows * columns * sums)] if width(gradient) == 2 else []
     else:
-        made = ["partial sums"]
-        steps.append(("alloc", "partial sums", partials * columns * sums))
-    steps += [("free", name) for name in reversed(made)]
-    steps += [("free", name) for name in ("partial places", "partials", "partial offsets", "partials by segment")]
-    steps += [("free", "segments"), ("free", "segment offsets")]
-    if scaled:
-        steps.append(("free", "count"))
-    return [*steps, ("free", "original places"), ("free", "sorted indices")]
+        summed = [("partial sums", partials * columns * sums)]
+    sort = within([("places", count * item), ("sort", sort_pairs(profile, count, item, item, bits))])
+    unique = within([("unique indices", count * item), ("unique", unique_by_key(profile, count, item))])
+    scanned = within([("scan", scan(profile, segments, item))])
+    parts = within([("partials", 8), ("partial places", partials * item), *summed])
+    by_segment = [("partials by segment", segments * item), ("partial offsets", segments * item)]
+    found = within([("segment offsets", count * item), ("segments", 8)], *unique, *within(by_segment, *scanned, *parts))
+    counted = within([("count", count * item)] if scaled else [], REST, *found)
+    return within([("sorted indices", count * item), ("original places", count * item)], *sort, *counted)
 
 
 def _few_segments(call: Call, segments: int, partials: int, columns: int) -> bool:
@@ -110,7 +74,7 @@ def embedding(call: Call) -> Plan | None:
     indices = call.args[1]
     if len(shape(indices)) <= 1 or is_contiguous(indices):
         return None
-    return (("alloc", "indices", size(indices)), ("rest",), ("free", "indices"))
+    return within([("indices", size(indices))], REST)
 
 
 RULES: Mapping[str, Rule] = {

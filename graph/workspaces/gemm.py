@@ -29,7 +29,7 @@ from graph.workspaces.metadata import (
     strides,
     upper,
 )
-from graph.workspaces.rules import Call, Plan, Rule, Step
+from graph.workspaces.rules import Call, Plan, Rule, Step, within
 
 if TYPE_CHECKING:
     import torch
@@ -107,9 +107,7 @@ def _unreadable_batch(matrix: torch.Tensor, leading: int, fast: int, least_rows:
 def _product(call: Call, copies: list[tuple[str, int]], lt: bool) -> Plan:
     """Outputs, copies, workspace; what the call made goes in reverse order."""
     before, after = cublaslt(call) if lt else cublas(call)
-    made: list[Step] = [("alloc", key, nbytes) for key, nbytes in copies]
-    gone: list[Step] = [("free", key) for key, _ in reversed(copies)]
-    return (*made, *before, *after, *gone)
+    return within(copies, *before, *after)
 
 
 def _matrix_copies(first: torch.Tensor, second: torch.Tensor, transposed: bool) -> list[tuple[str, int]]:
@@ -201,9 +199,7 @@ def int_mm(call: Call) -> Plan | None:
     if elements(call.args[0]) == 0:
         return None
     copies = _matrix_copies(call.args[0], call.args[1], _result_transposed(call.kwargs.get("out", call.out)))
-    made: list[Step] = [("alloc", key, nbytes) for key, nbytes in copies]
-    handle = cublas(call)[0] if call.profile.release < (2, 12) else []
-    return (*made, *handle, *(("free", key) for key, _ in reversed(copies))) or None
+    return within(copies, *(cublas(call)[0] if call.profile.release < (2, 12) else [])) or None
 
 
 def _vectors(operand: torch.Tensor) -> list[tuple[str, int]]:
@@ -242,8 +238,7 @@ def grouped_mm(call: Call) -> Plan | None:
         groups = elements(offsets) if offsets is not None else shape(first)[0]
         arguments = 3 * upper(8 * groups, 16) + 36 * groups
         block = 5888 if profile.arch[0] == 10 else 512 if profile.release >= (2, 10) else 640
-        scratch: tuple[Step, ...] = (("alloc", "arguments", arguments), ("alloc", "cutlass", block * profile.sm_count))
-        return (*scratch, ("free", "cutlass"), ("free", "arguments"))
+        return within([("arguments", arguments), ("cutlass", block * profile.sm_count)])
     if len(shape(first)) == 3 and len(shape(second)) == 3:
         return _product(call, [], lt=False) or None
     return None

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from graph.workspaces.metadata import argument, elements, is_contiguous, is_half, size, tensors, width
 from graph.workspaces.reduction import flat, scratch
-from graph.workspaces.rules import REST, Call, Plan, Rule, Step, after, within
+from graph.workspaces.rules import REST, Call, Plan, Rule, after, within
 
 if TYPE_CHECKING:
     import torch
@@ -27,7 +27,7 @@ def nll_loss2d_forward(call: Call) -> Plan | None:
     return (("out", 1), ("out", 0))
 
 
-def _reduced(call: Call, source: torch.Tensor, like: torch.Tensor) -> list[Step]:
+def _reduced(call: Call, source: torch.Tensor, like: torch.Tensor) -> Plan:
     """The reduction of one value for each of `source`, of the type of `like`."""
     item = width(like)
     return scratch(call.profile, flat(elements(source), item), item, max(item, 4), item, is_half(like))

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from math import prod
 from typing import TYPE_CHECKING, Any, Final
 
@@ -31,7 +32,7 @@ from graph.workspaces.metadata import (
     up,
     width,
 )
-from graph.workspaces.rules import Call, Plan, Rule, Step
+from graph.workspaces.rules import REST, Call, Plan, Rule, after, within
 
 if TYPE_CHECKING:
     import torch
@@ -231,24 +232,15 @@ def _output_vector(loop: Loop, reduced: int, item: int) -> int:
 
 def scratch(
     profile: Profile, loop: Loop, out_width: int, accumulator: int, item: int, lossy: bool, unroll: int = 4
-) -> list[Step]:
+) -> Plan:
     """The steps inside a reduction. `lossy`: partial results can't be kept in the output (16-bit floating point)."""
-    steps: list[Step] = []
-    whole = loop.fits_32_bits()
     buffer = 0
-    if not whole and lossy:
+    if not loop.fits_32_bits() and lossy:
         memory = max([out_width, *(e * s for e, s in zip(loop.sizes, loop.out, strict=True))]) // out_width
         buffer = memory * accumulator if accumulator > out_width else 0
-        if buffer:
-            steps.append(("alloc", "accumulator", buffer))
-    for part in loop.parts():
-        stage, counters = staging(part, profile, accumulator, item, unroll)
-        if stage:
-            steps += [("alloc", "staging", stage), ("alloc", "semaphores", counters)]
-            steps += [("free", "semaphores"), ("free", "staging")]
-    if buffer:
-        steps.append(("free", "accumulator"))
-    return steps
+    stages = (staging(part, profile, accumulator, item, unroll) for part in loop.parts())
+    steps = [within([("staging", stage), ("semaphores", counters)]) for stage, counters in stages if stage]
+    return within([("accumulator", buffer)] if buffer else [], *chain.from_iterable(steps))
 
 
 def reduction_dims(dims: int | Sequence[int] | None, rank: int) -> list[int]:
@@ -269,21 +261,15 @@ def reduce(
     cast_width: int = 0,
     unroll: int = 4,
     lossy: bool = False,
-) -> list[Step]:
+) -> Plan:
     """Steps of reducing `source` over `dims` into `out`, after a cast of the input where `cast` names a type."""
-    steps: list[Step] = []
     if elements(source) == 0 or elements(out) == 0:
-        return steps
-    item = width(source)
+        return ()
     copied = cast is not None and cast != dtype(source)
-    if copied:
-        item = cast_width
-        steps.append(("alloc", "cast", elements(source) * item))
+    item = cast_width if copied else width(source)
     loop = merged(_Cast(source) if copied else source, dims, width(out), item)
-    steps += scratch(profile, loop, width(out), accumulator, item, lossy, unroll)
-    if copied:
-        steps.append(("free", "cast"))
-    return steps
+    steps = scratch(profile, loop, width(out), accumulator, item, lossy, unroll)
+    return within([("cast", elements(source) * item)] if copied else [], *steps)
 
 
 class _Cast:
@@ -332,6 +318,11 @@ def _out(call: Call) -> Any:
     return call.kwargs.get("out", next(tensors(call.out)))
 
 
+def _dims(call: Call, place: int = 1) -> list[int]:
+    """The dimensions of a call, whose argument `dim` stands at `place`."""
+    return reduction_dims(argument(call, place, "dim"), len(shape(call.args[0])))
+
+
 def _summed(call: Call, dims: Sequence[int]) -> Plan | None:
     """`sum`, `mean`, `nansum`, `prod`: the accumulator is fp32 for 16-bit types, else the output's type.
 
@@ -350,7 +341,7 @@ def _summed(call: Call, dims: Sequence[int]) -> Plan | None:
         cast_width=width(out),
         lossy=is_half(out) and "prod" not in call.name,
     )
-    return tuple(steps) or None
+    return steps or None
 
 
 def sum_all(call: Call) -> Plan | None:
@@ -360,32 +351,31 @@ def sum_all(call: Call) -> Plan | None:
 
 def sum_dims(call: Call) -> Plan | None:
     """`sum(dim)`, `mean(dim)`, `nansum(dim)`."""
-    return _summed(call, reduction_dims(argument(call, 1, "dim"), len(shape(call.args[0]))))
+    return _summed(call, _dims(call))
 
 
 def vector_norm(call: Call) -> Plan | None:
     """`linalg_vector_norm`: as sum, 16-bit input is read as it is (ReduceNormKernel.cu)."""
     source = call.args[0]
-    dims = reduction_dims(argument(call, 2, "dim"), len(shape(source)))
+    dims = _dims(call, 2)
     out = _out(call)
     cast = None if is_half(source) and dtype(out) == "float32" else dtype(out)
     accumulator = _ACCUMULATOR[dtype(out)]
     if elements(source) == 1:
-        copied = dtype(out) != dtype(source)
-        return (("rest",), ("alloc", "cast", size(out)), ("free", "cast")) if copied else None
+        return after([("cast", size(out))]) if dtype(out) != dtype(source) else None
     steps = reduce(call.profile, source, dims, out, accumulator, cast=cast, cast_width=width(out), lossy=is_half(out))
-    return tuple(steps) or None
+    return steps or None
 
 
 def _extreme(call: Call, dims: Sequence[int], accumulator: int, unroll: int = 4, lossy: bool = False) -> Plan | None:
     steps = reduce(call.profile, call.args[0], dims, _out(call), accumulator, unroll=unroll, lossy=lossy)
-    return tuple(steps) or None
+    return steps or None
 
 
 def extreme(call: Call) -> Plan | None:
     """`amax`, `amin`: the accumulator is the value itself (ReduceMaxValuesKernel.cu)."""
     source = call.args[0]
-    dims = reduction_dims(argument(call, 1, "dim"), len(shape(source)))
+    dims = _dims(call)
     return _extreme(call, dims, width(source))
 
 
@@ -396,22 +386,22 @@ def extreme_of_all(call: Call) -> Plan | None:
         return extreme(call)
     item = width(source)
     steps = scratch(call.profile, flat(elements(source), item), item, item, item, False)
-    return (("rest",), ("alloc", "flat", size(source)), *steps, ("free", "flat"))
+    return (REST, *within([("flat", size(source))], *steps))
 
 
 def truth(call: Call) -> Plan | None:
     """`any`, `all`: the accumulator has the input's type, from 2.12 bool; one value is cast (ReduceLogicKernel.cu)."""
     source = call.args[0]
     if elements(source) == 1:
-        return None if dtype(source) == "bool" else (("rest",), ("alloc", "cast", 1), ("free", "cast"))
-    dims = reduction_dims(argument(call, 1, "dim"), len(shape(source)))
+        return None if dtype(source) == "bool" else after([("cast", 1)])
+    dims = _dims(call)
     return _extreme(call, dims, 1 if call.profile.release >= (2, 12) else width(source))
 
 
 def extreme_at(call: Call) -> Plan | None:
     """`max(dim)`, `min(dim)`: value and index are accumulated together (ReduceMaxValuesKernel.cu)."""
     source = call.args[0]
-    dims = reduction_dims(argument(call, 1, "dim"), len(shape(source)))
+    dims = _dims(call)
     if not shape(source) or shape(source)[dims[0]] == 1:
         return None
     return _extreme(call, dims, 16, lossy=True)
@@ -420,23 +410,19 @@ def extreme_at(call: Call) -> Plan | None:
 def index_of(call: Call) -> Plan | None:
     """`argmax`, `argmin`: value and index; without a dimension the input is flattened, copied if it must be."""
     source = call.args[0]
-    dim = argument(call, 1, "dim")
-    if dim is not None:
-        dims = reduction_dims(dim, len(shape(source)))
-        if not shape(source) or shape(source)[dims[0]] == 1:
-            return None
-        return _extreme(call, dims, 16, lossy=True)
+    if argument(call, 1, "dim") is not None:
+        return extreme_at(call)
     item = width(source)
     steps = scratch(call.profile, flat(elements(source), item), 8, 16, item, True)
     if is_contiguous(source):
-        return tuple(steps) or None
-    return (("alloc", "flat", size(source)), *steps, ("free", "flat"))
+        return steps or None
+    return within([("flat", size(source))], *steps)
 
 
 def variance(call: Call) -> Plan | None:
     """`var`, `std`, `var_mean`, `std_mean`: Welford's four numbers, two values at a time (ReduceMomentKernel.cu)."""
     source = call.args[0]
-    dims = reduction_dims(argument(call, 1, "dim"), len(shape(source)))
+    dims = _dims(call)
     return _extreme(call, dims, 32 if dtype(source) == "float64" else 16, unroll=2, lossy=True)
 
 
