@@ -16,7 +16,7 @@ import numpy as np
 
 from graph.hardware.profile import Profile
 from graph.workspaces.metadata import argument, in_order, size, up, upper, width
-from graph.workspaces.rules import Call, Plan, Rule, Step
+from graph.workspaces.rules import REST, Call, Plan, Rule, Step, within
 
 if TYPE_CHECKING:
     import torch
@@ -253,12 +253,8 @@ def _delta(steps: _Steps, out: torch.Tensor, *, half: bool, copied: bool, sums: 
 
 def cudnn_forward(call: Call) -> Plan | None:
     """aten::_scaled_dot_product_cudnn_attention: seed and offset on the card first, then output and logsumexp."""
-    steps = _Steps()
-    if bool(argument(call, 4, "compute_log_sumexp", False)):
-        steps.out(2, 3, 0, 1)
-    else:
-        steps.out(1, 2, 0)
-    return steps.plan()
+    outputs = (2, 3, 0, 1) if bool(argument(call, 4, "compute_log_sumexp", False)) else (1, 2, 0)
+    return (*(("out", i) for i in outputs), REST)
 
 
 def cudnn_backward(call: Call) -> Plan | None:
@@ -272,11 +268,8 @@ def cudnn_backward(call: Call) -> Plan | None:
     release = call.profile.release
     padded = 0 if release > (2, 10) else call.args[2].shape[2] if release == (2, 10) else rows
     lengths = 8 * batch if padded % 128 else 0
-    steps = _Steps()
-    steps.out(0, 1, 2)
-    steps.alloc("workspace", batch * heads * rows * (4 + head * 4) + lengths)
-    steps.free("workspace")
-    return steps.plan()
+    workspace = [("workspace", batch * heads * rows * (4 + head * 4) + lengths)]
+    return (("out", 0), ("out", 1), ("out", 2), *within(workspace), REST)
 
 
 RULES: Final[Mapping[str, Rule]] = {

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from graph.workspaces.metadata import dtype, elements, in_order, is_half, shape, size, strides, width
 from graph.workspaces.reduction import merged, scratch
-from graph.workspaces.rules import Call, Plan, Rule, Step
+from graph.workspaces.rules import REST, Call, Plan, Rule, after, within
 
 if TYPE_CHECKING:
     import torch
@@ -74,25 +74,23 @@ def _last(first: _Operand, second: _Operand, wide: bool) -> bool:
     return not wide and (first.channels_last or second.channels_last)
 
 
-def _copies(operands: Sequence[tuple[str, _Operand]], channels_last: bool) -> tuple[list[Step], list[Step]]:
-    """Births and deaths of the operands that are copied into a memory format."""
-    copied = [(name, one) for name, one in operands if not one.lies(channels_last)]
-    return [("alloc", name, one.bytes) for name, one in copied], [("free", name) for name, _ in reversed(copied)]
+def _needed(operands: Sequence[tuple[str, _Operand]], channels_last: bool) -> list[tuple[str, int]]:
+    """The operands that are copied into a memory format."""
+    return [(name, one.bytes) for name, one in operands if not one.lies(channels_last)]
 
 
 def cudnn_convolution(call: Call) -> Plan | None:
     """`cudnn_convolution`: weight, then input, in cuDNN's format, after the output (`cudnn_convolution_forward`)."""
     source, weight = (_Operand.of(tensor) for tensor in call.args[:2])
     last = _last(source, weight, dtype(call.args[0]) == "float64")
-    born, gone = _copies([("weight", weight), ("input", source)], last)
-    return (("rest",), *born, *gone) if born else None
+    return after(_needed([("weight", weight), ("input", source)], last))
 
 
 def depthwise_convolution(call: Call) -> Plan | None:
     """`_conv_depthwise2d`: contiguous operands, then the output (`conv_depthwise2d_cuda_out`)."""
     source, weight = (_Operand.of(tensor) for tensor in call.args[:2])
-    born, gone = _copies([("input", source), ("weight", weight)], False)
-    return (*born, ("rest",), *gone) if born else None
+    copies = _needed([("input", source), ("weight", weight)], False)
+    return within(copies, REST) if copies else None
 
 
 def convolution_backward(call: Call) -> Plan | None:
@@ -102,53 +100,50 @@ def convolution_backward(call: Call) -> Plan | None:
     """
     wanted = [bool(flag) for flag in call.args[10]]
     gradient, source, weight = (_Operand.of(tensor) for tensor in call.args[:3])
-    steps, kept = _copies([("sequence", source)] if len(shape(call.args[1])) == 3 else [], False)
-    source = source.put(False) if steps else source
+    sequence = _needed([("sequence", source)] if len(shape(call.args[1])) == 3 else [], False)
+    source = source.put(False) if sequence else source
     depthwise = _is_depthwise(call, source, weight)
     wide = dtype(call.args[1]) == "float64"
-    steps += (_depthwise_backward if depthwise else _cudnn_backward)(gradient, source, weight, wanted, wide)
+    steps = (_depthwise_backward if depthwise else _cudnn_backward)(gradient, source, weight, wanted, wide)
     if wanted[2]:
-        steps.append(("out", sum(wanted[:2])))
+        steps += (("out", sum(wanted[:2])),)
         given = call.args[0]
         item = width(given)
         if elements(given):
             loop = merged(given, [place for place in range(len(shape(given))) if place != 1], item, item)
             steps += scratch(call.profile, loop, item, max(item, 4), item, is_half(given))
-    return (*steps, *kept)
+    return within(sequence, *steps)
 
 
-def _cudnn_backward(
-    gradient: _Operand, source: _Operand, weight: _Operand, wanted: Sequence[bool], wide: bool
-) -> list[Step]:
+def _cudnn_backward(gradient: _Operand, source: _Operand, weight: _Operand, wanted: Sequence[bool], wide: bool) -> Plan:
     """`cudnn_convolution_backward`: each of the two gradients copies what it needs into its own memory format."""
-    steps: list[Step] = []
-    kept: list[Step] = []
+    steps: Plan = ()
+    kept: list[tuple[str, int]] = []
     if wanted[1]:
         last = _last(source, weight, wide)
-        steps, kept = _copies([("contiguous input", source)], last)
+        kept = _needed([("contiguous input", source)], last)
         source = source.put(last)
     if gradient.channels_last != source.channels_last:
-        steps, kept = [*steps, ("alloc", "gradient", gradient.bytes)], [("free", "gradient"), *kept]
+        kept.append(("gradient", gradient.bytes))
         gradient = gradient.put(source.channels_last)
     if wanted[0]:
-        born, gone = _copies([("weight", weight), ("its gradient", gradient)], _last(gradient, weight, wide))
-        steps += [("out", 0), *born, *gone]
+        copies = _needed([("weight", weight), ("its gradient", gradient)], _last(gradient, weight, wide))
+        steps += (("out", 0), *within(copies))
     if wanted[1]:
-        born, gone = _copies([("weight's gradient", gradient), ("input", source)], _last(source, gradient, wide))
-        steps += [*born, ("out", int(wanted[0])), *gone]
-    return [*steps, *kept]
+        copies = _needed([("weight's gradient", gradient), ("input", source)], _last(source, gradient, wide))
+        steps += within(copies, ("out", int(wanted[0])))
+    return within(kept, *steps)
 
 
 def _depthwise_backward(
     gradient: _Operand, source: _Operand, weight: _Operand, wanted: Sequence[bool], wide: bool
-) -> list[Step]:
+) -> Plan:
     """`conv_depthwise2d_cuda_backward_out`: the weight's gradient first, all of contiguous operands."""
-    steps, kept = _copies([("gradient", gradient)], False)
+    steps: Plan = ()
     for place, operand in ((1, ("input", source)), (0, ("weight", weight))):
         if wanted[place]:
-            born, gone = _copies([operand], False)
-            steps += [*born, ("out", place if wanted[0] else 0), *gone]
-    return [*steps, *kept]
+            steps += within(_needed([operand], False), ("out", place if wanted[0] else 0))
+    return within(_needed([("gradient", gradient)], False), *steps)
 
 
 def _is_depthwise(call: Call, source: _Operand, weight: _Operand) -> bool:
