@@ -150,8 +150,9 @@ def _selected(asked: Asked, who: tuple[int | None, str | None, str | None], quie
         except Interrupted as error:
             found = error.found
     if not quiet:
-        total = len(found.outcomes) + len(found.unfinished)
-        print(f"note: interrupted: {len(found.outcomes)} of {total} methods are finished", file=sys.stderr)
+        done = len(found.outcomes) + len(found.spared)
+        total = done + len(found.unfinished)
+        print(f"note: interrupted: {done} of {total} methods are finished", file=sys.stderr)
     return found, True
 
 

@@ -225,6 +225,7 @@ class _Course:
         self.wanted = wanted
         self.found: dict[str, Outcome] = {}
         self.spared: dict[str, Outcome] = {}
+        self._seq = Case.of({**asked.keys, "gpu": asked.gpus[0]}, any_strategy=True).seq
         self._progress = progress
         self._started = time.perf_counter()
 
@@ -266,14 +267,15 @@ class _Course:
         if self.asked.global_batch is not None:
             micro = max(micro, self.asked.global_batch // candidate.shares)
         known = [one.work for one in self.found.values() if one.work is not None]
-        case = Case.of({**candidate.keys, "batch": 1}, where=candidate.name)
-        fastest = most_tokens(candidate, micro, case.seq, known, clock_of(self.asked))
+        fastest = most_tokens(candidate, micro, self._seq, known, clock_of(self.asked))
         near = 2 * best.samples // (candidate.shares * int(candidate.keys.get("microbatches", 1)))
         return Rival(best.tokens_per_second * (1 + WITHIN), fastest, near)
 
     def _finished(self, job: _Job, answer: Mapping[str, Any]) -> None:
         candidate = job.candidate
         outcome = answer.get("outcome")
+        if outcome is None and job.mend:  # what is known of it stays
+            return
         if outcome is None:
             error = str(answer.get("error", "no answer"))
             outcome = Outcome(candidate.name, candidate.keys, candidate.shares, error=error)
