@@ -258,8 +258,12 @@ class _Course:
 
     def rival(self, candidate: Candidate) -> Rival:
         """What a candidate has to beat, when it is looked at now: nothing where it is likely or asked for by name."""
+        if self.asked.methods or self.asked.policy == "llmem":
+            return Rival()
         best = chosen(list(self.found.values()))
-        if best is None or best.step_retries or self.asked.methods or self.asked.policy == "llmem":
+        if best is None:  # where a sample was too much so far, it may be so again
+            return Rival(near=1 if any(one.short for one in self.found.values()) else 0)
+        if best.step_retries:
             return Rival()
         if candidate.name in LIKELY or preference(candidate.name, candidate.keys) < preference(best.name, best.keys):
             return Rival()
@@ -295,7 +299,7 @@ class _Course:
 @dataclass(frozen=True, slots=True)
 class Rival:
     """What a method has to beat to be searched to the end: tokens per second of which it needs more; the most that it
-    can have; and a micro-batch that is probably larger than its largest.
+    can have; and a micro-batch to begin with that is probably larger than its largest.
     """
 
     floor: float = 0.0
@@ -428,7 +432,7 @@ def search(candidate: Candidate, asked: Asked, rival: Rival = Rival()) -> Outcom
         whole = asked.global_batch // (candidate.shares * int(candidate.keys.get("microbatches", 1)))
         if whole < 1:
             raise ConfigError(f"a global batch of {asked.global_batch} is less than a sample for each of the ranks")
-    first = probe.first(rival.near)
+    first = 1 if rival.near == 1 else probe.first(rival.near)
     bound = _bound(candidate, asked, probe, first) if rival.floor and whole is None else math.inf
     if bound <= rival.floor:
         return replace(outcome, at_most=bound, seconds=time.perf_counter() - started)

@@ -10,8 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from graph.case import Case
+from simulator.engine.replay import replay
 from simulator.estimator.estimate import Estimate, estimate
-from simulator.estimator.step_time import GenerationTime, Stall, StepTime, stall_of
+from simulator.estimator.step_time import GenerationTime, Stall, StepTime, of_case, stall_of
 from traces.model import Device, Events, Op, RankEvents, Strings, Trace
 
 torch = pytest.importorskip("torch")
@@ -139,7 +141,7 @@ def streams_that_take_turns(steps: int) -> Trace:
     """In each step 60 MiB on one stream and then on another, of a device that has room for one of them."""
     rows: list[tuple[Op, int, int, int]] = []  # event, id, stream, step
     for step in range(steps):
-        rows.append((Op.PHASE, -1, 0, step))
+        rows += [(Op.PHASE, -1, 0, step), (Op.KERNEL, -1, 0, -1)]
         for stream in (0, 1):
             rows += [(Op.ALLOC, 2 * step + stream, stream, -1), (Op.FREE, 2 * step + stream, stream, -1)]
     op, ids, streams, steps_of = (np.asarray(column) for column in zip(*rows, strict=True))
@@ -148,6 +150,7 @@ def streams_that_take_turns(steps: int) -> Trace:
         "stream": streams.astype(np.int64),
         "step": steps_of.astype(np.int64),
         "bytes": np.where(op == Op.ALLOC, 60 << 20, 0),
+        "duration_ns": np.where(op == Op.KERNEL, 1_000_000, 0),
         "name": Strings(np.where(op == Op.PHASE, 0, -1).astype(np.int32), ("forward",)),
     }
     events = Events(op.astype(np.uint8), columns)
@@ -161,3 +164,11 @@ def test_retries_of_a_steady_step_cost_the_calls_that_they_make() -> None:
     ample = streams_that_take_turns(3)
     assert stall_of(replace(ample, devices=(Device("A100-80GB", 200 << 20),))) == Stall()
     assert stall_of(replace(ample, devices=(Device("A100-80GB", 200 << 20),)), 100 << 20) == found
+    case = Case("gpt2")
+    tight, free = (
+        of_case(trace, case, replay(trace, analyse=False))
+        for trace in (ample, replace(ample, devices=(Device("A100-80GB", 200 << 20),)))
+    )
+    assert isinstance(tight, StepTime)
+    assert isinstance(free, StepTime)
+    assert tight.step_ns - free.step_ns == round(found.seconds * 1e9)
