@@ -123,6 +123,57 @@ def test_out_of_memory_exits_with_three() -> None:
     assert document["ranks"][0]["oom"]["phase"] == "load"
 
 
+def test_out_of_memory_says_where_what_would_fit_and_what_not() -> None:
+    outcome = call("estimate", "m", "--memory", "19MiB", "--context", "0", "--batch", "2")
+    lines = outcome.stdout.splitlines()
+    assert outcome.exit_code == 3
+    assert lines[1] == "out of memory: needs 20.00 MiB, lacks 1.00 MiB (the GPU has 19.00 MiB)"
+    words = " ".join(outcome.stdout.split())
+    assert "it fails in load (event " in words
+    assert ": asked for 3.00 MiB with 19.00 MiB left on the GPU What would fit, each tried by a capture and a" in words
+    rows = {line.split("  ")[0].strip(): line for line in lines}
+    assert "fits" in rows["--gpu RTX4060-8GB, without --memory"]  # the stub's memory depends on nothing else
+    assert outcome.stdout.index("What would fit") < outcome.stdout.index("rank 0 on A100-80GB")
+    quiet = call("estimate", "m", "--memory", "19MiB", "--context", "0", "--batch", "2", "--no-remedies")
+    assert quiet.exit_code == 3
+    assert quiet.stdout.splitlines()[:4] == lines[:4]
+    assert "What would fit" not in quiet.stdout
+    assert "What would fit" not in call("estimate", "m").stdout
+
+
+def test_remedies_are_in_json_and_on_the_page(tmp_path: Path) -> None:
+    path = tmp_path / "page.html"
+    outcome = call("estimate", "m", "--memory", "19MiB", "--context", "0", "--json", "--html", str(path))
+    document = json.loads(outcome.stdout)
+    first = document["remedies"][0]
+    assert first["verdict"] == "fits"
+    assert first["change"] == {"gpu": "RTX4060-8GB", "memory": None}
+    assert (first["options"], first["needs"]) == ("--gpu RTX4060-8GB, without --memory", 20 * MIB)
+    assert all(one["needs"] == 20 * MIB and one["verdict"] == "oom" for one in document["remedies"][1:])
+    assert "remedies" not in json.loads(call("estimate", "m", "--json").stdout)
+    page = path.read_text()
+    assert "What would fit, each tried by a capture and a replay" in page
+    assert "--gpu RTX4060-8GB, without --memory" in page
+
+
+def test_ctrl_c_while_remedies_are_tried_keeps_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+
+    def made(case: Case, progress: Any = None, method: Any = None) -> StepGraph:
+        calls.append(case)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return stub(case)
+
+    monkeypatch.setattr("simulator.estimator.estimate.capture_of", made)
+    outcome = call("estimate", "m", "--memory", "19MiB", "--context", "0", "--json")
+    document = json.loads(outcome.stdout)
+    assert outcome.exit_code == 130
+    assert document["verdict"] == "oom"
+    assert len(document["remedies"]) == 1
+    assert len(calls) == 3
+
+
 def test_a_context_that_takes_the_room() -> None:
     assert call("estimate", "m", "--memory", "30MiB", "--context", "10MiB").exit_code == 0
     outcome = call("estimate", "m", "--memory", "30MiB", "--context", "11MiB")

@@ -43,6 +43,7 @@ COUNT_PIXELS = """
 """
 ALLOCATED, RESERVED, OOM = [0x00, 0x72, 0xB2], [0xD5, 0x5E, 0x00], [0xA3, 0x00, 0x5C]
 ALLOCATED_DARK = [0x56, 0xB4, 0xE9]
+OOM_DARK = [0xFF, 0x8C, 0xC6]
 
 
 @pytest.fixture(scope="module")
@@ -126,6 +127,23 @@ def test_a_million_events_with_out_of_memory(browser: Browser, tmp_path: Path) -
     assert close["from"] <= rank.peak.event <= close["to"]
     assert f"Event {rank.peak.event:,} " in readout(browser)
     assert f"allocated {format_bytes(rank.peak_allocated)}" in readout(browser)
+    healthy(browser)
+
+
+@pytest.mark.parametrize("dark", [False, True])
+def test_the_demand_stands_above_the_limit(browser: Browser, tmp_path: Path, dark: bool) -> None:
+    trace = busy_trace(4_000)
+    whole = replay(trace, memory=1 << 42).ranks[0]
+    found = replay(trace, memory=whole.peak_reserved // 2, context=0, picture=True)
+    show(browser, tmp_path, found, dark=dark)
+    shown = drawn(browser)
+    assert (shown["from"], shown["to"]) == (0, whole.events)  # not where it fails
+    assert browser.evaluate(COUNT_PIXELS % (OOM_DARK if dark else OOM)) > 400
+    assert "on a GPU without end" in browser.evaluate("document.querySelector('.plot .legend').textContent")
+    focus(browser)
+    browser.press("End")
+    assert drawn(browser)["to"] == whole.events
+    assert f"Event {found.ranks[0].events - 1:,}" in readout(browser)
     healthy(browser)
 
 

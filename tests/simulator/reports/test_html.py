@@ -547,3 +547,21 @@ def test_many_ranks_of_both_sides_are_drawn() -> None:
     labels = [rank["label"].partition(":")[0] for rank in page.data["ranks"]]
     assert labels == ["before"] * (MAX_RANKS // 2) + ["after"] * (MAX_RANKS // 2)
     assert "The 32 worst event sequences of each are drawn; 36 others peak lower." in page.text
+
+
+def test_what_a_failed_run_would_need_is_in_the_page() -> None:
+    trace = busy_trace(4_000)
+    whole = replay(trace, memory=1 << 42).ranks[0]
+    found = replay(trace, memory=whole.peak_reserved // 2, context=0)
+    failed = found.ranks[0]
+    assert failed.oom is not None
+    assert failed.events < whole.events
+    (rank,) = Page(render_html(found)).data["ranks"]
+    demand = rank["demand"]
+    assert (rank["events"], demand["events"]) == (failed.events, whole.events)
+    assert max(unpack(demand["reserved"])) * demand["unit"] == demand["peak"] == whole.peak_reserved
+    assert max(unpack(demand["allocated"])) * demand["unit"] == whole.peak_allocated
+    assert demand["phases"]["count"] > rank["phases"]["count"]
+    assert [one["demand"] for one in Page(render_html(replay(trace))).data["ranks"]] == [None]
+    unasked = replay(trace, memory=whole.peak_reserved // 2, context=0, analyse=False)
+    assert [one["demand"] for one in Page(render_html(unasked)).data["ranks"]] == [None]
