@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -96,6 +97,8 @@ def command(
     document = case.document()
     asked = Asked(document, cards, policy, global_batch, margin, context=outside, methods=named, exclude=left_out)
     found, interrupted = _selected(asked, (jobs, executor, dask), quiet)
+    if found.nearest is not None and policy == "throughput" and not interrupted:
+        found, interrupted = _with_remedies(found, quiet)
     show(report, found, as_json)  # before files are drawn and written: this much is safe
     sys.stdout.flush()
     if html is not None:
@@ -154,6 +157,29 @@ def _selected(asked: Asked, who: tuple[int | None, str | None, str | None], quie
         total = done + len(found.unfinished)
         print(f"note: interrupted: {done} of {total} methods are finished", file=sys.stderr)
     return found, True
+
+
+def _with_remedies(found: Selection, quiet: bool) -> tuple[Selection, bool]:
+    """What would make the method fit that lacks least, each change tried, and whether that was interrupted."""
+    from simulator.estimator.estimate import Interrupted, estimate
+
+    near = found.nearest
+    assert near is not None
+    interrupted = False
+    with working("no method fits; trying changes", quiet) as say:
+        try:
+            tried = estimate(
+                near.case,
+                context=found.asked.context,
+                analyse=False,
+                remedies=True,
+                trying=lambda change: say(f"no method fits; trying {near.name} with {change}"),
+            )
+        except Interrupted as error:
+            tried, interrupted = error.found, True
+    fitting = () if tried.remedies is None else tried.remedies.fitting
+    advice = f"{near.name} with {fitting[0].options}" if fitting else found.advice
+    return replace(found, remedies=tried.remedies, advice=advice), interrupted
 
 
 def _draw(found: Selection, html: str, force: bool, quiet: bool) -> None:

@@ -59,15 +59,13 @@ def _with_case(found: Document, estimate: Estimate) -> Document:
     estimators."""
     built = (Lines((facts_line(estimate.facts),)),) if estimate.facts else ()
     failure = found.head[: -1 if found.head else 0]
-    head = (*built, *failure, *_remedies(estimate), *found.head[len(failure) :], *_extra(estimate))
+    tried = () if estimate.remedies is None else what_fits(estimate.remedies)
+    head = (*built, *failure, *tried, *found.head[len(failure) :], *_extra(estimate))
     return replace(found, subject=case_line(estimate.case), head=head)
 
 
-def _remedies(estimate: Estimate) -> Iterator[Block]:
+def what_fits(found: Remedies) -> Iterator[Block]:
     """What would fit, the mildest change first, and what does not alone."""
-    found = estimate.remedies
-    if found is None:
-        return
     rows = tuple(
         (
             one.options,
@@ -83,7 +81,7 @@ def _remedies(estimate: Estimate) -> Iterator[Block]:
         yield Table("What would fit, each tried by a capture and a replay", head, rows, right=(2, 3))
     else:
         yield Lines(("Nothing that was tried would fit.",))
-    yield Lines(tuple(_not_enough(estimate, found)))
+    yield Lines(tuple(_not_enough(found)))
 
 
 #: What a change costs, in words.
@@ -97,10 +95,9 @@ _COSTS: Final[Mapping[str, str]] = {
 }
 
 
-def _not_enough(estimate: Estimate, found: Remedies) -> Iterator[str]:
+def _not_enough(found: Remedies) -> Iterator[str]:
     """What saves something, but not enough, and what there was no time for."""
-    whole = estimate.result.decisive.needed or 0
-    saving = [one for one in found.short if one.judged.needs is not None and one.judged.needs < whole * _SAVES]
+    saving = [one for one in found.short if one.judged.needs is not None and one.judged.needs < found.needs * _SAVES]
     if saving:
         said = (f"{one.options} ({format_bytes(one.judged.needs or 0)})" for one in saving[:_MOST])
         yield f"Not enough: {'; '.join(said)}."

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from simulator.estimator.estimate import estimate
 from simulator.reports.document import Bar, Cell, Chart, Document, Lines, Section, Size, Table
+from simulator.reports.estimate import what_fits
 from simulator.reports.verdict import WORDS
 from simulator.selector.select import WITHIN
 from traces.text import one_line
@@ -37,6 +38,7 @@ def render_json(found: Selection) -> dict[str, Any]:
         "runner_up": None if second is None else second.name,
         "reason": reason(found),
         "advice": found.advice,
+        "remedies": [] if found.remedies is None else [one.document() for one in found.remedies.fitting],
         "methods": [_method(one) for one in found.outcomes],
         "within": WITHIN,
         "not_tried": [{"method": one.name, "at_most_tokens_per_second": one.at_most} for one in found.spared],
@@ -151,9 +153,14 @@ def document_of(found: Selection, results: Drawn = ()) -> Document:
         badge="oom" if found.winner is None else found.winner.verdict,
         facts=(f"ranked by {asked.policy}", f"{asked.margin:.0%} of each GPU kept free", f"{found.seconds:.1f} s"),
         head=(*_charts(found), Table("", _COLUMNS, tuple(map(_cells, found.outcomes)), right=range(2, len(_COLUMNS)))),
-        sections=(Section("", (Lines(tuple(said[1:])),)),) if said[1:] else (),
+        sections=(*((Section("", (Lines(tuple(said[1:])),)),) if said[1:] else ()), *_remedies(found)),
         results=results,
     )
+
+
+def _remedies(found: Selection) -> Iterator[Section]:
+    if found.remedies is not None and found.nearest is not None:
+        yield Section(f"{found.nearest.name}, one sample", tuple(what_fits(found.remedies)))
 
 
 def drawn(found: Selection) -> Drawn:

@@ -34,6 +34,7 @@ from traces.text import reason
 
 if TYPE_CHECKING:
     from simulator.estimator.outside import Context
+    from simulator.what_if.remedies import Remedies
 
 POLICIES: Final = ("throughput", "llmem")
 #: The share of a device that stays free beside the likely size of what lies outside the allocator.
@@ -170,6 +171,13 @@ class Selection:
     seconds: float = 0.0
     unfinished: tuple[str, ...] = ()
     advice: str = ""
+    remedies: Remedies | None = None
+    """What was tried for the method that lacks least, where none fits."""
+
+    @property
+    def nearest(self) -> Outcome | None:
+        """The method that lacks least of one sample, where none fits and some could run."""
+        return None if self.winner else next((one for one in self.outcomes if not one.error), None)
 
     @property
     def winner(self) -> Outcome | None:

@@ -94,8 +94,9 @@ class Remedy:
 
 @dataclass(frozen=True)
 class Remedies:
-    """What was tried, in that order, and options of what was not for want of time."""
+    """What was tried for a case that needs so many bytes, in that order; options of what was not for want of time."""
 
+    needs: int
     tried: tuple[Remedy, ...] = ()
     untried: tuple[str, ...] = ()
 
@@ -259,7 +260,7 @@ class _Search:
     untried: list[str] = field(default_factory=list)
 
     def result(self) -> Remedies:
-        return Remedies(tuple(self.tried), tuple(self.untried))
+        return Remedies(self.needs, tuple(self.tried), tuple(self.untried))
 
     def run(self) -> None:
         """Single changes, then combinations of those that keep the training as it is, then of all but hardware."""

@@ -103,7 +103,7 @@ def test_ctrl_c_keeps_what_was_tried() -> None:
 
 
 def test_cases_that_cannot_run_are_left_out() -> None:
-    assert search(Case.of(FULL), 100 * GIB, lambda case: None) == Remedies()
+    assert search(Case.of(FULL), 100 * GIB, lambda case: None) == Remedies(100 * GIB)
 
 
 CASES = [
