@@ -70,7 +70,11 @@ def _parts(document: Document, console: Console) -> Iterator[RenderableType]:
     )
     if document.facts:
         yield _text(", ".join(document.facts))
+    apart = False
     for block in document.head:
+        apart = apart or (isinstance(block, Table) and bool(block.title))
+        if apart and isinstance(block, Table):
+            yield ""
         yield from _block(block, console)
     for section in document.sections:
         yield ""

@@ -162,11 +162,6 @@ def _half(case: Case) -> str:
     return "bf16" if gpu(case.gpu).has_bf16 else "fp16"
 
 
-def _quantised(case: Case) -> Iterator[Mapping[str, Any]]:
-    if not case.quant and (case.lora or case.task == "inference"):
-        yield from ({"quant": "int8"}, {"quant": "nf4"})
-
-
 def _adapters(case: Case) -> Iterator[Mapping[str, Any]]:
     if case.task == "train" and not case.lora:
         yield from ({"lora": 16}, {"lora": 16, "quant": "nf4"})
@@ -182,6 +177,10 @@ def _sharded(case: Case) -> Iterator[Mapping[str, Any]]:
         yield from ({"strategy": "fsdp2", "world": world} for world in (2, 4, 8))
 
 
+def _quantises(case: Case) -> bool:
+    return not case.quant and bool(case.lora or case.task == "inference")
+
+
 def _trains_all(case: Case) -> bool:
     """Whether gradients and optimizer states are those of all weights."""
     return case.task == "train" and not case.lora
@@ -189,7 +188,8 @@ def _trains_all(case: Case) -> bool:
 
 CHANGES: Final = (
     Change("precision", "weights in 16 bits", "rounding", _half_weights),
-    Change("quantisation", "frozen weights quantised", "rounding", _quantised),
+    Change("quantisation", "frozen weights in 4 bits", "rounding", _when(_quantises, {"quant": "nf4"})),
+    Change("quantisation", "frozen weights in 8 bits", "rounding", _when(_quantises, {"quant": "int8"})),
     Change("activations", "activations are computed again", "time", _when(
         lambda case: case.task == "train" and not case.checkpointing, {"checkpointing": "nonreentrant"})),
     Change("gpus", "a larger card", "hardware", lambda case: iter(())),

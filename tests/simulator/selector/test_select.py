@@ -19,6 +19,7 @@ from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 
+from graph.case import Case
 from simulator.cli import main
 from simulator.reports.html import page
 from simulator.reports.select import closeness, document_of, reason, render_json
@@ -28,6 +29,7 @@ from simulator.selector.bounds import Work, most_tokens
 from simulator.selector.candidates import candidates, meshes, split_words
 from simulator.selector.extrapolate import Line, prime_for, sizes_in
 from simulator.selector.select import Asked, Outcome, Rival, Selection, chosen, ranked
+from simulator.what_if.remedies import Judged, search
 from tests.places import ROOT
 from tests.support.launched import model
 from traces.errors import ConfigError
@@ -153,6 +155,20 @@ def test_algorithm_1_advises_offload_where_nothing_fits() -> None:
 def test_nothing_is_finished() -> None:
     found = ranked(Asked(KEYS, ("A100-40GB",) * 4), [], ("ddp", "tp"), 0.0)
     assert (found.winner, found.advice, reason(found)) == (None, "", "no method is finished")
+
+
+def test_where_no_method_fits_the_report_has_what_would() -> None:
+    asked = Asked(KEYS, ("A100-40GB",) * 4)
+    found = ranked(asked, [outcome("far", 0, 4, short=9), outcome("near", 0, 4, short=5)], (), 0.0)
+    tried = search(Case.of({"model": "gpt2"}), 10 << 30, lambda case: Judged(9 << 30, 9 << 30, "fits"))
+    found = replace(found, remedies=tried)
+    assert found.nearest is not None
+    assert found.nearest.name == "near"
+    assert ranked(asked, [outcome("one", 8, 4, tokens_per_second=1.0)], (), 0.0).nearest is None
+    written = page.render(document_of(found))
+    assert "near, one sample" in written
+    assert "--checkpointing nonreentrant" in written
+    assert render_json(found)["remedies"][0]["options"] == tried.fitting[0].options
 
 
 def test_throughput_ranks_and_says_why() -> None:
