@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final, Literal
 
@@ -17,6 +17,7 @@ from simulator.allocator.releases import Release, parse_release
 from simulator.engine import analysis
 from simulator.engine import kernels as engine
 from simulator.engine.machine import Machine, Program, compile_rank
+from simulator.engine.ranks import format_ranks
 from simulator.engine.result import (
     EventColumns,
     EventLog,
@@ -132,11 +133,21 @@ def replay(
         conf=setup.conf,
         release=setup.release.text,
         metadata=trace.metadata,
-        notes=(*trace.notes, *setup.notes),
+        notes=(*trace.notes, *setup.notes, *_left_waiting(classes, machines, watch)),
     )
     if found.verdict == "oom" and (analyse if needs is None else needs):
         found = _with_needs(found, source, setup)
     return _with_remedies(found, trace, setup) if analyse and found.verdict == "oom" else found
+
+
+def _left_waiting(classes: Sequence[RankClass], machines: Sequence[Machine], watch: Watch) -> Iterator[str]:
+    """A note on ranks that end where they wait for one that failed, so that their figures are not the whole."""
+    parts = zip(classes, machines, watch.first, strict=True)
+    ranks = sorted(rank for item, machine, oom in parts if machine.ended and oom is None for rank in item.ranks)
+    if ranks:
+        name = "rank" if len(ranks) == 1 else "ranks"
+        ends = "ends where it waits" if len(ranks) == 1 else "end where they wait"
+        yield f"{name} {format_ranks(ranks)} {ends} for a rank that ran out of memory: peaks are those up to there"
 
 
 @dataclass(frozen=True)

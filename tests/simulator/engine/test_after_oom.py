@@ -131,6 +131,7 @@ def test_ranks_that_wait_for_one_that_failed_end_there() -> None:
     assert [rank.oom is None for rank in found.ranks] == [False, True]
     assert [rank.events for rank in found.ranks] == [1, 2]  # rank 0 launches its collective, and waits for it
     assert found.ranks[1].peak_allocated == 512
+    assert "rank 0 ends where it waits for a rank that ran out of memory: peaks are those up to there" in found.notes
     both = replay(case.trace(), analyse=False, after_oom="continue")
     assert sorted(rank.events for rank in both.ranks) == [5, 6]
 
