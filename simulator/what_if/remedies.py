@@ -17,6 +17,8 @@ from typing import Any, Final
 from graph.case import Case
 from graph.hardware.gpus import GPUS, gpu
 from simulator.engine.result import Verdict
+from strategies import registry
+from strategies.strategy import Axis, Kind
 from traces.errors import ConfigError
 
 #: Seconds after which no further change is tried.
@@ -173,8 +175,14 @@ def _shorter(case: Case) -> Iterator[Mapping[str, Any]]:
 
 
 def _sharded(case: Case) -> Iterator[Mapping[str, Any]]:
-    if case.task == "train" and case.world == 1 and not case.quant:
-        yield from ({"strategy": "fsdp2", "world": world} for world in (2, 4, 8))
+    """Parameters in parts on as many GPUs, or on more of them where they are in parts already."""
+    if case.task != "train" or case.quant or case.mesh:
+        return
+    if Kind.WHOLE in registry.find(case).kind:
+        worlds = sorted({2, 4, 8} | ({case.world} - {1}))
+        yield from ({"strategy": Axis.SHARDS.value, "world": world} for world in worlds if world >= case.world)
+    else:
+        yield from ({"world": case.world * more} for more in (2, 4))
 
 
 def _quantises(case: Case) -> bool:
@@ -266,6 +274,8 @@ class _Search:
         """Single changes, then combinations of those that keep the training as it is, then of all but hardware."""
         for change in CHANGES:
             self._single(change, cards(self.case, self.needs) if change is LARGER else change.keys(self.case))
+        for words, keys in registry.find(self.case).remedies:
+            self._single(Change("host", words, "time", _when(lambda _: True)), iter((keys,)))
         for costs in (KEPT, frozenset(COSTS) - {"hardware"}):
             if not any(one.fits and one.cost in costs for one in self.tried):
                 self._combined([one for one in self.tried if one.cost in costs and len(one.changes) == 1])
