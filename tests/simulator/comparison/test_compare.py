@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from click.testing import CliRunner
 
 import traces
 from simulator.cli import main
-from simulator.comparison.compare import Change, Figures, Limit, Side, compare, load, module_of, unwrapped
+from simulator.comparison.compare import Change, Figures, Limit, Side, compare, load, module_of, phase_words, unwrapped
 from simulator.engine.replay import replay
 from simulator.reports.compare import document_of, render_json, render_markdown, verdict
 from simulator.reports.run import render_json as result_json
@@ -246,3 +247,54 @@ def test_files_that_are_no_runs(tmp_path: Path, text: str, message: str) -> None
     path.write_text(text)
     with pytest.raises(TraceError, match=message):
         load(path)
+
+
+# On the page ----------------------------------------------------------------------------------------------------------
+
+
+def test_phases_have_the_names_that_they_have_elsewhere(pair: tuple[str, str], tmp_path: Path) -> None:
+    """The step where both sides have it, else first and last."""
+    code, text = invoke(*pair)
+    assert code == 0
+    assert "backward 1" in text
+    assert not {"bwd", "fwd_first", "step_last"} & set(text.replace(".", " ").split())
+    results = (result(tmp_path, name, read(path)) for name, path in zip(("a", "b"), pair, strict=True))
+    assert "first backward" in invoke(*results)[1]
+
+
+@pytest.mark.parametrize(
+    ("key", "words"),
+    [("fwd_first", "first forward"), ("bwd.1", "backward 1"), ("step_last", "last optimizer"), ("load", "load")],
+)
+def test_phase_words(key: str, words: str) -> None:
+    assert phase_words(key) == words
+
+
+def sided(name: str, reserved: int, total: int) -> Side:
+    values = {"peak_allocated": reserved, "peak_reserved": reserved, "device_total": total}
+    return Side(name, "trace", (Figures((0,), "fits", values),))
+
+
+@pytest.mark.parametrize(("outside", "compared"), [((0, 0), True), ((5, 7), True), ((0, 7), False), ((5, 0), False)])
+def test_totals_are_compared_where_both_count_the_same(outside: tuple[int, int], compared: bool) -> None:
+    one, two = (sided("s", 100 * MIB, (100 + more) * MIB) for more in outside)
+    comparison = compare(one, two)
+    assert ("device_total" in {change.name for change in comparison.pairs[0].figures()}) is compared
+    assert ("counted on one side alone" in render_markdown(comparison)) is not compared
+
+
+def test_the_page_of_a_comparison_is_its_own(pair: tuple[str, str], tmp_path: Path) -> None:
+    """No verdict for a badge, no category's colour for a side, and what changed as bars to both sides."""
+    code, _ = invoke(*pair, "--html", str(tmp_path / "page.html"))
+    text = (tmp_path / "page.html").read_text("utf-8")
+    assert code == 0
+    assert '<span class="badge comparison">Comparison</span>' in text
+    assert 'badge fits"' not in text
+    phases = text[text.index("<h3>Peak allocated by phase") :].split("</div></div>")[0]
+    assert 'class="swatch k-0"' in phases
+    assert 'class="swatch k-1"' in phases
+    bars = text[text.index("what changed</h3>") :].split("</div>\n<p")[0]
+    (grown,) = re.findall(r'rect class="k-1" x="([0-9.]+)%" width="([0-9.]+)%"', bars)
+    assert grown == ("50.00", "49.00")  # the activation alone, to the right
+    assert "+10.00 MiB" in bars
+    assert "memory over time" in text.lower()
