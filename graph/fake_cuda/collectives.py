@@ -70,6 +70,7 @@ class Collectives:
         self.recorder = recorder
         self.kept = kept
         self._held: list[Any] = []
+        self._since: list[int] = []  # operators that had run when each of the first of these was noticed
         self._looked = 0  # events of the log that have been looked at
         self._issued = 0  # works held at the last settling, and how many of them are finished
         self._finished = 0
@@ -89,6 +90,12 @@ class Collectives:
     def settle(self) -> None:
         """Finished work is dropped, as ProcessGroupNCCL's watchdog does within a tenth of a second."""
         self._held.clear()
+
+    def settle_seen(self, operators: int) -> None:
+        """Works are dropped that finished a look of the watchdog ago, by the operators that have run since."""
+        seen = sum(operators - issued >= OPERATORS_A_LOOK for issued in self._since)
+        del self._held[:seen], self._since[:seen]
+        self._since += [operators] * (len(self._held) - len(self._since))
 
     def settle_late(self) -> None:
         """The same where work is finished only once the host has waited for the device after it was issued.
@@ -182,7 +189,7 @@ def _finished(tensors: list[torch.Tensor]) -> Any:
     return finished_work(future)
 
 
-class _Silent:
+class Silent:
     """DDP's logger, which would ask a CUDA build for a timer."""
 
     def __getattr__(self, name: str) -> Callable[..., None]:
@@ -193,7 +200,7 @@ def replicated(module: torch.nn.Module, **options: Any) -> torch.nn.Module:
     """`module` in DistributedDataParallel, which keeps no time and does not ask the others whether shapes agree."""
     with mock.patch.object(parallel, "_verify_param_shape_across_processes", return_value=None):
         wrapped = parallel.DistributedDataParallel(module, device_ids=[0], **options)
-    wrapped.logger = _Silent()
+    wrapped.logger = Silent()
     return wrapped
 
 

@@ -19,6 +19,7 @@ from torch.nn.modules import module as hooks
 from torch.optim import optimizer as optimizers
 
 from graph.fake_cuda.served import Allocator
+from graph.recorder.checkpoints import Saving
 from graph.recorder.program import ProgramRecorder
 from graph.recorder.recorder import tensors
 
@@ -42,6 +43,7 @@ class Phases:
         self.most = most
         self.steps = 0
         self.phase = LOAD
+        self.settle: Callable[[], None] | None = None  # what is done where a phase ends
         self._depth = 0  # of backward
         self._count: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._names: weakref.WeakKeyDictionary[torch.nn.Module, int] = weakref.WeakKeyDictionary()
@@ -60,12 +62,17 @@ class Phases:
             ):
                 stack.callback(handle.remove)
             stack.enter_context(_around(torch.autograd, "backward", self._backward))
-            stack.enter_context(_around(torch, "save", self._saving))
+            saving = Saving(torch.save)
+            stack.enter_context(
+                _around(torch, "save", lambda plain, *args, **named: self._saving(saving, *args, **named))
+            )
             yield
 
     def begin(self, phase: int) -> None:
         """A phase begins, unless it goes on already."""
         if phase != self.phase or phase == LOAD:
+            if self.settle is not None:
+                self.settle()
             self.phase = phase
             self.allocator.mark(phase, self.steps)
 

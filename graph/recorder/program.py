@@ -49,6 +49,7 @@ class ProgramRecorder:
         rules()  # loaded now, while the names of our modules are ours
         self.runtime = runtime
         self.labels = Labels()
+        self.operators = 0  # that have run
         self.stacks: dict[int, list[int]] = {}  # by thread: codes of the modules that run, outermost first
         self._main = _get_ident()
         self._state: dict[Any, Any] = {}  # of the workspace rules
@@ -74,6 +75,7 @@ class ProgramRecorder:
         self, func: Operator, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: object, born: list[int], memo: Memo
     ) -> None:
         """A kernel has run; `born` are the storages of its new outputs. `memo.note` is ours, by kind of call."""
+        self.operators += 1
         current = self.runtime.stream
         stream = 0 if current is None else current.stream_id
         thread = 0 if _get_ident() == self._main else 1
@@ -116,6 +118,11 @@ class ProgramRecorder:
         number = self._numbers.get(storage, -1)
         if number >= 0:
             self._record_stream(number, stream)
+
+    def collective(self, *told: object, **also: object) -> None:
+        """A collective starts: it has no memory of its own, and takes no time here."""
+
+    wait_stream = collective
 
     # ------------------------------------------------------------------------------------------------------------
 

@@ -57,6 +57,8 @@ def _steps(text: str) -> int:
 @click.option("--context", metavar="SIZE", help="Memory of the GPU that is not PyTorch's (default: none).")
 @click.option("--alloc-conf", metavar="CONF", help="Allocator settings (default: PYTORCH_ALLOC_CONF).")
 @click.option("--release", metavar="R", default="2.13", show_default=True, help="PyTorch release of the allocator.")
+@click.option("--nproc-per-node", metavar="N", type=click.IntRange(1), help="Ranks, as torchrun starts them.")
+@click.option("--ranks", metavar="0,3-5|all", default="all", show_default=True, help="Ranks to run.")
 @click.option("--steps", metavar="N|all", default="all", show_default=True, help="End after N optimizer steps.")
 @click.option("--json", "document", metavar="FILE", help="Write figures, steps and assumptions as JSON.")
 @click.option("-o", "--output", metavar="FILE", help="Keep the trace (.json, .json.gz or .npz).")
@@ -69,6 +71,8 @@ def command(
     context: str | None,
     alloc_conf: str | None,
     release: str,
+    nproc_per_node: int | None,
+    ranks: str,
     steps: str,
     document: str | None,
     written: Outputs,
@@ -78,17 +82,20 @@ def command(
     from graph.hardware.gpus import gpu as gpu_of
     from simulator.allocator.conf import parse_conf
     from simulator.allocator.releases import parse_release
-    from simulator.recording.launch import command_of, record
+    from simulator.engine.ranks import parse_ranks
+    from simulator.recording.launch import program_of, record
     from simulator.recording.request import Request
     from simulator.recording.result import document as document_of
 
-    kind, words = command_of(program, module)
+    found = program_of(program, module)
+    world = nproc_per_node or found.world
+    chosen = sorted(range(world) if ranks == "all" else parse_ranks(ranks, range(world)))
     behaviour = parse_release(release)
     if alloc_conf is not None:
         parse_conf(alloc_conf, behaviour)
     request = Request(
-        program=words,
-        kind="module" if kind == "module" else "script",
+        program=found.words,
+        kind=found.kind,
         folder="",
         gpu=gpu_of(gpu).name,
         release=behaviour.text,
@@ -96,11 +103,12 @@ def command(
         context=size_option("--context", context) or 0,
         conf=alloc_conf,
         steps=_steps(steps),
+        world=world,
     )
-    written.check(words[0])
+    written.check(found.words[0])
     if document is not None:
         check_output(document, force=written.force)
-    recorded = record(request)
+    recorded = record(request, chosen)
 
     from simulator.engine.replay import replay
 

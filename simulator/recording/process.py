@@ -24,6 +24,7 @@ from torch.utils._triton import has_triton_package
 import traces
 from graph.fake_cuda import sdpa, triton_stand_in
 from graph.fake_cuda.device import Runtime, fake_cuda
+from graph.fake_cuda.job import joined
 from graph.hardware.profile import profile
 from graph.models import own_modules
 from graph.recorder.phases import Finished, Phases
@@ -53,7 +54,8 @@ def main(text: str) -> int:
         phases = Phases(recorder, allocator, request.steps)
         keeper = _Keeper(request, runtime, recorder, phases, allocator)
         runtime.observer = recorder
-        with keeper.kept_at_exit(), recorder.ordered_casts(), phases.followed():
+        with keeper.kept_at_exit(), recorder.ordered_casts(), joined(runtime, recorder) as job, phases.followed():
+            phases.settle = lambda: job.settle_seen(recorder.operators)
             code = _run(request)
         keeper.keep(code)
     return code
@@ -88,7 +90,8 @@ class _Keeper:
         assumptions = [f"{what} ({count} times)" for what, count in self.runtime.assumptions.items()]
         facts = {"exit_code": code, "steps": self.phases.steps, "assumptions": assumptions}
         metadata = {"program": self.request.program, **facts}
-        traces.write(trace_of(self.allocator, self.recorder.labels, metadata), folder / TRACE, force=True)
+        trace = trace_of(self.allocator, self.recorder.labels, metadata, self.request.rank)
+        traces.write(trace, folder / TRACE, force=True)
         (folder / FACTS).write_text(json.dumps(facts))
 
     @contextlib.contextmanager

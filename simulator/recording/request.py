@@ -16,7 +16,8 @@ class Request:
     """A program and the GPU it runs on.
 
     `program` is a script's path (`kind` script) or a module's name, and its arguments. `memory` and `context` are bytes
-    (memory 0: the card's own); `conf` None: as the environment says. `steps` 0: to the program's end.
+    (memory 0: the card's own); `conf` None: as the environment says. `steps` 0: to the program's end. Each rank of a
+    job has a process of its own, `rank` of `world`.
     """
 
     program: tuple[str, ...]
@@ -28,6 +29,8 @@ class Request:
     context: int = 0
     conf: str | None = None
     steps: int = 0
+    rank: int = 0
+    world: int = 1
 
     def text(self) -> str:
         """As JSON."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -19,15 +20,35 @@ _TEMPORARY: Final = "temporary"
 _ACTIVATION: Final = "activation"
 
 
-def trace_of(allocator: LiveAllocator, labels: Labels, metadata: Mapping[str, Any]) -> Trace:
-    """All that was served, as the trace of rank 0."""
+def trace_of(allocator: LiveAllocator, labels: Labels, metadata: Mapping[str, Any], rank: int = 0) -> Trace:
+    """All that was served, as the trace of one rank."""
     return Trace(
-        ranks=(RankEvents((0,), _events(allocator, labels)),),
+        ranks=(RankEvents((rank,), _events(allocator, labels)),),
         metadata={"producer": "llmem", **metadata},
         conf=allocator.conf or "",
         release=allocator.release.text,
         devices=(allocator.device,),
     )
+
+
+def together(traces: Sequence[Trace]) -> Trace:
+    """One trace of ranks that were recorded apart; those whose events are the same share them."""
+    kinds: list[RankEvents] = []
+    for trace in traces:
+        (mine,) = trace.ranks
+        for place, kind in enumerate(kinds):
+            if _same(kind.events, mine.events):
+                kinds[place] = replace(kind, ranks=(*kind.ranks, *mine.ranks))
+                break
+        else:
+            kinds.append(mine)
+    return replace(traces[0], ranks=tuple(kinds))
+
+
+def _same(one: Events, other: Events) -> bool:
+    """Whether two ranks did the same: ops, allocations, sizes and streams."""
+    columns = ("id", "bytes", "stream", "step")
+    return np.array_equal(one.op, other.op) and all(np.array_equal(one.ints(c), other.ints(c)) for c in columns)
 
 
 def _events(allocator: LiveAllocator, labels: Labels) -> Events:

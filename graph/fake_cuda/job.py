@@ -1,0 +1,88 @@
+"""One rank of a job that a program starts itself, by `torch.distributed.init_process_group` of any backend.
+
+Rank and world are those of the environment (RANK, WORLD_SIZE), as launchers set them. Collectives do nothing but take
+part (`graph.fake_cuda.collectives`); those of Python objects give every rank's object as this rank's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from typing import Any, Final
+from unittest import mock
+
+import torch.distributed as dist
+import torch.nn.parallel.distributed as parallel
+from torch.distributed import distributed_c10d as c10d
+
+from graph.fake_cuda.collectives import Collectives, Silent
+from graph.fake_cuda.device import Runtime
+from graph.fake_cuda.torch_private import fake_store
+from graph.recorder.list_sharding import equal_entries_once
+
+
+@contextlib.contextmanager
+def joined(runtime: Runtime, recorder: Any) -> Iterator[Collectives]:
+    """Inside, a program that starts a process group is one rank of the job of the environment."""
+    collectives = Collectives(runtime, recorder, frozenset({"all_reduce"}))
+    plain, ddp = dist.init_process_group, parallel.DistributedDataParallel.__init__
+
+    def start(*args: Any, **kwargs: Any) -> None:
+        rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+        plain("fake", rank=rank, world_size=world, store=fake_store())
+        collectives.install()
+
+    def made(self: Any, *args: Any, **kwargs: Any) -> None:
+        ddp(self, *args, **kwargs)
+        self.logger = Silent()
+
+    new_group = _without_backend(dist.new_group)
+    changes: dict[str, Callable[..., Any]] = {"init_process_group": start, "new_group": new_group, **_OBJECTS}
+    with contextlib.ExitStack() as stack:
+        for name, function in changes.items():
+            for module in (dist, c10d):
+                stack.enter_context(mock.patch.object(module, name, function))
+        stack.enter_context(mock.patch.object(parallel, "_verify_param_shape_across_processes", return_value=None))
+        stack.enter_context(mock.patch.object(parallel.DistributedDataParallel, "__init__", made))
+        stack.enter_context(equal_entries_once())
+        try:
+            yield collectives
+        finally:
+            collectives.settle()
+            if dist.is_initialized():
+                dist.destroy_process_group()
+
+
+def _without_backend(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """`new_group` with the backend that the world has, whichever is asked for."""
+
+    def new_group(ranks: Any = None, timeout: Any = None, *backend: Any, **named: Any) -> Any:
+        return plain(ranks, timeout, **{**named, "backend": None, "pg_options": None})
+
+    return new_group
+
+
+def _all_gather_object(object_list: list[Any], obj: Any, group: Any = None) -> None:
+    object_list[:] = [obj] * len(object_list)
+
+
+def _gather_object(obj: Any, object_gather_list: list[Any] | None = None, *where: Any, **named: Any) -> None:
+    if object_gather_list is not None:
+        object_gather_list[:] = [obj] * len(object_gather_list)
+
+
+def _scatter_object_list(output: list[Any], given: list[Any] | None = None, *where: Any, **named: Any) -> None:
+    output[0] = (given or [None])[0]
+
+
+def _broadcast_object_list(object_list: list[Any], *where: Any, **named: Any) -> None:
+    """What every rank has is what the source had."""
+
+
+_OBJECTS: Final[dict[str, Callable[..., Any]]] = {
+    "all_gather_object": _all_gather_object,
+    "gather_object": _gather_object,
+    "scatter_object_list": _scatter_object_list,
+    "broadcast_object_list": _broadcast_object_list,
+}
