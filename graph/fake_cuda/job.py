@@ -12,14 +12,20 @@ from collections.abc import Callable, Iterator
 from typing import Any, Final
 from unittest import mock
 
+import torch
+import torch.cuda.nccl
 import torch.distributed as dist
 import torch.nn.parallel.distributed as parallel
+from torch.distributed import device_mesh
 from torch.distributed import distributed_c10d as c10d
 
 from graph.fake_cuda.collectives import Collectives, Silent
 from graph.fake_cuda.device import Runtime
 from graph.fake_cuda.torch_private import fake_store
 from graph.recorder.list_sharding import equal_entries_once
+
+#: The version of NCCL that comes with PyTorch 2.13.
+_NCCL: Final = (2, 29, 7)
 
 
 @contextlib.contextmanager
@@ -41,8 +47,11 @@ def joined(runtime: Runtime, recorder: Any) -> Iterator[Collectives]:
     changes: dict[str, Callable[..., Any]] = {"init_process_group": start, "new_group": new_group, **_OBJECTS}
     with contextlib.ExitStack() as stack:
         for name, function in changes.items():
-            for module in (dist, c10d):
-                stack.enter_context(mock.patch.object(module, name, function))
+            for module in (dist, c10d, device_mesh):  # the last has some of them by name
+                if hasattr(module, name):
+                    stack.enter_context(mock.patch.object(module, name, function))
+        stack.enter_context(mock.patch.object(dist, "is_nccl_available", return_value=True))
+        stack.enter_context(mock.patch.object(torch.cuda.nccl, "version", return_value=_NCCL))
         stack.enter_context(mock.patch.object(parallel, "_verify_param_shape_across_processes", return_value=None))
         stack.enter_context(mock.patch.object(parallel.DistributedDataParallel, "__init__", made))
         stack.enter_context(equal_entries_once())

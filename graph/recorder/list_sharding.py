@@ -52,8 +52,8 @@ def propagated(schema: OpSchema, plain: Callable[[Any], Any]) -> Any:
 def _kinds(schema: OpSchema) -> tuple[list[int], list[int]] | None:
     """The first entry of each kind, and the kind of every entry; None where that is not another, shorter list."""
     operator: Any = schema.op  # its `name` has no types
-    if not operator.name().startswith(_PREFIXES):
-        return None
+    if not operator.name().startswith(_PREFIXES) or not _is_list(schema.args_schema[0]):
+        return None  # `_fused_rms_norm` has but one tensor, and a list of two flags
     lists = [part for part in schema.args_schema if _is_list(part)]
     count = max(map(len, lists), default=0)
     if count < 2:

@@ -1,0 +1,172 @@
+"""What a program sees of the allocator that serves it: PyTorch's own answers, and PyTorch's own error."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from graph.fake_cuda import triton_stand_in  # noqa: E402
+from graph.fake_cuda.device import Runtime, fake_cuda  # noqa: E402
+from graph.hardware.profile import profile  # noqa: E402
+from graph.recorder.checkpoints import Saving  # noqa: E402
+from graph.recorder.phases import Phases  # noqa: E402
+from graph.recorder.program import ProgramRecorder  # noqa: E402
+from simulator.allocator.releases import parse_release  # noqa: E402
+from simulator.recording.allocator import LiveAllocator  # noqa: E402
+from traces.model import Device  # noqa: E402
+
+MIB = 1 << 20
+TOTAL = 200 * MIB
+
+
+@pytest.fixture
+def runtime() -> Iterator[Runtime]:
+    live = LiveAllocator(Device("A100-80GB", TOTAL), parse_release("2.13"), "", torch.OutOfMemoryError)
+    with fake_cuda(profile("A100", "2.13"), live) as made:
+        made.observer = ProgramRecorder(made, live)
+        yield made
+
+
+def bytes_on_device(size: int) -> torch.Tensor:
+    return torch.empty(size, dtype=torch.uint8, device="cuda")
+
+
+def test_counters_follow_tensors(runtime: Runtime) -> None:
+    cuda = torch.cuda
+    first = bytes_on_device(30 * MIB)
+    assert (cuda.memory_allocated(), cuda.memory_reserved()) == (30 * MIB, 30 * MIB)
+    assert cuda.mem_get_info() == (170 * MIB, TOTAL)
+    del first
+    assert (cuda.memory_allocated(), cuda.max_memory_allocated()) == (0, 30 * MIB)
+    cuda.reset_peak_memory_stats()
+    assert (cuda.max_memory_allocated(), cuda.max_memory_reserved()) == (0, 30 * MIB)
+    cuda.empty_cache()
+    assert (cuda.memory_reserved(), torch.accelerator.memory_reserved()) == (0, 0)
+    stats = cuda.memory_stats()
+    assert (stats["allocation.all.allocated"], stats["segment.all.freed"], stats["num_ooms"]) == (1, 1, 0)
+    cuda.reset_accumulated_memory_stats()
+    assert cuda.memory_stats()["allocation.all.allocated"] == 0
+    assert "PyTorch CUDA memory summary, device ID 0" in cuda.memory_summary()
+
+
+def test_snapshot_has_the_blocks(runtime: Runtime) -> None:
+    kept = bytes_on_device(3 * MIB)
+    (segment,) = torch.cuda.memory._snapshot()["segments"]
+    assert (segment["total_size"], segment["allocated_size"]) == (20 * MIB, 3 * MIB)
+    assert [block["state"] for block in segment["blocks"]] == ["active_allocated", "inactive"]
+    assert torch.cuda.memory_snapshot() == [segment]
+    del kept
+
+
+def test_a_fraction_limits_the_process(runtime: Runtime) -> None:
+    torch.cuda.set_per_process_memory_fraction(0.25)
+    assert torch.cuda.get_per_process_memory_fraction() == 0.25
+    with pytest.raises(torch.OutOfMemoryError, match=r"is free\. 50\.00 MiB allowed; Of the allocated memory 0 bytes"):
+        bytes_on_device(60 * MIB)
+
+
+def test_where_memory_runs_out(runtime: Runtime) -> None:
+    kept = bytes_on_device(150 * MIB)
+    with pytest.raises(torch.OutOfMemoryError) as raised:
+        bytes_on_device(60 * MIB)
+    assert str(raised.value).startswith(
+        "CUDA out of memory. Tried to allocate 60.00 MiB. GPU 0 has a total capacity of 200.00 MiB of which 50.00 MiB "
+        "is free. Of the allocated memory 150.00 MiB is allocated by PyTorch, and 0 bytes is reserved by PyTorch but "
+        "unallocated."
+    )
+    assert torch.cuda.memory_stats()["num_ooms"] == 1
+    assert torch.cuda.memory_allocated() == kept.nbytes
+
+
+def test_a_failed_operator_keeps_nothing_alive_while_its_error_is_handled(runtime: Runtime) -> None:
+    def operand() -> torch.Tensor:
+        return bytes_on_device(120 * MIB)
+
+    try:
+        operand().add(1)
+    except torch.OutOfMemoryError:
+        assert torch.cuda.memory_allocated() == 0
+        assert bytes_on_device(190 * MIB).nbytes == 190 * MIB
+    else:
+        pytest.fail("it fits")
+
+
+def test_what_failed_in_backward_is_given_back(runtime: Runtime) -> None:
+    x = torch.ones(10 * MIB, device="cuda", requires_grad=True)
+    with pytest.raises(torch.OutOfMemoryError):
+        (x.exp().exp().exp() * 2).sum().backward()
+    assert torch.cuda.memory_allocated() == 40 * MIB
+
+
+def test_floats_are_finite_and_masks_without_values_take_all(runtime: Runtime) -> None:
+    x = torch.randn(100, device="cuda")
+    assert not torch.isnan(x).any().item()
+    assert torch.isfinite(x).all().item()
+    assert not torch.isinf(x.sum()).item()
+    assert x.masked_select(x > 0).shape == (100,)
+    known = torch.tensor([3, 0, 5], device="cuda")
+    assert known[known > 0].shape == (2,)
+    assert list(runtime.assumptions) == [
+        next(text for text in runtime.assumptions if text.startswith("elements that are not zero"))
+    ]
+
+
+def test_phases_and_steps_are_found(runtime: Runtime) -> None:
+    live = runtime.allocator
+    assert live is not None
+    recorder = runtime.observer
+    assert isinstance(recorder, ProgramRecorder)
+    phases = Phases(recorder, live)
+    marks: list[tuple[int, int]] = []
+    live.mark = lambda phase, step: marks.append((phase, step))  # type: ignore[method-assign]
+    net = torch.nn.Linear(8, 8).cuda()
+    optimizer = torch.optim.AdamW(net.parameters())
+    with phases.followed():
+        for _ in range(2):
+            with torch.no_grad():
+                net(torch.ones(2, 8, device="cuda"))
+            for _ in range(2):
+                net(torch.ones(2, 8, device="cuda")).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    load, forward, backward, step, evaluation, _ = range(6)
+    once = [evaluation, forward, backward, forward, backward, step]
+    steps = [[*((phase, number) for phase in once), (forward, number + 1)] for number in range(2)]
+    assert marks == [(load, 0), *steps[0], *steps[1]]
+    categories = recorder.labels.names
+    found = list(recorder.labels.category.values())
+    assert found.count(categories["parameter"]) == 2
+    assert found.count(categories["optimizer_state"]) == 4
+
+
+def test_what_is_saved_has_its_size_and_no_file_is_overwritten(tmp_path: Path) -> None:
+    there = tmp_path / "there.pt"
+    there.write_bytes(b"precious")
+    save = Saving(torch.save)
+    tensors = {"weight": torch.ones(1 << 20), "epoch": 3}
+    for path in (there, tmp_path / "new.pt", tmp_path / "new.pt"):
+        save(tensors, path)
+    assert there.read_bytes() == b"precious"
+    assert (tmp_path / "new.pt").stat().st_size >= 4 << 20
+    loaded = torch.load(tmp_path / "new.pt")
+    assert (loaded["epoch"], loaded["weight"].shape) == (3, (1 << 20,))
+    assert os.stat(tmp_path / "new.pt").st_blocks * 512 < 1 << 20
+
+
+def test_kernels_of_triton_launch_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[int] = []
+
+    @triton_stand_in.autotune(configs=[triton_stand_in.Config({"BLOCK": 64}, num_warps=4)], key=["n"])
+    @triton_stand_in.jit
+    def kernel(x: object, n: int) -> None:
+        ran.append(n)
+
+    kernel[(triton_stand_in.cdiv(100, 64),)](None, 100, BLOCK=triton_stand_in.next_power_of_2(33))
+    assert ran == []
+    place = triton_stand_in.installed(tmp_path)
+    assert (place / "triton" / "__init__.py").read_bytes() == Path(triton_stand_in.__file__).read_bytes()
