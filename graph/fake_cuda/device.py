@@ -211,7 +211,7 @@ def fake_cuda(profile: Profile, allocator: Allocator | None = None) -> Iterator[
         _active.append(runtime)
         stack.callback(_active.clear)
         stack.enter_context(_guard())
-        stack.enter_context(_hooks(profile))
+        stack.enter_context(_hooks(profile, pinned=allocator is not None))
         stack.enter_context(fake_stubs.patched(runtime))
         stack.enter_context(_initialized())
         _check_autograd()
@@ -305,8 +305,10 @@ _on_stream = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_v
 
 
 @contextlib.contextmanager
-def _hooks(profile: Profile) -> Iterator[None]:
+def _hooks(profile: Profile, *, pinned: bool) -> Iterator[None]:
     """CUDAHooks that say: built, with cuDNN, one device, initialised (ATen/detail/CUDAHooksInterface.h).
+
+    `pinned`: all of the host's memory counts as pinned, which PyTorch's C++ may insist on where it has asked for it.
 
     The table of virtual functions of the hooks in use is copied, and those that would ask for a device answered here.
     """
@@ -317,7 +319,7 @@ def _hooks(profile: Profile) -> Iterator[None]:
     before = hooks[0]
     count = max(slots.values()) + 1
     table = (ctypes.c_void_p * count)(*(ctypes.c_void_p * count).from_address(before))
-    answers = _answers(profile)
+    answers = _answers(profile) | {"isPinnedPtr": _one if pinned else _zero}
     missing = sorted(answers.keys() - slots.keys())
     if missing:
         raise UnsupportedTorch(f"PyTorch {torch.__version__}: its CUDA hooks have no {', '.join(missing)}")
@@ -340,7 +342,7 @@ def _answers(profile: Profile) -> dict[str, Any]:
     cpu_generator.restype = ctypes.c_void_p
     yes = "isBuilt isAvailable hasPrimaryContext deviceCount getDeviceFromPtr hasCUDA hasCUDART hasCuDNN hasCuBLASLt "
     yes += "compiledWithCuDNN supportsDilatedConvolutionWithCuDNN supportsDepthwiseConvolutionWithCuDNN getNumGPUs"
-    no = "setCurrentDevice getCurrentDevice exchangeDevice maybeExchangeDevice isPinnedPtr current_device "
+    no = "setCurrentDevice getCurrentDevice exchangeDevice maybeExchangeDevice current_device "
     no += "deviceSynchronize hasMAGMA"
     if not torch._C._has_cuda:
         no += " init"  # a CUDA build must go on initialising itself once, and for that not be told that it has

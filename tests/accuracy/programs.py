@@ -3,8 +3,8 @@
     python -m tests.accuracy programs [NAME]... [--folder FOLDER] [--assets FOLDER] [--sample N] [--results FILE]
 
 FOLDER has `programs.csv` and the programs (default: tests/data/programs, whose README says what the columns are). They
-run in a scratch copy of it, with `assets` linked there to what `--assets` names. Programs that are compiled and those
-of several ranks are left out. `--results` keeps what was found, and does not run it again.
+run in a scratch copy of it, with `assets` linked there to what `--assets` names. Programs that are compiled are left
+out. A program of several ranks has a row for each. `--results` keeps what was found, and does not run it again.
 """
 
 from __future__ import annotations
@@ -43,21 +43,23 @@ LIMIT: Final = 600  # seconds for a program
 
 @dataclass(frozen=True)
 class Run:
-    """One program's row, and what `record` said of it (`error`: why it said nothing)."""
+    """One rank's row of a program, and what `record` said of the program (`error`: why it said nothing)."""
 
     row: Mapping[str, str]
     answer: Mapping[str, Any]
 
     def figures(self) -> dict[str, tuple[int, int]]:
         """Ours and theirs; empty where the program did not run."""
-        ranks = self.answer.get("ranks")
-        return {name: (ranks[0][name], int(self.row[column])) for name, column in FIGURES.items()} if ranks else {}
+        for found in self.answer.get("ranks", ()):
+            if int(self.row["rank"]) in found["ranks"]:
+                return {name: (found[name], int(self.row[column])) for name, column in FIGURES.items()}
+        return {}
 
 
 def chosen(folder: Path) -> list[dict[str, str]]:
-    """The rows of programs that are run: one rank, not compiled."""
+    """The rows of programs that are run: those that are not compiled."""
     rows = read_table(folder / "programs.csv")
-    return [row for row in rows if row["ranks"] == "1" and "triton" not in row["libraries"].split()]
+    return [row for row in rows if "compile" not in row["name"] and "triton" not in row["libraries"].split()]
 
 
 def copied(folder: Path, assets: Path | None, where: Path) -> Path:
@@ -76,7 +78,8 @@ def run(row: Mapping[str, str], where: Path, *options: str) -> tuple[dict[str, A
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", **own}
     answer = where / "answer.json"
     command = [sys.executable, "-m", "simulator", "record", "--gpu", row["device"], "--json", str(answer), "--force"]
-    command += [*options, *(("--memory", memory) if memory else ()), *shlex.split(row["command"])]
+    launcher = ["--", "torchrun", "--nproc-per-node", row["ranks"]] if row["start"] == "torchrun" else []
+    command += [*options, *(("--memory", memory) if memory else ()), *launcher, *shlex.split(row["command"])]
     answer.unlink(missing_ok=True)
     done = subprocess.run(
         command, cwd=where, env=environment, capture_output=True, text=True, timeout=LIMIT, check=False
@@ -89,7 +92,7 @@ def run(row: Mapping[str, str], where: Path, *options: str) -> tuple[dict[str, A
 
 def runs(rows: list[dict[str, str]], where: Path, results: Path | None) -> Iterator[Run]:
     """All of them, one after another; a program that raises where the recorded one did not has an error."""
-    known = {}
+    known: dict[str, dict[str, Any]] = {}
     if results is not None and results.exists():
         known = dict(map(json.loads, results.read_text().splitlines()))
     for row in rows:
@@ -105,6 +108,7 @@ def runs(rows: list[dict[str, str]], where: Path, results: Path | None) -> Itera
                     lines = [line for line in done.stderr.splitlines() if "Error" in line]
                     answer = {"error": lines[-1] if lines else f"exit code {answer['exit_code']}"}
             answer["seconds"] = round(time.perf_counter() - started, 1)
+            known[row["name"]] = answer
             if results is not None:
                 with results.open("a") as file:
                     print(json.dumps([row["name"], answer]), file=file)
@@ -113,7 +117,7 @@ def runs(rows: list[dict[str, str]], where: Path, results: Path | None) -> Itera
 
 def line(found: Run) -> str:
     """Ours beside theirs, where they differ."""
-    name = f"{found.row['name']:28}"
+    name = f"{found.row['name']:28}{found.row['rank']:>2}"
     if "error" in found.answer:
         return f"{name} FAILED: {found.answer['error'][:160]}"
     parts = [
@@ -135,8 +139,10 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--results", type=Path)
     options = parser.parse_args(arguments)
     rows = [row for row in chosen(options.folder) if not options.names or row["name"] in options.names]
-    if options.sample and options.sample < len(rows):
-        rows = random.Random(options.seed).sample(rows, options.sample)
+    names = sorted({row["name"] for row in rows})
+    if options.sample and options.sample < len(names):
+        names = random.Random(options.seed).sample(names, options.sample)
+        rows = [row for row in rows if row["name"] in names]
     found = []
     with tempfile.TemporaryDirectory() as scratch:
         where = copied(options.folder, options.assets, Path(scratch) / "programs")

@@ -50,6 +50,15 @@ def test_programs_end_with_the_recorded_figures(name: str, tmp_path: Path) -> No
         assert row["ended"].partition(": ")[2] in done.stderr
 
 
+def test_ranks_end_with_the_recorded_figures(tmp_path: Path) -> None:
+    rows = [row for row in read_table(programs.FOLDER / "programs.csv") if row["name"] == "fsdp2_4_mp_ac"]
+    where = programs.copied(programs.FOLDER, None, tmp_path / "programs")
+    found, _ = programs.run(rows[0], where, "--ranks", "0,3")
+    assert sorted(rank for one in found["ranks"] for rank in one["ranks"]) == [0, 3]
+    for row in (rows[0], rows[3]):
+        assert {figure: pair for figure, pair in programs.Run(row, found).figures().items() if pair[0] != pair[1]} == {}
+
+
 PROGRAM = """
 import sys, os
 import torch
@@ -147,7 +156,7 @@ def test_what_was_recorded_is_kept_however_it_ends(ending: str, code: int, told:
     [
         ((), 1, "error: no program is given: llmem record [OPTIONS] train.py ARGS..."),
         (("absent.py",), 1, "error: absent.py: is not a file: llmem record [OPTIONS] train.py ARGS..."),
-        (("--", "torchrun", "x.py"), 1, "error: torchrun: is not a Python program (launchers are not followed)"),
+        (("--", "mpirun", "x.py"), 1, "error: mpirun: is not a Python program, nor a launcher that is known"),
         (("--steps", "0", "x.py"), 1, "error: "),
         (("--gpu", "none", "x.py"), 1, "error: "),
     ],
