@@ -51,7 +51,7 @@ def test_programs_end_with_the_recorded_figures(name: str, tmp_path: Path) -> No
 
 
 def test_ranks_end_with_the_recorded_figures(tmp_path: Path) -> None:
-    rows = [row for row in read_table(programs.FOLDER / "programs.csv") if row["name"] == "fsdp2_4_mp_ac"]
+    rows = [row for row in read_table(programs.FOLDER / "programs.csv") if row["name"] == "fsdp2_4"]
     where = programs.copied(programs.FOLDER, None, tmp_path / "programs")
     found, _ = programs.run(rows[0], where, "--ranks", "0,3")
     assert sorted(rank for one in found["ranks"] for rank in one["ranks"]) == [0, 3]
