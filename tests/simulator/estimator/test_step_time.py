@@ -14,7 +14,7 @@ from graph.case import Case
 from simulator.engine.replay import replay
 from simulator.estimator.estimate import Estimate, estimate
 from simulator.estimator.step_time import GenerationTime, Stall, StepTime, of_case, stall_of
-from traces.model import Device, Events, Op, RankEvents, Strings, Trace
+from traces.model import Column, Device, Events, Op, RankEvents, Strings, Trace
 
 torch = pytest.importorskip("torch")
 
@@ -145,7 +145,7 @@ def streams_that_take_turns(steps: int) -> Trace:
         for stream in (0, 1):
             rows += [(Op.ALLOC, 2 * step + stream, stream, -1), (Op.FREE, 2 * step + stream, stream, -1)]
     op, ids, streams, steps_of = (np.asarray(column) for column in zip(*rows, strict=True))
-    columns = {
+    columns: dict[str, Column] = {
         "id": ids.astype(np.int64),
         "stream": streams.astype(np.int64),
         "step": steps_of.astype(np.int64),
@@ -160,7 +160,8 @@ def streams_that_take_turns(steps: int) -> Trace:
 def test_retries_of_a_steady_step_cost_the_calls_that_they_make() -> None:
     """Each request of a step frees the other stream's segment and allocates one: two retries and four calls."""
     found = stall_of(streams_that_take_turns(3))
-    assert (found.retries, found.seconds) == (2, pytest.approx(2 * 50e-6 + 4 * 200e-6))
+    assert found.retries == 2
+    assert found.seconds == pytest.approx(2 * 50e-6 + 4 * 200e-6)
     ample = streams_that_take_turns(3)
     assert stall_of(replace(ample, devices=(Device("A100-80GB", 200 << 20),))) == Stall()
     assert stall_of(replace(ample, devices=(Device("A100-80GB", 200 << 20),)), 100 << 20) == found

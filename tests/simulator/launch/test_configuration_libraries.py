@@ -241,7 +241,8 @@ def test_the_start_script_runs_as_it_is(tmp_path: Path) -> None:
     torch.manual_seed(0)
     config = AutoConfig.from_pretrained(model(tmp_path / "model"), initializer_range=0.3)
     for folder in (alone, both):
-        AutoModelForCausalLM.from_config(config).save_pretrained(folder / "model")
+        causal: Any = AutoModelForCausalLM
+        causal.from_config(config).save_pretrained(folder / "model")
         torch.manual_seed(0)
     found = started(both)
     assert [line.split(":")[0] for line in found] == ["step 0", "step 1"]

@@ -24,9 +24,9 @@ from simulator.cli import main
 from simulator.reports.html import page
 from simulator.reports.select import closeness, document_of, reason, render_json
 from simulator.selector import select as selection
-from simulator.selector.batch_search import largest, largest_rung, rungs
+from simulator.selector.batch_search import Probe, largest, largest_rung, rungs
 from simulator.selector.bounds import Work, most_tokens
-from simulator.selector.candidates import candidates, meshes, split_words
+from simulator.selector.candidates import Candidate, candidates, meshes, split_words
 from simulator.selector.extrapolate import Line, prime_for, sizes_in
 from simulator.selector.select import Asked, Outcome, Rival, Selection, chosen, ranked
 from simulator.what_if.remedies import Judged, search
@@ -379,8 +379,13 @@ def test_bounds_of_pipelines_and_of_tensor_parallelism() -> None:
 def test_what_cannot_win_is_not_searched(small: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("torch")
     captured: list[int] = []
-    fits = selection.Probe.fits
-    monkeypatch.setattr(selection.Probe, "fits", lambda self, batch: captured.append(batch) or fits(self, batch))
+    fits = Probe.fits
+
+    def noted(self: Probe, batch: int) -> bool:
+        captured.append(batch)
+        return fits(self, batch)
+
+    monkeypatch.setattr(Probe, "fits", noted)
     asked = Asked({"model": small, "seq": 128, "memory": 1 << 30}, ("T4-16GB",) * 2)
     fsdp1 = next(one for one in candidates(asked) if one.name == "fsdp1")
     known = selection.search(fsdp1, asked)
@@ -405,9 +410,8 @@ def small(tmp_path: Path) -> str:
     return str(tmp_path / "config.json")
 
 
-def few(names: tuple[str, ...]) -> Callable[[Asked], tuple[selection.Candidate, ...]]:
-    whole = selection.candidates
-    return lambda asked: tuple(one for one in whole(asked) if one.name in names)
+def few(names: tuple[str, ...]) -> Callable[[Asked], tuple[Candidate, ...]]:
+    return lambda asked: tuple(one for one in candidates(asked) if one.name in names)
 
 
 def test_the_batch_found_is_the_largest(small: str) -> None:
@@ -494,7 +498,7 @@ def test_gpus_of_two_sizes_are_limited_by_the_smaller(small: str) -> None:
 def test_interruption_keeps_what_is_finished(small: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(selection, "candidates", few(("ddp", "fsdp2")))
 
-    def one(candidate: selection.Candidate, *_: Any) -> dict[str, Any]:
+    def one(candidate: Candidate, *_: Any) -> dict[str, Any]:
         if candidate.name == "fsdp2":
             signal.raise_signal(signal.SIGINT)
         return {"outcome": outcome("ddp", 3, 2, tokens_per_second=9.0, step_seconds=1.0)}

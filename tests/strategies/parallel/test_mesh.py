@@ -19,8 +19,8 @@ def test_ranks_are_numbered_as_torch_does() -> None:
     for rank in range(16):
         place = mesh.coordinates(rank)
         assert table[place["pp"], place["dp"], place["tp"]] == rank
-    for place, axis in enumerate(("pp", "dp", "tp")):
-        along = np.moveaxis(table, place, -1).reshape(-1, table.shape[place]).tolist()
+    for dimension, axis in enumerate(("pp", "dp", "tp")):
+        along = np.moveaxis(table, dimension, -1).reshape(-1, table.shape[dimension]).tolist()
         assert mesh.groups(axis) == tuple(map(tuple, along))
     assert mesh.groups("dp") == ((0, 4), (1, 5), (2, 6), (3, 7), (8, 12), (9, 13), (10, 14), (11, 15))
 
