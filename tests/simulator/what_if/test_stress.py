@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -432,6 +433,23 @@ def test_the_document_has_a_row_for_each_setting() -> None:
     assert document["own"]["conf"] == ""
     assert document["best"]["saves"] == document["own"]["peak_reserved"] - document["best"]["peak_reserved"]
     json.dumps(document)
+
+
+@pytest.mark.parametrize(
+    ("conf", "release", "variable"),
+    [
+        (EXPANDABLE, "2.13", "PYTORCH_ALLOC_CONF"),
+        (EXPANDABLE, "2.9", "PYTORCH_CUDA_ALLOC_CONF"),
+        ("roundup_power2_divisions:[256:1,512:2,>:8]", "2.13", "PYTORCH_ALLOC_CONF"),
+    ],
+)
+def test_the_best_setting_is_a_line_for_a_shell(conf: str, release: str, variable: str) -> None:
+    found = stress(training(conf=conf), Axes(settings=[conf], releases=[release]))
+    best = found.best()
+    assert best is not None
+    assert (best.conf, best.release) == (conf, release)
+    (line,) = document_of(found).head[0].lines  # type: ignore[union-attr]
+    assert shlex.split(line) == ["export", f"{variable}={best.conf}"]
 
 
 # Pictures -------------------------------------------------------------------------------------------------------------
