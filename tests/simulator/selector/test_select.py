@@ -489,6 +489,20 @@ def test_what_would_make_a_method_fit(tmp_path: Path, method: str, room: int, re
     assert found.short == found.peak_reserved - found.limit > 0
 
 
+def test_where_nothing_fits_the_nearest_methods_are_mended(tmp_path: Path) -> None:
+    """DDP needs 478 MiB, with checkpointing 304 (above); it has 400."""
+    pytest.importorskip("torch")
+    config = {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "n_layer": 6, "n_embd": 512, "n_head": 8}
+    (tmp_path / "config.json").write_text(json.dumps({**config, "vocab_size": 8000, "n_positions": 512}), "utf-8")
+    keys = {"model": str(tmp_path / "config.json"), "seq": 512, "dtype": "bf16"}
+    asked = Asked(keys, ("T4-16GB",) * 2, margin=0, methods=("ddp",))
+    aside = sum(term.bytes for term in selection.outside(asked, 1))
+    found = selection.select(replace(asked, keys={**keys, "memory": aside + (400 << 20)}), jobs=1)
+    assert found.winner is None
+    assert found.advice == "ddp with activation checkpointing"
+    assert found.outcomes[0].short > 0
+
+
 def test_gpus_of_two_sizes_are_limited_by_the_smaller(small: str) -> None:
     asked = Asked({**KEYS, "model": small}, ("A100-80GB", "A100-40GB"))
     ddp = next(one for one in candidates(asked) if one.name == "ddp")
