@@ -578,6 +578,28 @@ def test_any_of_a_million_events_and_a_search_take_no_time(browser: Browser, tmp
     healthy(browser)
 
 
+def test_every_event_is_drawn_close_up(browser: Browser, tmp_path: Path, million: Result) -> None:
+    """The overview has one event in twenty; a part of it has all, with the counters' values."""
+    show(browser, tmp_path, million)
+    line = million.ranks[0].timeline
+    focus(browser)
+    browser.press("p")
+    while drawn(browser)["to"] - drawn(browser)["from"] > 300:
+        browser.press("+")
+    assert drawn(browser)["drawn"] >= drawn(browser)["to"] - drawn(browser)["from"]
+    here = int(readout(browser).split(" ")[1].replace(",", ""))
+    assert here == million.ranks[0].peak.event
+    for _ in range(40):
+        browser.press("ArrowLeft")
+        here -= 1
+        assert readout(browser).startswith(f"Event {here:,} ")
+        assert f"allocated {format_bytes(int(line.allocated[here]))} " in readout(browser)
+        assert f"reserved {format_bytes(int(line.reserved[here]))} " in readout(browser)
+    browser.press("0")
+    assert drawn(browser)["to"] == 1_000_000
+    healthy(browser)
+
+
 def test_two_million_events_open(browser: Browser, tmp_path: Path) -> None:
     show(browser, tmp_path, replay(busy_trace(2_000_000, live=6_000), picture=True, analyse=False))
     assert browser.evaluate("performance.getEntriesByType('navigation')[0].loadEventEnd") < 6_000

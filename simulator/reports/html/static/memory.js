@@ -121,6 +121,30 @@ globalThis.memoryOf = (() => {
       return { event, alive, segments: held, allocated, active, reserved, sums };
     }
 
+    /** Allocated, active, reserved bytes and those of each category after every event from `from` to `to`. */
+    series(from, to) {
+      const { blocks, segments, kinds } = this, count = to - from + 1;
+      const fresh = () => new Float64Array(count), sums = this.categories.map(fresh);
+      const found = { allocated: fresh(), active: fresh(), reserved: fresh(), sums };
+      const add = (column, event, bytes) => { if (event >= from && event <= to) column[event - from] += bytes; };
+      for (let i = 0; i < blocks.count; i++) {
+        if (blocks.born[i] > to || blocks.died[i] < from) continue;
+        const bytes = blocks.bytes[i], held = sums[kinds.category[blocks.kind[i]]];
+        for (const column of [found.allocated, held]) { add(column, blocks.born[i], bytes); add(column, blocks.freed[i], -bytes); }
+        add(found.active, blocks.born[i], bytes);
+        add(found.active, blocks.died[i], -bytes);
+      }
+      for (let i = 0; i < segments.count; i++) {
+        add(found.reserved, segments.born[i], segments.bytes[i]);
+        add(found.reserved, segments.died[i], -segments.bytes[i]);
+      }
+      const before = this.at(from - 1);
+      const total = (column, start) => { for (let i = 0; i < count; i++) column[i] = start += column[i]; };
+      for (const name of ["allocated", "active", "reserved"]) total(found[name], before[name]);
+      sums.forEach((column, category) => total(column, before.sums[category]));
+      return found;
+    }
+
     category(i) { return this.categories[this.kinds.category[this.blocks.kind[i]]]; }
 
     name(i) { return this.names[this.kinds.name[this.blocks.kind[i]]] ?? ""; }

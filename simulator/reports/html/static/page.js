@@ -147,12 +147,15 @@
 
   /** Pixels of the axis below and of the room for labels above what is drawn. */
   const AXIS = 44, ROOM = 66;
+  /** So many events in view are drawn one by one. */
+  const CLOSE = 5000;
   const FONT = '12px system-ui, "Segoe UI", sans-serif';
 
   class Plot {
     constructor(rank, section) {
       this.rank = rank;
-      this.columns = decode(rank);
+      this.full = this.columns = decode(rank);
+      this.memory = null; // what knows every event, once it is read
       this.byTime = false;
       this.fitHeight = false;
       this.byCategory = this.columns.held.length > 0;
@@ -231,10 +234,34 @@
     // What is in view
 
     get x() { return this.byTime ? this.columns.time : this.columns.event; }
-    get left() { return this.x.length ? this.x[0] : 0; }
+    get all() { return this.byTime ? this.full.time : this.full.event; }
+    get left() { return this.all[0] ?? 0; }
     get right() {
-      const ends = [this.x, this.demand?.[this.byTime ? "time" : "event"]].map((x) => x?.[x.length - 1] ?? 0);
+      const ends = [this.all, this.demand?.[this.byTime ? "time" : "event"]].map((x) => x?.[x.length - 1] ?? 0);
       return Math.max(...ends, this.left + 1);
+    }
+
+    /** Close up, where not all events are among the points, take every event of the range and of as much beside it. */
+    chooseColumns() {
+      const [from, to] = this.range, { events, points } = this.rank, known = this.columns.event;
+      const close = this.memory && !this.byTime && points < events && to - from <= CLOSE;
+      if (close && this.columns !== this.full && known[0] <= from && known[known.length - 1] >= to) return;
+      const event = this.cursor === null ? null : known[this.cursor], wide = to - from;
+      this.columns = close ? this.everyEvent(Math.max(0, Math.floor(from - wide)), Math.min(events - 1, Math.ceil(to + wide))) : this.full;
+      if (event !== null) this.cursor = Math.max(0, lowerBound(this.columns.event, event + 1) - 1);
+    }
+
+    /** Columns as `decode` makes them, of every event from `from` to `to`; the last stands twice, so that it has a width. */
+    everyEvent(from, to) {
+      const found = this.memory.series(from, to);
+      const longer = (column) => Float64Array.from({ length: column.length + 1 }, (_, i) => column[Math.min(i, column.length - 1)]);
+      const held = [];
+      for (const { name } of this.full.held) {
+        const values = longer(found.sums[this.memory.categories.indexOf(name)]), below = held.at(-1)?.top;
+        held.push({ name, values, top: below ? values.map((value, i) => value + below[i]) : values });
+      }
+      const event = Float64Array.from({ length: to - from + 2 }, (_, i) => from + i);
+      return { ...this.full, event, time: null, allocated: longer(found.allocated), active: longer(found.active), reserved: longer(found.reserved), held };
     }
 
     /** The x of an event that is drawn. */
@@ -272,11 +299,11 @@
     }
 
     toPeak() {
-      const at = Math.min(lowerBound(this.columns.event, this.rank.peak.event), this.x.length - 1);
-      if (at < 0) return;
+      if (!this.x.length) return;
+      const { event } = this.rank.peak, x = this.byTime ? this.place(event) : Math.max(0, event);
       const width = Math.min(this.range[1] - this.range[0], (this.right - this.left) / 20);
-      this.setRange(this.x[at] - width / 2, this.x[at] + width / 2);
-      this.moveTo(at);
+      this.setRange(x - width / 2, x + width / 2);
+      this.moveTo(Math.min(lowerBound(this.columns.event, event), this.x.length - 1));
     }
 
     /** Places in the columns to draw: the lows and highs of every one of `buckets` stretches of the range. */
@@ -322,6 +349,7 @@
     }
 
     data() {
+      this.chooseColumns();
       const { allocated, active, reserved } = this.columns;
       this.places = this.visible(Math.max(200, Math.min(2000, Math.round(this.width()))));
       const column = (values) => this.places.map((at) => values[at]);
@@ -784,6 +812,7 @@
     const lives = document.getElementById(`lives-${index}`).textContent;
     if (!lives || !ranks[index].events) return;
     const memory = await globalThis.memoryOf.load(lives);
+    plot.memory = memory;
     plot.notable = memory.moments.map(({ event }) => event);
     plot.refresh();
     const moment = new Moment(memory, sections[index], {
