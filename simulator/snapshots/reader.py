@@ -2,7 +2,7 @@
 
     bytes --traces.snapshot.unpickle--> dicts --traces.snapshot.layout--> columns --rules--> settings, release
           --rewind--> state at the start --survey--> steps --limits--> device and limit
-          --causes--> events and expected consequences
+          --roles--> categories and phases --causes--> events and expected consequences
 
 `read` takes any file, a trace or a snapshot. `read_recording` gives with a snapshot's trace what `verify` compares:
 every entry of the recording as a consequence of an event, and the final segments. Several devices become several ranks.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Mapping, Sequence
 from typing import Final
 
@@ -14,6 +15,8 @@ from simulator.reports.html.series import shorten
 from traces.model import CATEGORIES
 from traces.units import format_bytes
 
+#: After which letters of escaped text a line may break: not within a number.
+_BREAKS: Final = re.compile(r"(\.(?!\d)|_)")
 #: The colours of runs side by side: those of the overlay.
 _SIDES: Final = {"before": "k-0", "after": "k-1"}
 #: Rows that a chart or a table shows; the rest is counted.
@@ -64,7 +67,7 @@ def cell(value: Cell) -> Markup:
         return text(str(value)) + bar.format(kind, width)
     if isinstance(value, int | float):
         return text(amount(value, "number"))
-    return text(value or "", 300).replace(".", Markup(".<wbr>")).replace("_", Markup("_<wbr>"))
+    return Markup(_BREAKS.sub(r"\1<wbr>", text(value or "", 300)))
 
 
 def column(table: Table, place: int) -> Markup:

@@ -2,7 +2,7 @@
 // state; a click or Enter goes into a node and chooses the blocks below it.
 "use strict";
 globalThis.memoryFlame = (shared) => {
-  const { bytesText, countText, root, words, tip, isLayer, fitted } = shared;
+  const { bytesText, countText, root, words, tip, isLayer, textOf, fitted } = shared;
   const ROW = 20, LEAST = 1, FONT = '12px system-ui, "Segoe UI", sans-serif';
   const DEEPEST = 40;
 
@@ -101,7 +101,7 @@ globalThis.memoryFlame = (shared) => {
 
     /** Let nodes stand out whose name has the text of a search. */
     find(query) {
-      this.query = query.trim().toLowerCase();
+      this.query = textOf(query);
       this.draw();
     }
 

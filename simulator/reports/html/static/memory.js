@@ -235,5 +235,5 @@ globalThis.memoryOf = (() => {
     return new Memory(head, found);
   }
 
-  return { load, frameText, isLayer: (part) => LAYER.test(part) };
+  return { load, frameText, isLayer: (part) => LAYER.test(part), textOf: (query) => asked(query).texts.join(" ") };
 })();
