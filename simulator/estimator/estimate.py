@@ -24,9 +24,9 @@ from simulator.engine.result import OutsideTerm, RankResult, Result, Shown, Verd
 from simulator.estimator.closed_form import closed_forms
 from simulator.estimator.devices import device
 from simulator.estimator.outside import bytes_of, communicators, outside_of
+from simulator.estimator.remedies import Interrupted as SearchInterrupted
+from simulator.estimator.remedies import Judged, search
 from simulator.estimator.step_time import of_case
-from simulator.what_if.remedies import Interrupted as SearchInterrupted
-from simulator.what_if.remedies import Judged, search
 from strategies.lowering import lower
 from strategies.timing.clock import Clock
 from traces.errors import ConfigError, LLMemError
@@ -40,8 +40,8 @@ if TYPE_CHECKING:
     from graph.model import StepGraph
     from simulator.estimator.closed_form import ClosedForm
     from simulator.estimator.outside import Context
+    from simulator.estimator.remedies import Remedies
     from simulator.estimator.step_time import GenerationTime, StepTime
-    from simulator.what_if.remedies import Remedies
     from strategies.timing.clock import Clock
 
 #: Keys of a case that change nothing in the captured graph, only its replay.
@@ -192,7 +192,7 @@ def estimate(
     several streams comes back in simulated time, and finds the time of a step; the GPUs meet over `interconnect`
     (`strategies.timing.Clock.connected`). `estimators` are closed forms to stand beside the simulation
     (`simulator.estimator.closed_form`). With `remedies`, changes of a case that does not fit are tried, each by a
-    capture and a replay (`simulator.what_if.remedies`); `trying(options)` is called before each.
+    capture and a replay (`simulator.estimator.remedies`); `trying(options)` is called before each.
 
     Raises ConfigError for a bad case, CaptureError where its model cannot be captured, what `replay` raises, and on
     Ctrl-C while remedies are tried Interrupted, a KeyboardInterrupt that has the estimate.

@@ -16,8 +16,8 @@ from traces.units import format_bytes
 
 if TYPE_CHECKING:
     from simulator.estimator.estimate import Estimate
+    from simulator.estimator.remedies import Remedies
     from simulator.estimator.step_time import GenerationTime, StepTime
-    from simulator.what_if.remedies import Remedies
 
 #: What needs a larger share of what the case needs saves nothing worth a word.
 _SAVES: Final = 0.99

@@ -34,7 +34,7 @@ from traces.text import reason
 
 if TYPE_CHECKING:
     from simulator.estimator.outside import Context
-    from simulator.what_if.remedies import Remedies
+    from simulator.estimator.remedies import Remedies
 
 POLICIES: Final = ("throughput", "llmem")
 #: The share of a device that stays free beside the likely size of what lies outside the allocator.

@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 
 from graph.case import Case
 from simulator.cli import main
+from simulator.estimator.remedies import Judged, search
 from simulator.reports.html import page
 from simulator.reports.select import closeness, document_of, reason, render_json
 from simulator.selector import select as selection
@@ -29,7 +30,6 @@ from simulator.selector.bounds import Work, most_tokens
 from simulator.selector.candidates import Candidate, candidates, meshes, split_words
 from simulator.selector.extrapolate import Line, prime_for, sizes_in
 from simulator.selector.select import Asked, Outcome, Rival, Selection, chosen, ranked
-from simulator.what_if.remedies import Judged, search
 from tests.places import ROOT
 from tests.support.launched import model
 from traces.errors import ConfigError
