@@ -69,6 +69,7 @@ class Collectives:
         self.runtime = runtime
         self.recorder = recorder
         self.kept = kept
+        self.keeps: Callable[[], bool] = lambda: True  # whether nobody waits for one of these
         self._held: list[Any] = []
         self._since: list[int] = []  # operators that had run when each of the first of these was noticed
         self._looked = 0  # events of the log that have been looked at
@@ -130,7 +131,7 @@ class Collectives:
             tensors = list(_flat(args[0]))
             self._tell(name, given, args)
             work = _finished([] if name in _PAIRS else tensors)  # messages are not kept by their works
-            if KINDS[name] in self.kept and given.get("async_op", True):
+            if KINDS[name] in self.kept and given.get("async_op", True) and self.keeps():
                 self._held.append((work, args[:2]))
             return work.boxed() if results == 1 else (args[0], work.boxed())
 

@@ -21,7 +21,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from graph.fake_cuda.collectives import Collectives, Silent
 from graph.fake_cuda.device import Runtime
-from graph.fake_cuda.torch_private import fake_store
+from graph.fake_cuda.torch_private import fake_store, graph_task
 from graph.recorder.list_sharding import equal_entries_once
 
 #: The version of NCCL that comes with PyTorch 2.13.
@@ -32,6 +32,7 @@ _NCCL: Final = (2, 29, 7)
 def joined(runtime: Runtime, recorder: Any) -> Iterator[Collectives]:
     """Inside, a program that starts a process group is one rank of the job of the environment."""
     collectives = Collectives(runtime, recorder, frozenset({"all_reduce"}))
+    collectives.keeps = lambda: graph_task() >= 0  # in backward: DDP's reducer; others wait for theirs
     plain, ddp = dist.init_process_group, parallel.DistributedDataParallel.__init__
 
     def start(*args: Any, **kwargs: Any) -> None:
