@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 from unittest import mock
 
@@ -33,14 +33,15 @@ def joined(runtime: Runtime, recorder: Any) -> Iterator[Collectives]:
     """Inside, a program that starts a process group is one rank of the job of the environment."""
     collectives = Collectives(runtime, recorder, frozenset({"all_reduce"}))
     collectives.keeps = lambda: graph_task() >= 0  # in backward: DDP's reducer; others wait for theirs
-    plain, ddp = dist.init_process_group, parallel.DistributedDataParallel.__init__
+    plain: Callable[..., None] = dist.init_process_group
+    ddp: Callable[..., None] = parallel.DistributedDataParallel.__init__
 
-    def start(*args: Any, **kwargs: Any) -> None:
+    def start(*args: object, **kwargs: object) -> None:
         rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
         plain("fake", rank=rank, world_size=world, store=fake_store())
         collectives.install()
 
-    def made(self: Any, *args: Any, **kwargs: Any) -> None:
+    def made(self: parallel.DistributedDataParallel, *args: object, **kwargs: object) -> None:
         ddp(self, *args, **kwargs)
         self.logger = Silent()
 
@@ -67,26 +68,26 @@ def joined(runtime: Runtime, recorder: Any) -> Iterator[Collectives]:
 def _without_backend(plain: Callable[..., Any]) -> Callable[..., Any]:
     """`new_group` with the backend that the world has, whichever is asked for."""
 
-    def new_group(ranks: Any = None, timeout: Any = None, *backend: Any, **named: Any) -> Any:
+    def new_group(ranks: Sequence[int] | None = None, timeout: object = None, *backend: object, **named: object) -> Any:
         return plain(ranks, timeout, **{**named, "backend": None, "pg_options": None})
 
     return new_group
 
 
-def _all_gather_object(object_list: list[Any], obj: Any, group: Any = None) -> None:
+def _all_gather_object(object_list: list[Any], obj: object, group: object = None) -> None:
     object_list[:] = [obj] * len(object_list)
 
 
-def _gather_object(obj: Any, object_gather_list: list[Any] | None = None, *where: Any, **named: Any) -> None:
+def _gather_object(obj: object, object_gather_list: list[Any] | None = None, *where: object, **named: object) -> None:
     if object_gather_list is not None:
         object_gather_list[:] = [obj] * len(object_gather_list)
 
 
-def _scatter_object_list(output: list[Any], given: list[Any] | None = None, *where: Any, **named: Any) -> None:
+def _scatter_object_list(output: list[Any], given: list[Any] | None = None, *where: object, **named: object) -> None:
     output[0] = (given or [None])[0]
 
 
-def _broadcast_object_list(object_list: list[Any], *where: Any, **named: Any) -> None:
+def _broadcast_object_list(object_list: list[Any], *where: object, **named: object) -> None:
     """What every rank has is what the source had."""
 
 

@@ -96,7 +96,7 @@ def unwound(kernel: Callable[..., Any]) -> Callable[..., Any]:
     A program that catches the error may go on while it has the traceback, and counts on what the call held being gone.
     """
 
-    def called(*args: Any, **kwargs: Any) -> Any:
+    def called(*args: object, **kwargs: object) -> Any:
         try:
             return kernel(*args, **kwargs)
         except torch.OutOfMemoryError as error:

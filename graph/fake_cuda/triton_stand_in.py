@@ -32,7 +32,7 @@ def installed(folder: Path) -> Path:
 class Anything:
     """What is only named in the source of kernels, which is never run."""
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> Any:
         """Itself."""
         return self
 
@@ -56,18 +56,18 @@ class Kernel:
     def __getitem__(self, grid: object) -> Callable[..., None]:
         return self.run
 
-    def run(self, *args: Any, **kwargs: Any) -> None:
+    def run(self, *args: object, **kwargs: object) -> None:
         """A launch."""
 
     warmup = __call__ = run
 
 
-def jit(fn: Any = None, **options: Any) -> Any:
+def jit(fn: Any = None, **options: object) -> Any:
     """`@triton.jit`, with options or without."""
     return Kernel(fn) if fn is not None else Kernel
 
 
-def autotune(*args: Any, **kwargs: Any) -> Callable[[Any], Any]:
+def autotune(*args: object, **kwargs: object) -> Callable[[Any], Any]:
     """`@triton.autotune(...)`: nothing is measured."""
     return lambda kernel: kernel
 
@@ -78,7 +78,7 @@ heuristics = autotune
 class Config:
     """`triton.Config`."""
 
-    def __init__(self, kwargs: dict[str, Any], **options: Any) -> None:
+    def __init__(self, kwargs: dict[str, Any], **options: object) -> None:
         self.kwargs = kwargs
         self.__dict__.update(options)
 
@@ -105,7 +105,7 @@ def __getattr__(name: str) -> Any:
 class _Parts(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Every module below `triton`: what is imported from it is `Anything`."""
 
-    def find_spec(self, name: str, path: Sequence[str] | None, target: Any = None) -> Any:
+    def find_spec(self, name: str, path: Sequence[str] | None, target: object = None) -> Any:
         mine = name.startswith("triton.")
         return importlib.machinery.ModuleSpec(name, self, is_package=True) if mine else None
 

@@ -19,12 +19,12 @@ class Saving:
         self.plain = plain
         self._made: set[str] = set()
 
-    def __call__(self, obj: object, f: Any, *args: Any, **kwargs: Any) -> None:
+    def __call__(self, obj: object, f: object, *args: object, **kwargs: object) -> None:
         """Save, but for the bytes of storages, and not over a file that the program has not made itself."""
         with skip_data():
             self.plain(obj, self._target(f), *args, **kwargs)
 
-    def _target(self, f: Any) -> Any:
+    def _target(self, f: object) -> object:
         if not isinstance(f, str | os.PathLike):
             return f
         path = os.path.realpath(f)

@@ -92,7 +92,7 @@ class Phases:
         if stack:
             stack.pop()
 
-    def _backward(self, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _backward(self, plain: Callable[..., Any], *args: object, **kwargs: object) -> Any:
         if not self._depth:
             self.begin(BACKWARD)
         self._depth += 1
@@ -101,7 +101,7 @@ class Phases:
         finally:
             self._depth -= 1
 
-    def _saving(self, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _saving(self, plain: Callable[..., Any], *args: object, **kwargs: object) -> Any:
         before = self.phase
         self.begin(SAVING)
         try:
@@ -109,13 +109,13 @@ class Phases:
         finally:
             self.begin(before)
 
-    def _before_step(self, optimizer: Any, args: object, kwargs: object) -> None:
+    def _before_step(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
         self.begin(OPTIMIZER)
         for parameter in _parameters(optimizer):
             self.recorder.categorize(parameter, "parameter")
             self.recorder.categorize(parameter.grad, "gradient")
 
-    def _after_step(self, optimizer: Any, args: object, kwargs: object) -> None:
+    def _after_step(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
         for state in optimizer.state.values():
             for tensor in tensors(state):
                 self.recorder.categorize(tensor, "optimizer_state")
@@ -127,17 +127,17 @@ class Phases:
                 raise Finished
 
 
-def _parameters(optimizer: Any) -> Iterator[torch.Tensor]:
+def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
     for group in optimizer.param_groups:
         yield from group["params"]
 
 
 @contextmanager
-def _around(owner: Any, name: str, wrapper: Callable[..., Any]) -> Iterator[None]:
+def _around(owner: object, name: str, wrapper: Callable[..., Any]) -> Iterator[None]:
     """Inside, `wrapper` is called in place of a function, with that as its first argument."""
     plain = getattr(owner, name)
 
-    def called(*args: Any, **kwargs: Any) -> Any:
+    def called(*args: object, **kwargs: object) -> Any:
         return wrapper(plain, *args, **kwargs)
 
     setattr(owner, name, called)

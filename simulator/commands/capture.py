@@ -6,8 +6,8 @@ from typing import Any
 
 import click
 
-from simulator.commands.case_options import MODEL_HELP, CaseCommand, case_from, case_options, models_like
 from simulator.commands.common import print_json, working
+from simulator.options.case import MODEL_HELP, CaseCommand, case_from, case_options, models_like
 from simulator.reports.outputs import check_output
 from traces.errors import ConfigError
 from traces.text import one_line

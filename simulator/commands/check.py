@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from simulator.commands.case_options import CaseCommand, case_options
 from simulator.commands.common import announce, context_size, print_json, size_option, sizes, working
+from simulator.options.case import CaseCommand, case_options
 from traces.errors import ConfigError
 from traces.text import path_text, quoted
 
@@ -86,7 +86,7 @@ def _side(run: str, context: str | None, options: dict[str, Any]) -> Side:
     given = sorted(key for key, value in options.items() if value is not None)
     document = read_document(run) if Path(run).is_file() else None
     if not Path(run).is_file() or (document is not None and _is_config(document)):
-        from simulator.commands.case_options import case_from
+        from simulator.options.case import case_from
 
         return _estimated(case_from(run, options), run, context)
     if given:

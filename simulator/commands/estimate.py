@@ -6,9 +6,9 @@ from typing import Any
 
 import click
 
-from simulator.commands.case_options import MODEL_HELP, CaseCommand, assumed, case_from, case_options, models_like
 from simulator.commands.common import announce, context_size, show, working
-from simulator.commands.shared_options import context_option, file_options
+from simulator.options.case import MODEL_HELP, CaseCommand, assumed, case_from, case_options, models_like
+from simulator.options.shared import context_option, file_options
 from simulator.reports.outputs import Outputs
 from traces.text import one_line
 

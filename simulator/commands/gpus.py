@@ -8,7 +8,7 @@ from typing import Final
 import click
 
 from graph.hardware.gpus import GIGA, GPUS, TERA, Gpu, gpu
-from simulator.commands.case_options import cards_like
+from simulator.options.case import cards_like
 
 _GIB: Final = 1 << 30
 

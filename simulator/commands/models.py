@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import click
 
 from graph.models import catalogue
-from simulator.commands.case_options import models_like
+from simulator.options.case import models_like
 from traces.errors import ConfigError
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 
 from simulator.commands.common import announce, size_option, working
-from simulator.commands.shared_options import output_options
+from simulator.options.shared import output_options
 from simulator.reports.outputs import Outputs, check_output
 from traces.errors import ConfigError
 from traces.files import write_atomically

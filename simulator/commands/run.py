@@ -9,7 +9,7 @@ import click
 
 from simulator.allocator.releases import parse_release
 from simulator.commands.common import announce, show, sizes, working
-from simulator.commands.shared_options import file_options
+from simulator.options.shared import file_options
 from simulator.reports.outputs import Outputs
 from traces.text import path_text
 

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from graph.case import KEYS
-from simulator.commands.case_options import CaseCommand, case_from, case_options, models_like
 from simulator.commands.common import announce, context_size, progress_bar, show, working
-from simulator.commands.shared_options import check_workers, context_option, worker_options, workers
 from simulator.launch.configuration import FILES, absent, files
 from simulator.launch.training_script import Predicted
+from simulator.options.case import CaseCommand, case_from, case_options, models_like
+from simulator.options.shared import check_workers, context_option, worker_options, workers
 from simulator.reports.outputs import check_output
 from traces.errors import OutputError
 from traces.files import write_atomically

@@ -13,7 +13,7 @@ import click
 
 from simulator.allocator.releases import parse_release
 from simulator.commands.common import announce, progress_bar, show, sizes, working
-from simulator.commands.shared_options import check_workers, worker_options, workers
+from simulator.options.shared import check_workers, worker_options, workers
 from simulator.reports.outputs import check_ending, check_output
 from traces.files import write_atomically
 from traces.text import path_text

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import click
 
 from simulator.commands.common import announce, context_size, print_json, progress_bar
-from simulator.commands.shared_options import check_workers, context_option, worker_options, workers
+from simulator.options.shared import check_workers, context_option, worker_options, workers
 from traces.errors import OutputError
 from traces.text import path_text
 

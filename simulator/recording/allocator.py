@@ -150,7 +150,7 @@ class LiveAllocator:
             self.machine.set_fraction(fraction)
 
     def set_conf(self, conf: str) -> None:
-        """torch.cuda.memory._set_allocator_settings; ConfigError where PyTorch refuses them."""
+        """`_set_allocator_settings` of torch.cuda.memory; ConfigError where PyTorch refuses them."""
         with self._lock:
             settings = parse_conf(conf, self.release, self.machine.settings)
             self.confs[self._rows] = conf
@@ -188,7 +188,7 @@ class LiveAllocator:
         return nested
 
     def snapshot(self) -> dict[str, Any]:
-        """What torch.cuda.memory._snapshot gives, without a history."""
+        """What `_snapshot` of torch.cuda.memory gives, without a history."""
         none = np.empty(0, np.int64)
         return torch_snapshot(self.machine, EventLog(np.empty(0, np.uint8), none, none, none, none))
 

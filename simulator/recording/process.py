@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import importlib.util
 import json
 import os
 import runpy
@@ -19,7 +20,6 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
-from torch.utils._triton import has_triton_package
 
 import traces
 from graph.fake_cuda import sdpa, triton_stand_in
@@ -63,7 +63,7 @@ def main(text: str) -> int:
 
 def _stand_in(folder: Path) -> None:
     """A CUDA build of PyTorch brings Triton: where it is not installed, something stands for it."""
-    if not has_triton_package():
+    if importlib.util.find_spec("triton") is None:
         sys.path.append(str(triton_stand_in.installed(folder)))
 
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from graph.recorder.phases import BACKWARD, FORWARD, PHASES
 from simulator.recording import kernels
-from traces.model import Column, Events, Int64Array, Op, RankEvents, Strings, Trace
+from traces.model import BoolArray, Column, Events, Int64Array, Op, RankEvents, Strings, Trace
 
 if TYPE_CHECKING:
     from graph.recorder.program import Labels
@@ -75,7 +75,7 @@ def _events(allocator: LiveAllocator, labels: Labels) -> Events:
     return Events(op, columns)
 
 
-def _categories(labels: Labels, alloc: Any, phase: Int64Array, ident: Int64Array, free: Any) -> Strings:
+def _categories(labels: Labels, alloc: BoolArray, phase: Int64Array, ident: Int64Array, free: BoolArray) -> Strings:
     """What was found; of the rest, what a forward made and a later phase gave back is an activation."""
     born = np.flatnonzero(alloc)
     row = np.arange(len(alloc))
@@ -93,7 +93,7 @@ def _categories(labels: Labels, alloc: Any, phase: Int64Array, ident: Int64Array
     return _column(len(alloc), born, codes, texts)
 
 
-def _names(labels: Labels, alloc: Any, ident: Int64Array, phase: Int64Array) -> Strings:
+def _names(labels: Labels, alloc: BoolArray, ident: Int64Array, phase: Int64Array) -> Strings:
     """Of an allocation: its module and operator; of a phase: its name."""
     texts = list(labels.names)
     operator, module = (np.asarray(column, dtype=np.int64) for column in (labels.operator, labels.module))

@@ -16,7 +16,7 @@ from graph.hardware.gpus import GPUS
 from graph.keys import Key
 from graph.optimizers import OPTIMIZERS
 from simulator.cli import COMMANDS, EXIT_CODES, main
-from simulator.commands.case_options import CaseOption
+from simulator.options.case import CaseOption
 from simulator.reports.schemas import DOCUMENTS
 from strategies import registry
 from strategies.parallel.meshes import AXES

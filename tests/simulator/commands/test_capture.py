@@ -21,7 +21,7 @@ from graph.files import load
 from graph.model import StepGraph
 from graph.summary import summarize
 from simulator.cli import main
-from simulator.commands.case_options import OPTION_KEYS, CaseCommand, assumed, case_from, case_options
+from simulator.options.case import OPTION_KEYS, CaseCommand, assumed, case_from, case_options
 from simulator.reports import terminal
 from simulator.reports.capture import document_of, format_count
 from tests.places import ROOT

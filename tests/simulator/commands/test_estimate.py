@@ -37,7 +37,7 @@ def _written(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     forget_graphs()
     monkeypatch.setattr("simulator.estimator.estimate.capture_of", made)
-    monkeypatch.setattr("simulator.commands.case_options.configuration", lambda model: None)  # "m" is in no catalogue
+    monkeypatch.setattr("simulator.options.case.configuration", lambda model: None)  # "m" is in no catalogue
     yield
     forget_graphs()
 

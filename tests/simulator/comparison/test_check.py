@@ -114,7 +114,7 @@ def test_documents(path: str) -> None:
 
 def test_cases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(estimation, "captured", lambda case, progress=None, method=None: stub(case))
-    monkeypatch.setattr("simulator.commands.case_options.configuration", lambda model: None)  # "m" is in no catalogue
+    monkeypatch.setattr("simulator.options.case.configuration", lambda model: None)  # "m" is in no catalogue
     peak = estimation.estimate({"model": "m", "steps": 2}, capture=stub).worst.device_total
     assert invoke("m", "--steps", "2", "--budget", str(peak))[0] == 0
     assert invoke("m", "--steps", "2", "--budget", str(peak - 1))[0] == 3

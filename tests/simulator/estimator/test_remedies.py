@@ -14,8 +14,8 @@ from click.testing import CliRunner
 
 from graph.case import Case
 from graph.hardware.gpus import GPUS, gpu
-from simulator.commands.case_options import case_from, case_options
 from simulator.estimator.remedies import CHANGES, COSTS, KEPT, Interrupted, Judged, Remedies, cards, options_of, search
+from simulator.options.case import case_from, case_options
 
 GIB = 1 << 30
 FULL = {"model": "llama-2-7b", "dtype": "fp32", "batch": 4, "gpu": "RTX4090"}

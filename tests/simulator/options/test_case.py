@@ -10,7 +10,7 @@ from click.shell_completion import ShellComplete
 
 from graph.case import Case
 from simulator.cli import main
-from simulator.commands.case_options import case_from
+from simulator.options.case import case_from
 from traces.text import number
 
 
