@@ -12,7 +12,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch.nn.modules import module as hooks
@@ -20,11 +20,9 @@ from torch.optim import optimizer as optimizers
 
 from graph.fake_cuda.served import Allocator
 from graph.recorder.checkpoints import Saving
+from graph.recorder.phase_names import BACKWARD, EVALUATION, FORWARD, LOAD, OPTIMIZER, SAVING
 from graph.recorder.program import ProgramRecorder
 from graph.recorder.recorder import tensors
-
-PHASES: Final = ("load", "forward", "backward", "optimizer", "evaluation", "saving")
-LOAD, FORWARD, BACKWARD, OPTIMIZER, EVALUATION, SAVING = range(len(PHASES))
 
 
 class Finished(BaseException):

@@ -8,8 +8,11 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
+from graph.hardware.gpus import gpu as gpu_of
+from simulator.allocator.releases import parse_release
 from simulator.commands.common import announce, size_option, working
 from simulator.options.shared import output_options
+from simulator.recording.request import Request
 from simulator.reports.outputs import Outputs, check_output
 from traces.errors import ConfigError
 from traces.files import write_atomically
@@ -79,12 +82,9 @@ def command(
     quiet: bool,
 ) -> int:
     """Run PROGRAM (a script, or a module with -m) unmodified on a GPU that is not there; report what its memory did."""
-    from graph.hardware.gpus import gpu as gpu_of
     from simulator.allocator.conf import parse_conf
-    from simulator.allocator.releases import parse_release
     from simulator.engine.ranks import parse_ranks
     from simulator.recording.launch import program_of, record
-    from simulator.recording.request import Request
     from simulator.recording.result import document as document_of
 
     found = program_of(program, module)

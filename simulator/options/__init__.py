@@ -1,1 +1,1 @@
-"""Options that commands share: those of a case, derived from its declaration (`case`); of files and workers (`shared`)."""
+"""Options that commands share: those of a case, from its declaration (`case`); of files and workers (`shared`)."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from graph.recorder.phases import BACKWARD, FORWARD, PHASES
+from graph.recorder.phase_names import BACKWARD, FORWARD, PHASES
 from simulator.recording import kernels
 from traces.model import BoolArray, Column, Events, Int64Array, Op, RankEvents, Strings, Trace
 
