@@ -8,9 +8,18 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import torch
+from torch.utils._triton import has_triton_package
+
+#: What is raised where memory runs out.
+OutOfMemoryError: Final = torch.OutOfMemoryError
+
+
+def has_triton() -> bool:
+    """Whether Triton is installed. PyTorch itself keeps to the answer that it gets here."""
+    return has_triton_package()
 
 
 class Allocator(Protocol):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import importlib.util
 import json
 import os
 import runpy
@@ -19,12 +18,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
-import torch
-
 import traces
 from graph.fake_cuda import sdpa, triton_stand_in
 from graph.fake_cuda.device import Runtime, fake_cuda
 from graph.fake_cuda.job import joined
+from graph.fake_cuda.served import OutOfMemoryError, has_triton
 from graph.hardware.profile import profile
 from graph.models import own_modules
 from graph.recorder.phases import Finished, Phases
@@ -46,7 +44,7 @@ def main(text: str) -> int:
     _stand_in(Path(request.folder))
     warm_up()
     device = Device(card.name, request.memory or card.total_bytes, request.context)
-    allocator = LiveAllocator(device, parse_release(request.release), request.conf, torch.OutOfMemoryError)
+    allocator = LiveAllocator(device, parse_release(request.release), request.conf, OutOfMemoryError)
     card = dataclasses.replace(card, total_bytes=device.total_bytes)
     with fake_cuda(card, allocator) as runtime:
         sdpa.install(runtime)
@@ -63,7 +61,7 @@ def main(text: str) -> int:
 
 def _stand_in(folder: Path) -> None:
     """A CUDA build of PyTorch brings Triton: where it is not installed, something stands for it."""
-    if importlib.util.find_spec("triton") is None:
+    if not has_triton():
         sys.path.append(str(triton_stand_in.installed(folder)))
 
 
