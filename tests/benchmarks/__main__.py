@@ -3,7 +3,7 @@
     python -m tests.benchmarks [--only NAME]... [--cold] [--events N] [--rounds N] [--json]
 
 `--only estimate` measures `estimate` beside torch's own MemTracker, `--only ranks` its 1,024 ranks beside 8; both need
-torch and transformers.
+torch and transformers. `--only page` measures pages in Chromium.
 
 Times of kernels and replays are CPU time of this process, fastest of several rounds; times of whole commands are wall
 time; the first compilation shows both and is judged by CPU time. On a machine that others use too, compare two runs
@@ -25,7 +25,7 @@ from typing import Any, Final
 import numba
 import numpy as np
 
-from tests.benchmarks import processes, timing, workloads
+from tests.benchmarks import page, processes, timing, workloads
 from tests.benchmarks.figures import GOAL_NS, REAL_NS, REAL_RANGE, Figure, Section, as_document, as_text, number
 from tests.benchmarks.workloads import Workload
 
@@ -149,9 +149,13 @@ PARTS: Final[dict[str, tuple[str, Callable[[Options], list[Figure]]]]] = {
         "1,024 ranks beside 8: `estimate` of Llama 2 70B in fresh processes",
         lambda options: processes.by_ranks(min(options.rounds, 2)),
     ),
+    "page": (
+        "The page in Chromium, median wall time until it is drawn anew: {events:,} events and twice as many",
+        lambda options: page.answers(options.events),
+    ),
 }
 #: Parts that run only where they are asked for.
-ASKED: Final = ("cold", "estimate", "ranks")
+ASKED: Final = ("cold", "estimate", "ranks", "page")
 
 
 def about(options: Options) -> dict[str, Any]:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import os
-import statistics
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +16,7 @@ from simulator.reports.document import Bar, Chart, Document, Table
 from simulator.reports.html.page import MAX_LIVES, MAX_PAGE, write, write_html
 from simulator.reports.html.series import shorten
 from simulator.snapshots.reader import read
+from tests.benchmarks.page import MOMENT, QUERIES, SEARCH, input_times, key_times
 from tests.places import DATA
 from tests.support.browser import Browser, find_chromium
 from tests.support.handmade import GIB, busy_trace, out_of_memory, rank_result, result, timeline
@@ -497,22 +495,6 @@ def test_a_recording_with_stacks_is_drawn_by_stack(browser: Browser, tmp_path: P
     healthy(browser)
 
 
-#: Milliseconds that a key takes in the plot, drawing included, the median of ten.
-KEY_TIME = """
-(async (key) => {
-  const canvas = document.querySelector(".rank:not([hidden]) .canvas");
-  const took = [];
-  for (let i = 0; i < 10; i++) {
-    const start = performance.now();
-    canvas.dispatchEvent(new KeyboardEvent("keydown", { key, bubbles: true }));
-    await new Promise((drawn) => setTimeout(drawn));
-    took.push(performance.now() - start);
-  }
-  return took.sort((a, b) => a - b)[5];
-})(%r)
-"""
-
-
 @pytest.fixture(scope="module")
 def million() -> Result:
     """A replay of a million events with its picture."""
@@ -520,9 +502,7 @@ def million() -> Result:
 
 
 @pytest.mark.parametrize("runs", [1, 2])
-def test_a_million_events_with_blocks_open_quickly(
-    browser: Browser, tmp_path: Path, million: Result, runs: int
-) -> None:
+def test_a_million_events_open_with_blocks(browser: Browser, tmp_path: Path, million: Result, runs: int) -> None:
     path = tmp_path / "page.html"
     if runs == 1:
         write_html(million, path)
@@ -530,50 +510,27 @@ def test_a_million_events_with_blocks_open_quickly(
         write(Document("both", "The same twice.", results=(("before", million), ("after", million))), path)
     assert path.stat().st_size <= MAX_PAGE + MAX_LIVES
     browser.view(1280, 900)
-    started = time.monotonic()
     browser.open(path)
-    assert time.monotonic() - started < 10  # 1 s on an idle machine
-    assert browser.evaluate("performance.getEntriesByType('navigation')[0].loadEventEnd") < 3_000
     healthy(browser)
     assert int(browser.evaluate(f"{TAPE}.dataset.blocks")) > 1_000
     assert browser.evaluate(COUNT_PIXELS % PARAMETER) > 500
 
 
-def test_a_million_events_answer_at_once(browser: Browser, tmp_path: Path, million: Result) -> None:
+def test_a_million_events_answer_keys(browser: Browser, tmp_path: Path, million: Result) -> None:
     show(browser, tmp_path, million)
     for key in ("+", "PageDown", "ArrowRight", "0", "p", "Enter"):
-        assert browser.evaluate(KEY_TIME % key) < 150, key  # 2 to 40 ms on an idle machine
+        key_times(browser, key)
     assert drawn(browser)["drawn"] > 100
     healthy(browser)
 
 
-#: Milliseconds that each of some values of an input takes until the page is drawn anew.
-INPUT_TIMES = """
-(async ([selector, name, values]) => {
-  const input = document.querySelector(selector), took = [];
-  for (const value of values) {
-    input.value = value;
-    const start = performance.now();
-    input.dispatchEvent(new Event(name));
-    await new Promise((drawn) => setTimeout(drawn));
-    took.push(performance.now() - start);
-  }
-  return took;
-})(%s)
-"""
-
-
-def test_any_of_a_million_events_and_a_search_take_no_time(browser: Browser, tmp_path: Path, million: Result) -> None:
+def test_any_of_a_million_events_is_shown_and_found(browser: Browser, tmp_path: Path, million: Result) -> None:
     show(browser, tmp_path, million)
     values = [str(event) for event in range(20_000, 1_000_000, 49_000)]
-    arguments = [".moments input[type=number]", "change", values]
-    took = browser.evaluate(INPUT_TIMES % json.dumps(arguments))
-    assert statistics.quantiles(took)[0] < 100  # the best quarter: others use the machine, too
+    input_times(browser, MOMENT, "change", values)
     assert shown_event(browser) == int(values[-1])
     browser.evaluate("document.querySelector('.alive input[type=checkbox]').click()")
-    queries = ["layers.3", "gradient", ">1MiB", "layers.12 activation", "nothing", ""]
-    took = browser.evaluate(INPUT_TIMES % json.dumps([".alive input[type=search]", "input", queries]))
-    assert statistics.quantiles(took)[0] < 200
+    input_times(browser, SEARCH, "input", QUERIES)
     assert int(browser.evaluate("document.querySelector('.alive').dataset.found")) > 400_000
     healthy(browser)
 
@@ -602,7 +559,6 @@ def test_every_event_is_drawn_close_up(browser: Browser, tmp_path: Path, million
 
 def test_two_million_events_open(browser: Browser, tmp_path: Path) -> None:
     show(browser, tmp_path, replay(busy_trace(2_000_000, live=6_000), picture=True, analyse=False))
-    assert browser.evaluate("performance.getEntriesByType('navigation')[0].loadEventEnd") < 6_000
     assert int(browser.evaluate(f"{TAPE}.dataset.blocks")) > 1_000
 
 
