@@ -113,7 +113,7 @@ def command(
     from simulator.engine.replay import replay
 
     with working("replaying", quiet, compiles=True):
-        result = replay(recorded.trace, **written.kept, analyse=False)
+        result = replay(recorded.trace, **written.kept, analyse=False, after_oom="continue")  # as the program did
     with working("writing", quiet):
         written.write(result, recorded.trace)
     if document is not None:

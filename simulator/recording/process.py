@@ -12,7 +12,6 @@ import json
 import os
 import runpy
 import sys
-import traceback
 import types
 from collections.abc import Iterator
 from pathlib import Path
@@ -54,8 +53,9 @@ def main(text: str) -> int:
         runtime.observer = recorder
         with keeper.kept_at_exit(), recorder.ordered_casts(), joined(runtime, recorder) as job, phases.followed():
             phases.settle = lambda: job.settle_seen(recorder.operators)
-            code = _run(request)
-        keeper.keep(code)
+            code, error = _run(request)
+        keeper.keep(code)  # what the error's frames hold is alive, as it is where Python tells of it
+        del error
     return code
 
 
@@ -109,8 +109,8 @@ class _Keeper:
             os._exit = plain
 
 
-def _run(request: Request) -> int:
-    """Run the program as `__main__`; its exit code, with what it raised told on stderr as Python tells it."""
+def _run(request: Request) -> tuple[int, BaseException | None]:
+    """Run the program as `__main__`: its exit code, and what it raised, told on stderr as Python tells it."""
     folder = str(Path(request.program[0]).resolve().parent) if request.kind == "script" else os.getcwd()
     _forget_our_folder()
     try:
@@ -121,13 +121,13 @@ def _run(request: Request) -> int:
             else:
                 runpy.run_module(request.program[0], run_name="__main__", alter_sys=True)
     except Finished:
-        return 0
+        return 0, None
     except SystemExit as stop:
-        return _exit_code(stop.code)
+        return _exit_code(stop.code), None
     except BaseException as error:
         _tell(error)
-        return INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
-    return 0
+        return INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1, error
+    return 0, None
 
 
 def _forget_our_folder() -> None:
@@ -152,7 +152,6 @@ def _tell(error: BaseException) -> None:
         frames = frames.tb_next
     error = error.with_traceback(frames or error.__traceback__)
     sys.excepthook(type(error), error, error.__traceback__)
-    traceback.clear_frames(error.__traceback__)
 
 
 def _is_ours(frames: types.TracebackType) -> bool:

@@ -72,7 +72,6 @@ def _method(one: Outcome) -> dict[str, Any]:
         "score": one.score,
         "tried": {str(batch): fits for batch, fits in one.tried.items()},
         "short": one.short,
-        "remedies": list(one.remedies),
         "seconds": round(one.seconds, 3),
     }
     return {**document, "error": one.error} if one.error else document
@@ -129,8 +128,7 @@ def lines(found: Selection) -> Iterator[str]:
         if one.error:
             yield f"{one.name}: not possible: {one_line(one.error)}"
         elif not one.fits:
-            mend = f"; it would fit with {' or '.join(one.remedies)}" if one.remedies else ""
-            yield f"{one.name}: one sample lacks {format_bytes(one.short)}{mend}"
+            yield f"{one.name}: one sample lacks {format_bytes(one.short)}"
     if winner is not None and found.spared:
         most = max(one.at_most for one in found.spared)
         names = ", ".join(one.name for one in found.spared)

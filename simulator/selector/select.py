@@ -43,15 +43,6 @@ MARGIN: Final = 0.02
 WITHIN: Final = 0.10
 #: Largest micro-batch that is tried.
 MOST: Final = 4096
-#: Of how many methods, those that lack least, remedies are sought where nothing fits.
-CLOSEST: Final = 3
-#: What is tried where a method does not fit with one sample, beside what it offers itself: words, keys of the case.
-REMEDIES: Final[tuple[tuple[str, Mapping[str, Any]], ...]] = (
-    ("expandable_segments:True", {"alloc_conf": "expandable_segments:True"}),
-    ("the fused AdamW", {"optimizer": "adamw-fused"}),
-    ("activation checkpointing", {"checkpointing": "nonreentrant"}),
-    ("activations on the host", {"offload": "activations"}),
-)
 #: What the fork server imports once for all workers.
 PRELOADED: Final = (
     "simulator.allocator.prepared",
@@ -84,7 +75,6 @@ class Asked:
     policy: str = "throughput"
     global_batch: int | None = None
     margin: float = MARGIN
-    remedies: bool = True
     context: Context = "auto"
     methods: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
@@ -106,7 +96,7 @@ class Outcome:
     Bytes are of the worst rank, replayed beside what lies outside the allocator, without the margin; `limit` is its
     device less both. `slack` is what is left on the device when everything outside has its likely size, `slack_low` at
     its largest, `slack_high` at its least; `tight` is the verdict of that replay. `tried` maps micro-batches to whether
-    they fit. `remedies` would make a method fit that does not.
+    they fit.
     """
 
     name: str
@@ -130,7 +120,6 @@ class Outcome:
     score: float = 0.0
     tried: Mapping[int, bool] = field(default_factory=dict)
     short: int = 0
-    remedies: tuple[str, ...] = ()
     at_most: float = 0.0
     work: Work | None = None
     error: str = ""
@@ -238,7 +227,7 @@ class _Course:
         self._started = time.perf_counter()
 
     def run(self, jobs: int | None, executor: Executor | MakeExecutor | None) -> None:
-        """Search what may win, until nothing is left; where nothing fits, what would make it fit."""
+        """Search what may win, until nothing is left."""
 
         def do(work: list[_Job]) -> None:
             if jobs == 1 and executor is None:
@@ -251,13 +240,6 @@ class _Course:
         while left:
             do(left)
             left = [_Job(one, self) for one in self.wanted if self._may_win(one)]
-        near = sorted((one for one in self.found.values() if one.short), key=lambda one: one.short)[:CLOSEST]
-        if near and not any(one.fits for one in self.found.values()) and self._mends():
-            names = {one.name for one in near}
-            do([_Job(one, self, mend=True) for one in self.wanted if one.name in names])
-
-    def _mends(self) -> bool:
-        return self.asked.remedies and self.asked.policy != "llmem"
 
     def _may_win(self, candidate: Candidate) -> bool:
         """Whether one that was spared, by what was known then, may win by what is known now."""
@@ -286,8 +268,6 @@ class _Course:
     def _finished(self, job: _Job, answer: Mapping[str, Any]) -> None:
         candidate = job.candidate
         outcome = answer.get("outcome")
-        if outcome is None and job.mend:  # what is known of it stays
-            return
         if outcome is None:
             error = str(answer.get("error", "no answer"))
             outcome = Outcome(candidate.name, candidate.keys, candidate.shares, error=error)
@@ -332,7 +312,7 @@ def ranked(
         best = sorted(outcomes, key=lambda one: (one is not first, -one.score, one.short))
     advice = ""
     if best and not any(one.fits for one in best):
-        advice = "CPU offload" if asked.policy == "llmem" else _advice(best)
+        advice = "CPU offload" if asked.policy == "llmem" else "larger or more GPUs"
     seconds = time.perf_counter() - started
     outside_terms = outside(asked, min(1, asked.world - 1))
     return Selection(asked, tuple(best), spared, outside_terms, seconds, missing, advice)
@@ -357,10 +337,6 @@ def llmem_score(outcome: Outcome) -> float:
     return outcome.batch * outcome.shares * (CDP_BONUS if "cdp" in outcome.keys.get("mesh", {}) else 1.0)
 
 
-def _advice(outcomes: Sequence[Outcome]) -> str:
-    return next((f"{one.name} with {one.remedies[0]}" for one in outcomes if one.remedies), "larger or more GPUs")
-
-
 def _check(asked: Asked) -> None:
     """Refuse what no method could do, before the long work."""
     if asked.policy not in POLICIES:
@@ -381,7 +357,6 @@ def _check(asked: Asked) -> None:
 class _Job:
     candidate: Candidate
     course: _Course
-    mend: bool = False
 
     @property
     def group(self) -> str:
@@ -391,8 +366,6 @@ class _Job:
     @property
     def document(self) -> Any:
         """What a worker gets; made when the job is handed out, so that it has what is known by then."""
-        if self.mend:
-            return (self.candidate, self.course.asked, self.course.found[self.candidate.name])
         return (self.candidate, self.course.asked, self.course.rival(self.candidate))
 
 
@@ -401,12 +374,10 @@ def _work(jobs: Sequence[Any], _: Any) -> list[dict[str, Any]]:
     return [_one(*job) for job in jobs]
 
 
-def _one(candidate: Candidate, asked: Asked, known: Rival | Outcome) -> dict[str, Any]:
+def _one(candidate: Candidate, asked: Asked, known: Rival) -> dict[str, Any]:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # what torch says about a captured model is not about this choice
-            if isinstance(known, Outcome):
-                return {"outcome": mended(known, candidate, asked)}
             return {"outcome": search(candidate, asked, known)}
     except LLMemError as error:
         return {"error": reason(error)}
@@ -540,49 +511,6 @@ def _too_large(outcome: Outcome, probe: Probe, asked: Asked) -> Outcome:
         limit=limit,
         short=top.peak_reserved - limit,
     )
-
-
-def mended(outcome: Outcome, candidate: Candidate, asked: Asked) -> Outcome:
-    """The outcome of a method that does not fit, with what would make it fit."""
-    return replace(outcome, remedies=_remedies(_probe(candidate, asked), asked))
-
-
-def _remedies(probe: Probe, asked: Asked) -> tuple[str, ...]:
-    """What makes one sample fit, of the settings that the case does not have yet, else one GPU more."""
-    own = registry.find(probe.case(1)).remedies
-    found = []
-    for name, keys in (*REMEDIES[:-1], *own, REMEDIES[-1]):
-        given = any(probe.keys.get(key) for key in keys if key != "strategy")
-        if not given and _would_fit(probe, {**probe.keys, **keys}):
-            found.append(name)
-    return tuple(found) or _larger(probe, asked)
-
-
-def _larger(probe: Probe, asked: Asked) -> tuple[str, ...]:
-    """One GPU more (of the smallest kind), or two where the method needs pairs.
-
-    It is no help to a method that keeps all on every GPU, and a mesh has its splits already.
-    """
-    if probe.keys.get("mesh") or (asked.world > 1 and Kind.WHOLE in registry.find(probe.case(1)).kind):
-        return ()
-    memory = probe.keys.get("memory")
-    alone = {"strategy": Axis.SHARDS.value} if asked.world == 1 else {}
-    for more in (1, 2):
-        keys = {**probe.keys, **alone, "world": asked.world + more}
-        if isinstance(memory, list):
-            keys["memory"] = [*memory, *[min(memory)] * more]
-        if _would_fit(probe, keys):
-            return (f"{more} GPU{'s' * (more > 1)} more{' and fsdp2' * bool(alone)}",)
-    return ()
-
-
-def _would_fit(probe: Probe, keys: Mapping[str, Any]) -> bool:
-    """Whether a sample would fit with other keys; not where the method cannot have them."""
-    other = Probe(keys, probe.name, probe.outside, probe.margin)
-    try:
-        return other.fits(1)
-    except LLMemError:
-        return False
 
 
 def _measured(

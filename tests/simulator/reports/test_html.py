@@ -408,12 +408,12 @@ def test_a_selection_is_set_side_by_side() -> None:
         Outcome(
             "fsdp2", {}, 4, batch=8, peak_allocated=GIB, peak_reserved=2 * GIB, limit=4 * GIB, tokens_per_second=10
         ),
-        Outcome("ddp", {}, 4, peak_allocated=5 * GIB, peak_reserved=5 * GIB, limit=4 * GIB, remedies=("offload",)),
+        Outcome("ddp", {}, 4, peak_allocated=5 * GIB, peak_reserved=5 * GIB, limit=4 * GIB, short=GIB),
         Outcome("pp", {}, 1, error="layers < stages"),
     )
     page = Page(render(select.document_of(Selection(asked, outcomes, seconds=1.0))))
     assert page.scripts == []
-    for word in ("opt-1.3b on 4 x V100-16GB", "micro-batch 8", "with offload", "layers < stages", "Fits"):
+    for word in ("opt-1.3b on 4 x V100-16GB", "micro-batch 8", "lacks 1.00 GiB", "layers < stages", "Fits"):
         assert word in page.text
     widths = [attributes["width"] for tag, attributes in page.tags if tag == "rect"]
     assert widths[:3] == ["20.00%", "20.00%", "100.00%"]
