@@ -123,7 +123,8 @@ def test_out_of_memory_exits_with_three() -> None:
     assert document["ranks"][0]["oom"]["phase"] == "load"
 
 
-def test_out_of_memory_says_where_what_would_fit_and_what_not() -> None:
+def test_out_of_memory_says_where_what_would_fit_and_what_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
     outcome = call("estimate", "m", "--memory", "19MiB", "--context", "0", "--batch", "2")
     lines = outcome.stdout.splitlines()
     assert outcome.exit_code == 3
