@@ -184,11 +184,11 @@ class Dispatch(Generic[AnyJob]):
             future.cancel()
         if self._make is None or self._executor is None:
             return
-        with contextlib.suppress(Exception):
-            self._executor.shutdown(wait=False, cancel_futures=True)
         if self._ours:
             for process in set(multiprocessing.active_children()) - self._before:
                 process.terminate()
+        with contextlib.suppress(Exception):  # the thread of a pool whose workers are gone ends at once
+            self._executor.shutdown(wait=self._ours, cancel_futures=True)
 
 
 # --- workers ------------------------------------------------------------------------------------------------------
