@@ -87,7 +87,7 @@ class _Keeper:
         folder = Path(self.request.folder)
         assumptions = [f"{what} ({count} times)" for what, count in self.runtime.assumptions.items()]
         facts = {"exit_code": code, "steps": self.phases.steps, "assumptions": assumptions}
-        metadata = {"program": self.request.program, **facts}
+        metadata = {"name": os.path.basename(self.request.program[0]), "program": self.request.program, **facts}
         trace = trace_of(self.allocator, self.recorder.labels, metadata, self.request.rank)
         traces.write(trace, folder / TRACE, force=True)
         (folder / FACTS).write_text(json.dumps(facts))
