@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from graph.recorder.flops import cost
-from tests.support.device_threads import start_device_threads
-
 torch = pytest.importorskip("torch")
+
+from graph.recorder.flops import cost  # noqa: E402
+from tests.support.device_threads import start_device_threads  # noqa: E402
 
 
 @pytest.fixture(autouse=True, scope="module")

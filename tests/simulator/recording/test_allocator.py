@@ -100,6 +100,7 @@ def test_equals_recordings_of_pytorch(name: str) -> None:
 
 
 def test_the_history_replays_to_the_same_statistics() -> None:
+    pytest.importorskip("torch")
     from graph.recorder.program import Labels
 
     live = made(200 * MIB)
