@@ -7,10 +7,14 @@
     ├── OutputError (1)     a result cannot be written
     └── ReplayError (1)     the replay met something that is undefined in PyTorch
 
-A predicted out-of-memory is a result (exit code 3), not an error.
+A predicted out-of-memory is a result (exit code 3), not an error. `Interrupted` is Ctrl-C, with what was finished.
 """
 
 from __future__ import annotations
+
+from typing import Generic, TypeVar
+
+Found = TypeVar("Found")
 
 
 class LLMemError(Exception):
@@ -47,3 +51,11 @@ class OutputError(LLMemError):
 
 class ReplayError(LLMemError):
     """The replay cannot go on: the events ask for something that PyTorch leaves undefined."""
+
+
+class Interrupted(KeyboardInterrupt, Generic[Found]):
+    """Ctrl-C during long work; `found` is what was finished of its answer."""
+
+    def __init__(self, found: Found) -> None:
+        super().__init__("interrupted")
+        self.found = found

@@ -10,6 +10,7 @@ from simulator.commands.common import announce, context_size, show, working
 from simulator.options.case import MODEL_HELP, CaseCommand, assumed, case_from, case_options, models_like
 from simulator.options.shared import context_option, file_options
 from simulator.reports.outputs import Outputs
+from traces.errors import Interrupted
 from traces.text import one_line
 
 
@@ -56,7 +57,7 @@ def command(
     case = case_from(model, options)
     written.check(model)
 
-    from simulator.estimator.estimate import Interrupted, estimate
+    from simulator.estimator.estimate import estimate
     from simulator.reports import estimate as report
     from simulator.reports.verdict import exit_code
 

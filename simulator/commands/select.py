@@ -17,7 +17,7 @@ from simulator.launch.training_script import Predicted
 from simulator.options.case import CaseCommand, case_from, case_options, models_like
 from simulator.options.shared import check_workers, context_option, worker_options, workers
 from simulator.reports.outputs import check_output
-from traces.errors import OutputError
+from traces.errors import Interrupted, OutputError
 from traces.files import write_atomically
 from traces.text import path_text
 
@@ -145,7 +145,7 @@ def _check_files(html: str | None, config: str | None, force: bool) -> None:
 
 def _selected(asked: Asked, who: tuple[int | None, str | None, str | None], quiet: bool) -> tuple[Selection, bool]:
     """The selection, and whether it was interrupted."""
-    from simulator.selector.select import Interrupted, select
+    from simulator.selector.select import select
 
     with workers(*who) as (jobs, chosen), progress_bar("methods", quiet) as say:
         try:
@@ -161,7 +161,7 @@ def _selected(asked: Asked, who: tuple[int | None, str | None, str | None], quie
 
 def _with_remedies(found: Selection, quiet: bool) -> tuple[Selection, bool]:
     """What would make the method fit that lacks least, each change tried, and whether that was interrupted."""
-    from simulator.estimator.estimate import Interrupted, estimate
+    from simulator.estimator.estimate import estimate
 
     near = found.nearest
     assert near is not None

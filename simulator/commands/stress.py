@@ -15,6 +15,7 @@ from simulator.allocator.releases import parse_release
 from simulator.commands.common import announce, progress_bar, show, sizes, working
 from simulator.options.shared import check_workers, worker_options, workers
 from simulator.reports.outputs import check_ending, check_output
+from traces.errors import Interrupted
 from traces.files import write_atomically
 from traces.text import path_text
 
@@ -68,7 +69,7 @@ def command(
 ) -> int:
     """Replay TRACE (a trace, or a torch memory snapshot) under many circumstances, and say which setting helps."""
     from simulator.reports import stress as report
-    from simulator.what_if.stress import Axes, Interrupted, grid, stress
+    from simulator.what_if.stress import Axes, grid, stress
 
     check_workers(executor, dask)
     _, outside = sizes(None, context)

@@ -24,12 +24,11 @@ from simulator.engine.result import OutsideTerm, RankResult, Result, Shown, Verd
 from simulator.estimator.closed_form import closed_forms
 from simulator.estimator.devices import device
 from simulator.estimator.outside import bytes_of, communicators, outside_of
-from simulator.estimator.remedies import Interrupted as SearchInterrupted
 from simulator.estimator.remedies import Judged, search
 from simulator.estimator.step_time import of_case
 from strategies.lowering import lower
 from strategies.timing.clock import Clock
-from traces.errors import ConfigError, LLMemError
+from traces.errors import ConfigError, Interrupted, LLMemError
 from traces.model import Trace
 
 if TYPE_CHECKING:
@@ -234,14 +233,6 @@ def estimate(
         return _with_remedies(made, asked, answered, trying) if remedies and found.verdict == "oom" else made
 
 
-class Interrupted(KeyboardInterrupt):
-    """Ctrl-C while remedies were tried; `found` is the estimate, with those that were."""
-
-    def __init__(self, found: Estimate) -> None:
-        super().__init__("interrupted")
-        self.found = found
-
-
 def _with_remedies(
     made: Estimate,
     asked: Case,
@@ -262,7 +253,7 @@ def _with_remedies(
 
     try:
         return replace(made, remedies=search(asked, needs, judge, trying=trying))
-    except SearchInterrupted as error:
+    except Interrupted as error:
         raise Interrupted(replace(made, remedies=error.found)) from None
 
 

@@ -19,7 +19,7 @@ from graph.hardware.gpus import GPUS, gpu
 from simulator.engine.result import Verdict
 from strategies import registry
 from strategies.strategy import Axis, Kind
-from traces.errors import ConfigError
+from traces.errors import ConfigError, Interrupted
 
 #: Seconds after which no further change is tried.
 SECONDS: Final = 60.0
@@ -114,14 +114,6 @@ class Remedies:
         """Those that do not fit, the smallest need first."""
         found = (one for one in self.tried if not one.fits)
         return tuple(sorted(found, key=lambda one: one.judged.needs or 1 << 62))
-
-
-class Interrupted(KeyboardInterrupt):
-    """Ctrl-C during a search; `found` is what was tried."""
-
-    def __init__(self, found: Remedies) -> None:
-        super().__init__("interrupted")
-        self.found = found
 
 
 # --- the table -------------------------------------------------------------------------------------------------------

@@ -29,7 +29,7 @@ from simulator.selector.candidates import LIKELY, Candidate, candidates, prefere
 from strategies import registry
 from strategies.strategy import Axis, Kind
 from strategies.timing.clock import Clock
-from traces.errors import ConfigError, LLMemError
+from traces.errors import ConfigError, Interrupted, LLMemError
 from traces.text import reason
 
 if TYPE_CHECKING:
@@ -177,14 +177,6 @@ class Selection:
     def runner_up(self) -> Outcome | None:
         """The second best method that fits, or None."""
         return self.outcomes[1] if len(self.outcomes) > 1 and self.outcomes[1].fits else None
-
-
-class Interrupted(KeyboardInterrupt):
-    """Ctrl-C while methods were searched; `found` is what was finished."""
-
-    def __init__(self, found: Selection) -> None:
-        super().__init__("interrupted")
-        self.found = found
 
 
 def select(

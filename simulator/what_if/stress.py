@@ -28,7 +28,7 @@ from simulator.engine.min_memory import smallest_memory
 from simulator.estimator.jobs import Dispatch, MakeExecutor, local_pool
 from simulator.estimator.results_file import Results
 from simulator.what_if.variants import LEAST, Deferred, Variant, has_deferred_frees, movable_steps, vary
-from traces.errors import ConfigError, LLMemError, ReplayError
+from traces.errors import ConfigError, Interrupted, LLMemError, ReplayError
 from traces.model import DEFAULT_RELEASE, Op, Strings, Trace
 from traces.text import reason
 
@@ -213,14 +213,6 @@ class Stress:
         if best is None or base is None:
             return None
         return base.most("peak_reserved") - best.most("peak_reserved")
-
-
-class Interrupted(KeyboardInterrupt):
-    """Ctrl-C while a trace was stressed; `found` is what was finished."""
-
-    def __init__(self, found: Stress) -> None:
-        super().__init__("interrupted")
-        self.found = found
 
 
 # --- what to try --------------------------------------------------------------------------------------------------

@@ -14,8 +14,9 @@ from click.testing import CliRunner
 
 from graph.case import Case
 from graph.hardware.gpus import GPUS, gpu
-from simulator.estimator.remedies import CHANGES, COSTS, KEPT, Interrupted, Judged, Remedies, cards, options_of, search
+from simulator.estimator.remedies import CHANGES, COSTS, KEPT, Judged, Remedies, cards, options_of, search
 from simulator.options.case import case_from, case_options
+from traces.errors import Interrupted
 
 GIB = 1 << 30
 FULL = {"model": "llama-2-7b", "dtype": "fp32", "batch": 4, "gpu": "RTX4090"}

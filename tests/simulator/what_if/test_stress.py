@@ -29,13 +29,13 @@ from simulator.engine.replay import REMEDIES, prepare, replay
 from simulator.reports.html.page import render
 from simulator.reports.stress import document_of, drawn, render_json, short
 from simulator.snapshots.reader import read
-from simulator.what_if.stress import Axes, Interrupted, Scenario, Stress, grid, settings_for, stress
+from simulator.what_if.stress import Axes, Scenario, Stress, grid, settings_for, stress
 from simulator.what_if.variants import Variant, movable_steps, vary
 from tests.places import ROOT
 from tests.support import golden
 from tests.support.browser import Browser, find_chromium
 from tests.support.fast import to_trace
-from traces.errors import ConfigError
+from traces.errors import ConfigError, Interrupted
 from traces.model import Device, Events, Op, RankEvents, Strings, Trace
 
 MIB = 1 << 20
