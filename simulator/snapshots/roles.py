@@ -57,31 +57,30 @@ class Stage(IntEnum):
     COMMUNICATION = 6
 
 
+def _patterns(*rows: tuple[str, Stage], flags: re.RegexFlag = re.NOFLAG) -> tuple[tuple[re.Pattern[str], Stage], ...]:
+    return tuple((re.compile(pattern, flags), stage) for pattern, stage in rows)
+
+
 #: A frame as `file:line:function`, and its stage; the first that matches.
-_FRAMES: Final = tuple(
-    (re.compile(pattern), stage)
-    for pattern, stage in (
-        (r"[/\\]\w*optim\w*[/\\.].*:zero_grad$", Stage.ZERO_GRAD),
-        (r"[/\\]torch[/\\]optim[/\\]|[/\\]\w*optim\w*[/\\.].*:(step|update_step|_single_tensor\w*)$", Stage.OPTIMIZER),
-        (r":(backward|_engine_run_backward)$", Stage.BACKWARD),
-        (r"[/\\]torch[/\\]nn[/\\]modules[/\\]module\.py:\d+:(_apply|to|cuda|convert|half|bfloat16)$", Stage.LOAD),
-        (r"[/\\]torch[/\\]nn[/\\]modules[/\\]", Stage.FORWARD),
-        (r"[/\\]torch[/\\]distributed[/\\](distributed_c10d|_functional_collectives)\.py", Stage.COMMUNICATION),
-    )
+_FRAMES: Final = _patterns(
+    (r"[/\\]\w*optim\w*[/\\.].*:zero_grad$", Stage.ZERO_GRAD),
+    (r"[/\\]torch[/\\]optim[/\\]|[/\\]\w*optim\w*[/\\.].*:(step|update_step|_single_tensor\w*)$", Stage.OPTIMIZER),
+    (r":(backward|_engine_run_backward)$", Stage.BACKWARD),
+    (r"[/\\]torch[/\\]nn[/\\]modules[/\\]module\.py:\d+:(_apply|to|cuda|convert|half|bfloat16)$", Stage.LOAD),
+    (r"[/\\]torch[/\\]nn[/\\]modules[/\\]", Stage.FORWARD),
+    (r"[/\\]torch[/\\]distributed[/\\](distributed_c10d|_functional_collectives)\.py", Stage.COMMUNICATION),
 )
 #: Where a program's own threads begin.
 _ROOTS: Final = frozenset({"<module>", "_bootstrap", "_run_module_as_main", "_run_code"})
 #: Names of ranges, and their stage.
-_RANGES: Final = tuple(
-    (re.compile(pattern, re.IGNORECASE), stage)
-    for pattern, stage in (
-        (r"Optimizer\.step#|[# \t]*optimizer( step)?[# \t]*$", Stage.OPTIMIZER),
-        (r"Optimizer\.zero_grad#", Stage.ZERO_GRAD),
-        (r"FSDP::|nccl:", Stage.COMMUNICATION),
-        (r"DistributedDataParallel\.forward$|[# \t]*forward[# \t]*$", Stage.FORWARD),
-        (r"[# \t]*backward[# \t]*$", Stage.BACKWARD),
-        (r"[# \t]*load[# \t]*$", Stage.LOAD),
-    )
+_RANGES: Final = _patterns(
+    (r"Optimizer\.step#|[# \t]*optimizer( step)?[# \t]*$", Stage.OPTIMIZER),
+    (r"Optimizer\.zero_grad#", Stage.ZERO_GRAD),
+    (r"FSDP::|nccl:", Stage.COMMUNICATION),
+    (r"DistributedDataParallel\.forward$|[# \t]*forward[# \t]*$", Stage.FORWARD),
+    (r"[# \t]*backward[# \t]*$", Stage.BACKWARD),
+    (r"[# \t]*load[# \t]*$", Stage.LOAD),
+    flags=re.IGNORECASE,
 )
 _MARKS: Final = {"FSDP::root_pre_forward": Stage.FORWARD, "FSDP::pre_backward": Stage.BACKWARD}
 #: Messages between the stages of a pipeline, whose micro-batches take turns: sizes tell nothing then.
