@@ -190,19 +190,33 @@ def _finished(tensors: list[torch.Tensor]) -> Any:
     return finished_work(future)
 
 
-class Silent:
+class _Silent:
     """DDP's logger, which would ask a CUDA build for a timer."""
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         return lambda *args, **kwargs: None
 
 
+@contextlib.contextmanager
+def lone_replicas() -> Iterator[None]:
+    """Inside, DistributedDataParallel keeps no time and does not ask the others whether shapes agree."""
+    plain: Callable[..., None] = parallel.DistributedDataParallel.__init__
+
+    def made(self: parallel.DistributedDataParallel, *args: object, **kwargs: object) -> None:
+        plain(self, *args, **kwargs)
+        self.logger = _Silent()
+
+    with (
+        mock.patch.object(parallel, "_verify_param_shape_across_processes", return_value=None),
+        mock.patch.object(parallel.DistributedDataParallel, "__init__", made),
+    ):
+        yield
+
+
 def replicated(module: torch.nn.Module, **options: Any) -> torch.nn.Module:
-    """`module` in DistributedDataParallel, which keeps no time and does not ask the others whether shapes agree."""
-    with mock.patch.object(parallel, "_verify_param_shape_across_processes", return_value=None):
-        wrapped = parallel.DistributedDataParallel(module, device_ids=[0], **options)
-    wrapped.logger = Silent()
-    return wrapped
+    """`module` in DistributedDataParallel."""
+    with lone_replicas():
+        return parallel.DistributedDataParallel(module, device_ids=[0], **options)
 
 
 @contextlib.contextmanager

@@ -15,11 +15,10 @@ from unittest import mock
 import torch
 import torch.cuda.nccl
 import torch.distributed as dist
-import torch.nn.parallel.distributed as parallel
 from torch.distributed import device_mesh
 from torch.distributed import distributed_c10d as c10d
 
-from graph.fake_cuda.collectives import Collectives, Silent
+from graph.fake_cuda.collectives import Collectives, lone_replicas
 from graph.fake_cuda.device import Runtime
 from graph.fake_cuda.torch_private import fake_store, graph_task
 from graph.recorder.list_sharding import equal_entries_once
@@ -34,16 +33,11 @@ def joined(runtime: Runtime, recorder: Any) -> Iterator[Collectives]:
     collectives = Collectives(runtime, recorder, frozenset({"all_reduce"}))
     collectives.keeps = lambda: graph_task() >= 0  # in backward: DDP's reducer; others wait for theirs
     plain: Callable[..., None] = dist.init_process_group
-    ddp: Callable[..., None] = parallel.DistributedDataParallel.__init__
 
     def start(*args: object, **kwargs: object) -> None:
         rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
         plain("fake", rank=rank, world_size=world, store=fake_store())
         collectives.install()
-
-    def made(self: parallel.DistributedDataParallel, *args: object, **kwargs: object) -> None:
-        ddp(self, *args, **kwargs)
-        self.logger = Silent()
 
     new_group = _without_backend(dist.new_group)
     changes: dict[str, Callable[..., Any]] = {"init_process_group": start, "new_group": new_group, **_OBJECTS}
@@ -54,8 +48,7 @@ def joined(runtime: Runtime, recorder: Any) -> Iterator[Collectives]:
                     stack.enter_context(mock.patch.object(module, name, function))
         stack.enter_context(mock.patch.object(dist, "is_nccl_available", return_value=True))
         stack.enter_context(mock.patch.object(torch.cuda.nccl, "version", return_value=_NCCL))
-        stack.enter_context(mock.patch.object(parallel, "_verify_param_shape_across_processes", return_value=None))
-        stack.enter_context(mock.patch.object(parallel.DistributedDataParallel, "__init__", made))
+        stack.enter_context(lone_replicas())
         stack.enter_context(equal_entries_once())
         try:
             yield collectives
