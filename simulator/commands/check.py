@@ -10,6 +10,7 @@ import click
 
 from simulator.commands.common import announce, context_size, print_json, size_option, sizes, working
 from simulator.options.case import CaseCommand, case_options
+from simulator.options.shared import form_options, remedies_option
 from traces.errors import ConfigError
 from traces.text import path_text, quoted
 
@@ -17,8 +18,9 @@ if TYPE_CHECKING:
     from simulator.comparison.compare import Side
 
 _EPILOG = (
-    "Prints one line. Exit codes: 3 out of memory or over the budget, 4 a peak grew by more than --fail-over against "
-    "the baseline; 0 else, also where it is tight. What counts is peak reserved memory and what lies outside PyTorch."
+    "Prints one line, and where a model does not fit a second one, with what would. Exit codes: 3 out of memory or "
+    "over the budget, 4 a peak grew by more than --fail-over against the baseline; 0 else, also where it is tight. "
+    "What counts is peak reserved memory and what lies outside PyTorch."
 )
 
 
@@ -32,8 +34,8 @@ _EPILOG = (
     metavar="SIZE|auto",
     help="Memory of each GPU that is not PyTorch's (default: auto for a case, what it says itself for a file).",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead of the line.")
-@click.option("--markdown", "as_markdown", is_flag=True, help="Print Markdown, for a pull request.")
+@remedies_option
+@form_options
 @click.option("-q", "--quiet", is_flag=True, help="No notes and no progress on stderr.")
 @case_options
 def command(
@@ -42,6 +44,7 @@ def command(
     against: str | None,
     fail_over: str | None,
     context: str | None,
+    remedies: bool,
     as_json: bool,
     as_markdown: bool,
     quiet: bool,
@@ -53,21 +56,21 @@ def command(
     """
     from simulator.comparison.check import check
     from simulator.comparison.compare import Limit, load
-    from simulator.reports.compare import check_json, check_line, check_markdown
+    from simulator.reports.compare import check_json, check_lines, check_markdown
 
     if budget is None and against is None:
         raise click.UsageError("give --budget, --against or both")
-    if as_json and as_markdown:
-        raise click.UsageError("--json and --markdown exclude each other")
     if fail_over is not None and against is None:
         raise click.UsageError("--fail-over needs a baseline: give --against")
     size = size_option("--budget", budget)
     if size is not None and size < 1 << 20:
         raise ConfigError(f"--budget {quoted(budget)}: {size} bytes hold nothing; write a size such as 80GiB")
     limit = None if fail_over is None else Limit.parse(fail_over)
-    with working("working", quiet, compiles=True):
+    with working("working", quiet, compiles=True) as say:
         base = None if against is None else load(against)
-        side = _side(run, context, options)
+        side = _side(
+            run, context, options, {"budget": size, "remedies": remedies, "trying": lambda one: say(f"trying {one}")}
+        )
         found = check(side, budget=size, against=base, limit=limit)
     announce(side.notes, quiet)
     if as_json:
@@ -75,12 +78,12 @@ def command(
     elif as_markdown:
         click.echo(check_markdown(found))
     else:
-        click.echo(check_line(found))
+        click.echo(check_lines(found))
     return found.exit_code
 
 
-def _side(run: str, context: str | None, options: dict[str, Any]) -> Side:
-    """What is checked, replayed or estimated."""
+def _side(run: str, context: str | None, options: dict[str, Any], how: dict[str, Any]) -> Side:
+    """What is checked, replayed or estimated; `how` are arguments of `estimate`."""
     from simulator.comparison.compare import read_document, side_of_document
 
     given = sorted(key for key, value in options.items() if value is not None)
@@ -88,14 +91,14 @@ def _side(run: str, context: str | None, options: dict[str, Any]) -> Side:
     if not Path(run).is_file() or (document is not None and _is_config(document)):
         from simulator.options.case import case_from
 
-        return _estimated(case_from(run, options), run, context)
+        return _estimated(case_from(run, options), run, context, how)
     if given:
         raise click.UsageError(f"--{given[0].replace('_', '-')} belongs to a model; {path_text(run)} is a file")
     name = path_text(Path(run).name)
     if document is not None and "model" in document and not {"verdict", "error"} & document.keys():
         from graph.case import Case
 
-        return _estimated(Case.of(document, name), name, context)
+        return _estimated(Case.of(document, name), name, context, how)
     if document is not None:
         return _answered(side_of_document(document, name), context)
     return _replayed(run, name, context)
@@ -129,14 +132,14 @@ def _replayed(run: str, name: str, context: str | None) -> Side:
 
     _, outside = sizes(None, context)
     trace = read(run)
-    return side_of_replay(replay(trace, context=outside, events=True, analyse=False), trace, name)
+    return side_of_replay(replay(trace, context=outside, events=True, analyse=False, needs=True), trace, name)
 
 
-def _estimated(case: Any, name: str, context: str | None) -> Side:
-    """An estimate, which counts what lies outside the allocator."""
+def _estimated(case: Any, name: str, context: str | None, how: dict[str, Any]) -> Side:
+    """An estimate, which counts what lies outside the allocator, with what would fit where it does not."""
     from simulator.comparison.compare import side_of_replay
     from simulator.estimator.estimate import estimate
 
-    found = estimate(case, context=context_size(context), events=True, analyse=False)
+    found = estimate(case, context=context_size(context), events=True, analyse=False, **how)
     result = replace(found.result, notes=(*found.assumptions, *found.result.notes))
-    return side_of_replay(result, found.trace, name)
+    return replace(side_of_replay(result, found.trace, name), remedies=found.remedies)

@@ -7,16 +7,17 @@ import json
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Final
 
-from traces.errors import ConfigError, LLMemError
+from traces.errors import ConfigError, Interrupted, LLMemError
 from traces.text import one_line
 from traces.units import parse_size
 
 if TYPE_CHECKING:
     from simulator.estimator.outside import Context
+    from simulator.estimator.remedies import Remedies
 
 #: Seconds of work before a spinner appears.
 PATIENCE: Final = 0.5
@@ -116,16 +117,34 @@ def _announced_compilation() -> Iterator[None]:
         yield
 
 
+def remedied(case: Mapping[str, Any], context: Context, what: str, quiet: bool) -> tuple[Remedies | None, bool]:
+    """What would make a case fit, each change tried, and whether that was interrupted; meanwhile it says `what`."""
+    from simulator.estimator.estimate import estimate
+
+    with working(f"{what}; trying changes", quiet) as say:
+
+        def trying(change: str) -> None:
+            say(f"{what}; trying {change}")
+
+        try:
+            found = estimate(case, context=context, analyse=False, remedies=True, trying=trying)
+        except Interrupted as error:
+            return error.found.remedies, True
+    return found.remedies, False
+
+
 def print_json(document: dict[str, Any]) -> None:
     """Print one JSON document, and nothing else, on stdout: with line breaks, unless it has very many ranks."""
     few = len(document.get("ranks", ())) <= MANY_RANKS
     sys.stdout.write(json.dumps(document, indent=1 if few else None, default=str) + "\n")
 
 
-def show(report: ModuleType, found: object, as_json: bool) -> None:
-    """Print a result on stdout, as JSON or in tables, both as the module of `simulator.reports` for it has them."""
+def show(report: ModuleType, found: object, as_json: bool, as_markdown: bool = False) -> None:
+    """Print a result on stdout, as JSON, Markdown or tables, as the module of `simulator.reports` for it has them."""
     if as_json:
         print_json(report.render_json(found))
+    elif as_markdown:
+        print(report.render_markdown(found))
     else:
         from simulator.reports import terminal
 

@@ -6,6 +6,7 @@ import click
 
 from simulator.allocator.releases import parse_release
 from simulator.commands.common import announce, show, working
+from simulator.options.shared import form_options
 from simulator.reports.outputs import check_output
 
 _EPILOG = (
@@ -19,8 +20,7 @@ _EPILOG = (
 @click.argument("after", metavar="B")
 @click.option("--fail-over", metavar="2%|SIZE", help="Growth of a peak above which the exit code is 4.")
 @click.option("--release", metavar="R", help="PyTorch release to imitate, over the traces'.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead of tables.")
-@click.option("--markdown", "as_markdown", is_flag=True, help="Print Markdown, for a pull request.")
+@form_options
 @click.option("--html", metavar="FILE", help="Write a page with both side by side.")
 @click.option("--force", is_flag=True, help="Replace files that exist.")
 @click.option("-q", "--quiet", is_flag=True, help="No notes and no progress on stderr.")
@@ -39,8 +39,6 @@ def command(
     from simulator.comparison.compare import Limit, compare, load
     from simulator.reports import compare as report
 
-    if as_json and as_markdown:
-        raise click.UsageError("--json and --markdown exclude each other")
     limit = None if fail_over is None else Limit.parse(fail_over)
     if release is not None:
         parse_release(release)
@@ -54,8 +52,5 @@ def command(
 
         page.write(report.document_of(found), html, force=force)
     announce((*found.before.notes, *found.after.notes), quiet)
-    if as_markdown:
-        click.echo(report.render_markdown(found))
-    else:
-        show(report, found, as_json)
+    show(report, found, as_json, as_markdown)
     return 4 if found.regressions() else 0

@@ -8,7 +8,7 @@ import click
 
 from simulator.commands.common import announce, context_size, show, working
 from simulator.options.case import MODEL_HELP, CaseCommand, assumed, case_from, case_options, models_like
-from simulator.options.shared import context_option, file_options
+from simulator.options.shared import context_option, file_options, remedies_option
 from simulator.reports.outputs import Outputs
 from traces.errors import Interrupted
 from traces.text import one_line
@@ -30,11 +30,7 @@ from traces.text import one_line
     type=click.Choice(["simulation", "llmem", "dnnmem"], case_sensitive=False),
     help="Also the closed form of LLMem or DNNMem (may be repeated); the simulation always stands.",
 )
-@click.option(
-    "--remedies/--no-remedies",
-    default=True,
-    help="Where it does not fit, also try what would: changes of the case, each captured and replayed (default).",
-)
+@remedies_option
 @click.option("-o", "--output", metavar="FILE", help="Keep the trace (.json, .json.gz or .npz).")
 @file_options
 def command(
@@ -46,6 +42,7 @@ def command(
     estimators: tuple[str, ...],
     remedies: bool,
     as_json: bool,
+    as_markdown: bool,
     written: Outputs,
     quiet: bool,
     **options: Any,
@@ -82,5 +79,5 @@ def command(
     with working("writing", quiet):
         written.write(found.result, found.trace, lambda: report.page_of(found))
     announce((*assumed(options), *found.assumptions, *found.result.notes), quiet)
-    show(report, found, as_json)
+    show(report, found, as_json, as_markdown)
     return 130 if interrupted else exit_code(found.verdict)

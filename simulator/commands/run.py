@@ -48,6 +48,7 @@ def command(
     ranks: str | None,
     after_oom: AfterOom,
     as_json: bool,
+    as_markdown: bool,
     written: Outputs,
     quiet: bool,
 ) -> int:
@@ -92,5 +93,5 @@ def command(
     announce(result.notes, quiet)  # those of reading the trace among them
     if shown.verdict != result.verdict:
         announce((f"the verdict of a rank that is not shown: {WORDS[result.verdict]}",), quiet)
-    show(report, shown, as_json)
+    show(report, shown, as_json, as_markdown)
     return exit_code(result.verdict)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from graph.case import KEYS
-from simulator.commands.common import announce, context_size, progress_bar, show, working
+from simulator.commands.common import announce, context_size, progress_bar, remedied, show, working
 from simulator.launch.configuration import FILES, absent, files
 from simulator.launch.training_script import Predicted
 from simulator.options.case import CaseCommand, case_from, case_options, models_like
@@ -161,25 +161,12 @@ def _selected(asked: Asked, who: tuple[int | None, str | None, str | None], quie
 
 def _with_remedies(found: Selection, quiet: bool) -> tuple[Selection, bool]:
     """What would make the method fit that lacks least, each change tried, and whether that was interrupted."""
-    from simulator.estimator.estimate import estimate
-
     near = found.nearest
     assert near is not None
-    interrupted = False
-    with working("no method fits; trying changes", quiet) as say:
-        try:
-            tried = estimate(
-                near.case,
-                context=found.asked.context,
-                analyse=False,
-                remedies=True,
-                trying=lambda change: say(f"no method fits; trying {near.name} with {change}"),
-            )
-        except Interrupted as error:
-            tried, interrupted = error.found, True
-    fitting = () if tried.remedies is None else tried.remedies.fitting
+    tried, interrupted = remedied(near.case, found.asked.context, f"no method fits; {near.name}", quiet)
+    fitting = () if tried is None else tried.fitting
     advice = f"{near.name} with {fitting[0].options}" if fitting else found.advice
-    return replace(found, remedies=tried.remedies, advice=advice), interrupted
+    return replace(found, remedies=tried, advice=advice), interrupted
 
 
 def _draw(found: Selection, html: str, force: bool, quiet: bool) -> None:

@@ -5,17 +5,18 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from simulator.commands.common import announce, context_size, print_json, progress_bar
-from simulator.options.shared import check_workers, context_option, worker_options, workers
+from simulator.commands.common import announce, context_size, print_json, progress_bar, remedied
+from simulator.options.shared import check_workers, context_option, remedies_option, worker_options, workers
 from traces.errors import OutputError
 from traces.text import path_text
 
 if TYPE_CHECKING:
+    from simulator.estimator.remedies import Remedies
     from simulator.estimator.sweep import Summary
 
 _EPILOG = (
@@ -30,6 +31,7 @@ _EPILOG = (
 @click.option("-o", "--output", "results", metavar="RESULTS.jsonl", required=True, help="Where answers are appended.")
 @worker_options
 @context_option
+@remedies_option
 @click.option("--min-memory", is_flag=True, help="Also find the smallest GPU of every case.")
 @click.option("--retry", is_flag=True, help="Estimate cases again whose answer is an error.")
 @click.option("--force", is_flag=True, help="Begin RESULTS.jsonl anew.")
@@ -42,6 +44,7 @@ def command(
     executor: str | None,
     dask: str | None,
     context: str,
+    remedies: bool,
     min_memory: bool,
     retry: bool,
     force: bool,
@@ -52,7 +55,7 @@ def command(
 
     Cases that RESULTS.jsonl answers already are not estimated again.
     """
-    from simulator.estimator.results_file import read_cases
+    from simulator.estimator.results_file import case_of, read_cases
     from simulator.estimator.sweep import sweep
 
     check_workers(executor, dask)
@@ -82,10 +85,16 @@ def command(
     announce(summary.notes, quiet)
     if summary.failed:
         announce((f"{summary.failed} of {summary.total} cases failed: see 'error' in {path_text(results)}",), quiet)
+    near = None if summary.fits or summary.tight else summary.nearest
+    found, interrupted = None, False
+    if near is not None and remedies:
+        found, interrupted = remedied(case_of(near), outside, "no case fits", quiet)
     if as_json:
-        print_json(_document(summary))
+        print_json(_document(summary, near, found))
     else:
-        click.echo(_line(summary))
+        click.echo("\n".join([_line(summary), *_nearest(near, found)]))
+    if interrupted:
+        return 130
     return 1 if summary.failed == summary.total else 0
 
 
@@ -100,12 +109,29 @@ def _told(name: str, quiet: bool) -> Iterator[None]:
         raise
 
 
-def _document(summary: Summary) -> dict[str, object]:
+def _nearest(near: Mapping[str, Any] | None, found: Remedies | None) -> Iterator[str]:
+    """Of the case that lacks least, what it needs and what would fit."""
+    from simulator.estimator.results_file import case_of
+    from simulator.reports.estimate import case_line, ways_out
+
+    if near is not None:
+        yield f"nearest: {case_line(case_of(near))}: {near.get('summary', 'out of memory')}"
+    if found is not None:
+        yield f"nearest: {ways_out(found)}"
+
+
+def _document(summary: Summary, near: Mapping[str, Any] | None, found: Remedies | None) -> dict[str, object]:
     from simulator.estimator.sweep import SCHEMA_VERSION
 
+    tried = {} if found is None else {"remedies": found.document()}
     names = ("total", "kept", "fits", "tight", "oom", "failed")
     counts = {name: getattr(summary, name) for name in names}
-    return {"schema_version": SCHEMA_VERSION, **counts, "seconds": round(summary.seconds, 3)}
+    return {
+        "schema_version": SCHEMA_VERSION,
+        **counts,
+        "seconds": round(summary.seconds, 3),
+        "nearest": near and {**near, **tried},
+    }
 
 
 def _line(summary: Summary) -> str:

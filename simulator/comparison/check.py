@@ -19,9 +19,11 @@ class Check:
     def needed(self) -> int | None:
         """Bytes that the rank that needs most has of its GPU: peak reserved, and what is known outside the allocator.
 
-        None where the run gives no peak, since it runs out of memory.
+        Out of memory, what it would have (None: not known).
         """
         total = self.side.most("device_total")
+        if self.side.verdict == "oom":
+            return self.side.needs
         return self.side.most("peak_reserved") if total is None else total
 
     @property

@@ -12,18 +12,22 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 import numpy as np
 
 from simulator.engine.ranks import format_ranks
 from simulator.engine.result import VERDICTS, Result, Verdict, worst_verdict
+from simulator.reports.verdict import summary
 from simulator.snapshots.reader import read
 from traces.errors import ConfigError, TraceError
 from traces.files import open_maybe_gzip, read_stream
 from traces.model import Op, RankEvents, Trace
 from traces.text import one_line, path_text, quoted
 from traces.units import format_bytes, parse_size
+
+if TYPE_CHECKING:
+    from simulator.estimator.remedies import Remedies
 
 #: Figures of a rank that are compared, in order.
 FIGURES: Final = (
@@ -77,7 +81,8 @@ class Figures:
 class Side:
     """One of two runs: its name, what it was read from, and the figures of its ranks, worst first.
 
-    `result` is the replay, where it was made with its picture, for a page.
+    `summary` is what the verdict rests on, `needs` what it takes or would take of a GPU, where that is known;
+    `remedies` what was tried where it does not fit; `result` the replay, where it was made with its picture.
     """
 
     name: str
@@ -85,6 +90,9 @@ class Side:
     ranks: tuple[Figures, ...]
     notes: tuple[str, ...] = ()
     result: Result | None = field(default=None, repr=False)
+    summary: str = ""
+    needs: int | None = None
+    remedies: Remedies | None = None
 
     @property
     def verdict(self) -> Verdict:
@@ -305,15 +313,18 @@ def read_document(path: str | os.PathLike[str]) -> Mapping[str, Any] | None:
 def side_of_document(document: Mapping[str, Any], name: str) -> Side:
     """A result document, or the answer of an estimate; TraceError for anything else, or one of a failed case."""
     ranks = document.get("ranks")
+    told = one_line(str(document.get("summary", "")))
     try:
         if isinstance(ranks, list) and ranks and "memory_stats" in ranks[0]:
             groups: dict[int, list[Mapping[str, Any]]] = {}
             for rank in ranks:
                 groups.setdefault(rank.get("same_as", rank["rank"]), []).append(rank)
-            return Side(name, "result", _worst_first(_from_result(group) for group in groups.values()))
+            return Side(name, "result", _worst_first(map(_from_result, groups.values())), summary=told)
         if document.get("verdict") in VERDICTS and "peak_allocated" in document:
             parts = ranks if isinstance(ranks, list) and ranks else [{**document, "ranks": [0]}]
-            return Side(name, "answer", _worst_first(_from_answer(part) for part in parts))
+            return Side(
+                name, "answer", _worst_first(map(_from_answer, parts)), summary=told, needs=document.get("needs")
+            )
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise TraceError(f"{name}: a result that lacks something: {type(error).__name__} {one_line(error)}") from None
     if "error" in document:
@@ -355,7 +366,8 @@ def side_of_replay(result: Result, trace: Trace, name: str) -> Side:
             )
         )
     pictured = any(rank.picture is not None for rank in result.ranks)
-    return Side(name, "trace", _worst_first(found), result.notes, result if pictured else None)
+    seen = result if pictured else None
+    return Side(name, "trace", _worst_first(found), result.notes, seen, summary(result), result.needed)
 
 
 def _worst_first(ranks: Iterable[Figures]) -> tuple[Figures, ...]:

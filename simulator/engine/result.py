@@ -393,6 +393,11 @@ class Result(Shown):
         having = (rank for rank in self.ranks if rank.verdict == self.verdict)
         return max(having, key=lambda rank: (rank.needed or rank.device_total) - rank.device.total_bytes)
 
+    @property
+    def needed(self) -> int | None:
+        """What the rank that needs most takes of its device, or would take (None: not known)."""
+        return None if self.decisive.needed is None else max(rank.needed or 0 for rank in self.ranks)
+
     def for_rank(self, rank: int) -> RankResult:
         """The result of one rank; KeyError if the trace has none of that number."""
         for result in self.ranks:

@@ -20,12 +20,14 @@ from graph.hardware.gpus import assumed, gpu
 from simulator.allocator.conf import parse_conf
 from simulator.allocator.releases import parse_release
 from simulator.engine.min_memory import smallest_memory
+from simulator.engine.replay import ENDLESS
 from simulator.engine.result import OutsideTerm, RankResult, Result, Shown, Verdict
 from simulator.estimator.closed_form import closed_forms
 from simulator.estimator.devices import device
 from simulator.estimator.outside import bytes_of, communicators, outside_of
 from simulator.estimator.remedies import Judged, search
 from simulator.estimator.step_time import of_case
+from simulator.reports.verdict import summary
 from strategies.lowering import lower
 from strategies.timing.clock import Clock
 from traces.errors import ConfigError, Interrupted, LLMemError
@@ -53,6 +55,9 @@ ANSWER_KEYS: Final = (
     "device_total",
     "phases",
     "verdict",
+    "summary",
+    "needs",
+    "gpu_bytes",
     "min_fit",
     "ranks",
     "model_facts",
@@ -130,7 +135,8 @@ class Estimate(Shown):
         """The answer: the case, and peaks in bytes (null where it runs out of memory), phases and the verdict.
 
         Of several GPUs the peaks are the largest, `phases` and `events` those of the rank that needs most, and `ranks`
-        has the figures of every kind of rank.
+        has the figures of every kind of rank. `needs` is what a device must have of the `gpu_bytes`, also where it runs
+        out of memory.
         """
         fits = self.verdict != "oom"
         stats = self.worst.memory_stats
@@ -141,6 +147,9 @@ class Estimate(Shown):
             "device_total": max(rank.device_total for rank in self.result.ranks) if fits else None,
             "phases": phase_figures(self.worst) if fits else None,
             "verdict": self.verdict,
+            "summary": summary(self.result),
+            "needs": self.result.needed,
+            "gpu_bytes": self.result.decisive.device.total_bytes,
             "model_facts": dict(self.facts),
             "events": stats["allocation.all.allocated"] + stats["allocation.all.freed"],
             "seconds": round(self.seconds, 3),
@@ -152,7 +161,7 @@ class Estimate(Shown):
         if self.closed:
             answer["estimators"] = {one.name: one.document() for one in self.closed}
         if self.remedies is not None:
-            answer["remedies"] = [one.document() for one in (*self.remedies.fitting, *self.remedies.short)]
+            answer["remedies"] = self.remedies.document()
         if self.trace.world > 1:
             groups = sorted(self.result.ranks, key=lambda rank: rank.ranks)
             answer["ranks"] = [{"ranks": list(rank.ranks), **_figures(rank)} for rank in groups]
@@ -176,6 +185,7 @@ def estimate(
     interconnect: str = "",
     estimators: Iterable[str] = (),
     remedies: bool = False,
+    budget: int | None = None,
     trying: Callable[[str], object] | None = None,
     **keys: Any,
 ) -> Estimate:
@@ -190,8 +200,9 @@ def estimate(
     time while the default one does. `time_steps` gives kernels and collectives durations, so that memory in use on
     several streams comes back in simulated time, and finds the time of a step; the GPUs meet over `interconnect`
     (`strategies.timing.Clock.connected`). `estimators` are closed forms to stand beside the simulation
-    (`simulator.estimator.closed_form`). With `remedies`, changes of a case that does not fit are tried, each by a
-    capture and a replay (`simulator.estimator.remedies`); `trying(options)` is called before each.
+    (`simulator.estimator.closed_form`). With `remedies`, changes of a case that does not fit, or needs more than the
+    bytes of a `budget`, are tried, each by a capture and a replay (`simulator.estimator.remedies`); `trying(options)`
+    is called before each.
 
     Raises ConfigError for a bad case, CaptureError where its model cannot be captured, what `replay` raises, and on
     Ctrl-C while remedies are tried Interrupted, a KeyboardInterrupt that has the estimate.
@@ -212,7 +223,7 @@ def estimate(
         trace, found = answered(
             asked,
             analyse=analyse,
-            needs=analyse or remedies,
+            needs=True,
             events=events,
             log=log,
             snapshot=snapshot,
@@ -230,26 +241,31 @@ def estimate(
             closed=closed_forms(asked, estimators, aside),
             seconds=time.perf_counter() - started,
         )
-        return _with_remedies(made, asked, answered, trying) if remedies and found.verdict == "oom" else made
+        return _with_remedies(made, asked, answered, budget, trying) if remedies else made
 
 
 def _with_remedies(
     made: Estimate,
     asked: Case,
     answered: Callable[..., tuple[Trace, Result]],
+    budget: int | None,
     trying: Callable[[str], object] | None,
 ) -> Estimate:
-    """The estimate with what was tried to make it fit."""
-    needs = made.result.decisive.needed
-    if needs is None:  # it fails on any device
+    """The estimate with what was tried to make it fit its device and the budget, where it does not."""
+    needs = made.result.needed
+    over = budget is not None and needs is not None and needs > budget
+    if needs is None or not (over or made.verdict == "oom"):  # it fails on any device, or fits
         return made
 
     def judge(case: Case) -> Judged | None:
+        if over and case.gpu != asked.gpu:  # no card helps
+            return None
         try:
-            rank = answered(case, analyse=False, needs=True)[1].decisive
+            found = answered(case, analyse=False, needs=True)[1]
         except LLMemError:
             return None
-        return Judged(rank.needed, rank.device.total_bytes, rank.verdict)
+        room = min(found.decisive.device.total_bytes, budget or ENDLESS)
+        return Judged(found.needed, room, found.verdict if (found.needed or 0) <= room else "oom")
 
     try:
         return replace(made, remedies=search(asked, needs, judge, trying=trying))
@@ -279,12 +295,11 @@ def answer(
     context: Context = "auto",
     capture: Capture | None = None,
 ) -> dict[str, Any]:
-    """The answer document of one case (`Estimate.document`), without other allocator settings tried on out of memory.
+    """The answer document of one case (`Estimate.document`), without anything tried on out of memory.
 
     With `min_memory` it has `min_fit`, the smallest device in bytes. Raises what `estimate` raises.
     """
-    found = estimate(case, min_memory=min_memory, context=context, analyse=False, capture=capture)
-    return found.document()
+    return estimate(case, min_memory=min_memory, context=context, analyse=False, capture=capture).document()
 
 
 def _figures(rank: RankResult) -> dict[str, Any]:

@@ -115,6 +115,10 @@ class Remedies:
         found = (one for one in self.tried if not one.fits)
         return tuple(sorted(found, key=lambda one: one.judged.needs or 1 << 62))
 
+    def document(self) -> list[dict[str, Any]]:
+        """As JSON: those that fit, then those that do not."""
+        return [one.document() for one in (*self.fitting, *self.short)]
+
 
 # --- the table -------------------------------------------------------------------------------------------------------
 

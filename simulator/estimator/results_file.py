@@ -72,10 +72,15 @@ def _group(given: Mapping[str, Any] | str, place: str) -> str:
 
 def content(answer: Mapping[str, Any]) -> str:
     """Text that is the same for a case and its answer, and for two spellings of the same case."""
-    case = {key: value for key, value in answer.items() if key not in ANSWER_KEYS}
+    case = case_of(answer)
     with contextlib.suppress(LLMemError, TypeError):
         case = Checked.of(case).document()
     return json.dumps(case, sort_keys=True, default=str)
+
+
+def case_of(answer: Mapping[str, Any]) -> dict[str, Any]:
+    """The case that an answer repeats."""
+    return {key: value for key, value in answer.items() if key not in ANSWER_KEYS}
 
 
 def read_cases(path: str | os.PathLike[str]) -> list[Case]:

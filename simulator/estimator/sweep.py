@@ -7,6 +7,7 @@ kills its worker, has an answer with `error`, and the others go on.
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections import Counter
@@ -43,7 +44,10 @@ class Options:
 
 @dataclass(slots=True)
 class Summary:
-    """How a sweep stands: cases in all, kept from an earlier run, and answers by kind (kept ones counted in)."""
+    """How a sweep stands: cases in all, kept from an earlier run, and answers by kind (kept ones counted in).
+
+    `nearest` is the answer out of memory that lacks least.
+    """
 
     total: int = 0
     kept: int = 0
@@ -53,6 +57,7 @@ class Summary:
     failed: int = 0
     seconds: float = 0.0
     notes: list[str] = field(default_factory=list)
+    nearest: Mapping[str, Any] | None = None
 
     @property
     def done(self) -> int:
@@ -63,6 +68,14 @@ class Summary:
         """Count one answer."""
         kind = "failed" if "error" in answer else str(answer.get("verdict"))
         setattr(self, kind, getattr(self, kind) + 1)
+        if kind == "oom" and (self.nearest is None or _lacks(answer) < _lacks(self.nearest)):
+            self.nearest = answer
+
+
+def _lacks(answer: Mapping[str, Any]) -> float:
+    """Bytes that a GPU lacks; without end where that is not known."""
+    needs = answer.get("needs")
+    return math.inf if needs is None else needs - answer["gpu_bytes"]
 
 
 def sweep(
@@ -100,8 +113,9 @@ def sweep(
         report(summary)
 
         def finished(case: Given, found: Mapping[str, Any]) -> None:
-            file.append({**case.repeated(), "schema_version": SCHEMA_VERSION, **found})
-            summary.count(found)
+            line = {**case.repeated(), "schema_version": SCHEMA_VERSION, **found}
+            file.append(line)
+            summary.count(line)
             report(summary)
 
         good = []

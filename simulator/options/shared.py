@@ -19,7 +19,23 @@ if TYPE_CHECKING:
 Command = Callable[..., Any]
 
 _FILES: Final = ("events", "calls", "timeline", "snapshot", "html")
-_JSON_OPTION: Final = click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead of tables.")
+
+
+def _either(ctx: click.Context, _: click.Parameter, given: bool) -> bool:
+    """Refuse the second of two forms."""
+    if given and any(ctx.params.get(name) for name in ("as_json", "as_markdown")):
+        raise click.UsageError("--json and --markdown exclude each other", ctx)
+    return given
+
+
+_FORM_OPTIONS: Final = (
+    click.option(
+        "--json", "as_json", is_flag=True, callback=_either, help="Print one JSON document instead of tables."
+    ),
+    click.option(
+        "--markdown", "as_markdown", is_flag=True, callback=_either, help="Print Markdown, for a pull request."
+    ),
+)
 _FILE_OPTIONS: Final = (
     click.option("--events", metavar="FILE", help="Write what stood after every event (CSV, or .csv.gz)."),
     click.option("--calls", metavar="FILE", help="Write the allocator's calls of the device (CSV, or .csv.gz)."),
@@ -40,8 +56,11 @@ _CONTEXT_OPTION: Final = click.option(
     show_default=True,
     help="Memory of each GPU that is not PyTorch's; auto: measured on such GPUs, as a range; 0: none.",
 )
-
-
+_REMEDIES_OPTION: Final = click.option(
+    "--remedies/--no-remedies",
+    default=True,
+    help="Where it does not fit, also try what would: changes of the case, each captured and replayed (default).",
+)
 _WORKER_OPTIONS: Final = (
     click.option("--jobs", metavar="N", type=click.IntRange(1, 4096), help="Worker processes (default: one a core)."),
     click.option("--executor", metavar="MODULE:NAME", help="An executor as of concurrent.futures, or what makes one."),
@@ -50,8 +69,18 @@ _WORKER_OPTIONS: Final = (
 
 
 def file_options(command: Command) -> Command:
-    """Add `--json`, and what `output_options` adds."""
-    return _JSON_OPTION(output_options(command))
+    """Add what `form_options` and `output_options` add."""
+    return form_options(output_options(command))
+
+
+def form_options(command: Command) -> Command:
+    """Add `--json` and `--markdown`, of which one may be given."""
+    return _added(_FORM_OPTIONS, command)
+
+
+def remedies_option(command: Command) -> Command:
+    """Add `--no-remedies`."""
+    return _REMEDIES_OPTION(command)
 
 
 def output_options(command: Command) -> Command:

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 from simulator.comparison.compare import COUNTS, Change, Comparison, Figures, Pair, growth
 from simulator.engine.ranks import format_ranks
 from simulator.reports.document import Bar, Block, Chart, Differences, Document, Lines, Section, Table
-from simulator.reports.markdown import body, escaped
+from simulator.reports.estimate import ways_out, what_fits
+from simulator.reports.markdown import blocks, body, escaped
 from simulator.reports.verdict import WORDS
 from traces.text import one_line
 from traces.units import format_bytes
@@ -220,7 +221,7 @@ def check_line(check: Check) -> str:
     needed = check.needed
     text = f"check: {state}: {one_line(check.side.name)}"
     if check.side.verdict == "oom":
-        text += " does not fit its GPU"
+        text += f" {check.side.summary or 'does not fit its GPU'}"
     elif needed is not None:
         text += f" needs {format_bytes(needed)}"
         if check.budget is not None:
@@ -230,6 +231,12 @@ def check_line(check: Check) -> str:
     return text
 
 
+def check_lines(check: Check) -> str:
+    """The verdict, and on a second line what would fit, where that was looked for."""
+    tried = check.side.remedies
+    return check_line(check) + (f"\ncheck: {ways_out(tried)}" if tried else "")
+
+
 def check_json(check: Check) -> dict[str, Any]:
     """The document of `check --json`."""
     return {
@@ -237,10 +244,12 @@ def check_json(check: Check) -> dict[str, Any]:
         "exit_code": check.exit_code,
         "name": check.side.name,
         "verdict": check.side.verdict,
+        "summary": check.side.summary,
         "needed": check.needed,
         "budget": check.budget,
         "peak_allocated": check.side.most("peak_allocated"),
         "peak_reserved": check.side.most("peak_reserved"),
+        "remedies": [] if check.side.remedies is None else check.side.remedies.document(),
         "comparison": None if check.comparison is None else render_json(check.comparison),
     }
 
@@ -249,6 +258,8 @@ def check_markdown(check: Check) -> str:
     """The check as Markdown for a pull request."""
     mark = "✅" if check.exit_code == 0 else "❌"
     text = f"### {mark} {escaped(check_line(check).removeprefix('check: '))}\n"
+    if check.side.remedies is not None:
+        text += f"\n{blocks(what_fits(check.side.remedies))}"
     if check.comparison is not None:
         text += "\n" + body(document_of(check.comparison))
     return text

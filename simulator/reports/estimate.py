@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from graph.case import Case
 from simulator.estimator.step_time import StepTime
-from simulator.reports import run
+from simulator.reports import markdown, run
 from simulator.reports.document import Block, Document, Lines, Size, Table
 from simulator.reports.verdict import WORDS
 from traces.text import one_line
@@ -40,6 +40,11 @@ def render_json(estimate: Estimate) -> dict[str, Any]:
         **replayed,
         "metadata": {**replayed.get("metadata", {}), "case": whole},
     }
+
+
+def render_markdown(estimate: Estimate) -> str:
+    """The document of `estimate --markdown`."""
+    return markdown.render(document_of(estimate))
 
 
 def document_of(estimate: Estimate) -> Document:
@@ -82,6 +87,14 @@ def what_fits(found: Remedies) -> Iterator[Block]:
     else:
         yield Lines(("Nothing that was tried would fit.",))
     yield Lines(tuple(_not_enough(found)))
+
+
+def ways_out(found: Remedies) -> str:
+    """What would fit, in one sentence."""
+    if not found.fitting:
+        return "nothing that was tried would fit"
+    said = (f"{one.options} ({format_bytes(one.judged.needs or 0)})" for one in found.fitting[:_MOST])
+    return f"it would fit with {'; '.join(said)}"
 
 
 #: What a change costs, in words.

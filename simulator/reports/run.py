@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from simulator.engine.ranks import format_ranks
-from simulator.reports import terminal
+from simulator.reports import markdown, terminal
 from simulator.reports.document import (
     Bar,
     Block,
@@ -157,6 +157,11 @@ def _oom_json(oom: OutOfMemory) -> dict[str, Any]:
 
 
 # ------------------------------------------------------------------------------------------------------- document
+
+
+def render_markdown(result: Result) -> str:
+    """The document of `run --markdown`."""
+    return markdown.render(document_of(result))
 
 
 def render_table(result: Result, console: Console | None = None) -> None:

@@ -90,6 +90,9 @@ class Answer(Struct):
     device_total: Bytes | None
     phases: dict[str, Peak] | None
     verdict: Verdict
+    summary: Annotated[str, Meta(description="what the verdict rests on: needed, the GPU's size, what is left")]
+    needs: Annotated[Bytes | None, Meta(description="of the GPU that needs most, also where it runs out of memory")]
+    gpu_bytes: Bytes
     model_facts: Facts
     events: int
     seconds: float
@@ -114,6 +117,7 @@ class Sweep(_Document):
     oom: int
     failed: int
     seconds: float
+    nearest: Annotated[dict[str, Any] | None, Meta(description="where none fits: the answer that lacks least")]
 
 
 class Row(_Part):
@@ -204,10 +208,12 @@ class Check(_Document):
     exit_code: Literal[0, 3, 4]
     name: str
     verdict: Verdict
+    summary: str
     needed: Bytes | None
     budget: Bytes | None
     peak_allocated: Bytes | None
     peak_reserved: Bytes | None
+    remedies: list[Remedy]
     comparison: Compare | None
 
 

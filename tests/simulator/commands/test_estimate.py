@@ -160,6 +160,20 @@ def test_remedies_are_in_json_and_on_the_page(tmp_path: Path) -> None:
     assert "--gpu RTX4060-8GB, without --memory" in page
 
 
+def test_markdown_has_what_would_fit() -> None:
+    outcome = call("estimate", "m", "--memory", "19MiB", "--context", "0", "--markdown", "-q")
+    assert outcome.exit_code == 3
+    heading, _, _, _, case, *rest = outcome.stdout.splitlines()
+    assert heading == "### ❌ out of memory: needs 20.00 MiB, lacks 1.00 MiB (the GPU has 19.00 MiB)"
+    assert case.startswith("`m, dtype ")
+    at = rest.index("**What would fit, each tried by a capture and a replay**")
+    assert rest[at + 2] == "| options | verdict | needs | of | what changes |"
+    assert rest[at + 4].startswith("| --gpu RTX4060-8GB, without --memory | fits | 20.00 MiB | 7.6")
+    assert any(line.startswith("it fails in ") for line in rest[:at])
+    assert outcome.stdout.count("<details>") == outcome.stdout.count("</details>") >= 2
+    assert call("estimate", "m", "--markdown", "--json").exit_code == 2
+
+
 def test_ctrl_c_while_remedies_are_tried_keeps_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
 
@@ -303,6 +317,28 @@ def test_a_sweep_and_its_continuation(tmp_path: Path) -> None:
     for line in lines:
         jsonschema.validate(line, schema("sweep-line"))
         assert set(line) <= {*KEYS, *ANSWER_KEYS}
+
+
+def test_a_sweep_in_which_nothing_fits_says_what_would(tmp_path: Path) -> None:
+    """Of the case that lacks least; not where another case fits, nor where nobody wants it."""
+    small = [{"model": "m", "memory": size * MIB} for size in (12, 19)]
+    path, out = cases(tmp_path, *small), str(tmp_path / "r")
+    outcome = call("sweep", path, "-o", out, "--context", "0", *THREADS)
+    assert outcome.exit_code == 0
+    assert outcome.stdout.splitlines()[1:] == [
+        "nearest: m, dtype fp32, batch 1, seq 512, optimizer adamw, gpu A100-80GB: needs 20.00 MiB, lacks 1.00 MiB "
+        "(the GPU has 19.00 MiB)",
+        "nearest: it would fit with --gpu RTX4060-8GB, without --memory (20.00 MiB)",
+    ]
+    document = json.loads(call("sweep", path, "-o", out, "--context", "0", "--json", *THREADS).stdout)
+    jsonschema.validate(document, schema("sweep"))
+    assert document["nearest"]["memory"] == 19 * MIB
+    assert document["nearest"]["needs"] == 20 * MIB
+    assert document["nearest"]["remedies"][0]["change"] == {"gpu": "RTX4060-8GB", "memory": None}
+    plain = call("sweep", path, "-o", out, "--no-remedies", *THREADS).stdout.splitlines()
+    assert len(plain) == 2
+    more = cases(tmp_path, *small, {"model": "m"})
+    assert len(call("sweep", more, "-o", out, "--context", "0", *THREADS).stdout.splitlines()) == 1
 
 
 def test_a_sweep_in_which_all_fail(tmp_path: Path) -> None:

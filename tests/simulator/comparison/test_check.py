@@ -5,16 +5,22 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import jsonschema
 import pytest
 from click.testing import CliRunner
 
 import simulator.estimator.estimate as estimation
 import traces
+from graph.case import Case
+from graph.model import StepGraph
 from simulator.cli import main
 from simulator.engine.replay import replay
 from simulator.reports.run import render_json
+from simulator.reports.schemas import schema
 from tests.simulator.what_if.test_stress import training
 from tests.support.step_graphs import stub
+from tests.support.step_graphs import training as stubbed
+from traces.units import format_bytes
 
 MIB = 1 << 20
 
@@ -46,7 +52,39 @@ def test_out_of_memory(tmp_path: Path) -> None:
     traces.write(training(device=64 * MIB), tmp_path / "run.json")
     code, shown = invoke(str(tmp_path / "run.json"), "--budget", "80GiB")
     assert code == 3
-    assert shown == "check: out of memory: run.json does not fit its GPU\n"
+    needed = replay(training()).ranks[0].peak_reserved
+    told = f"needs {format_bytes(needed)}, lacks {format_bytes(needed - 64 * MIB)} (the GPU has 64.00 MiB)"
+    assert shown == f"check: out of memory: run.json {told}\n"
+    path = str(tmp_path / "run.json")
+    (tmp_path / "result.json").write_text(CliRunner().invoke(main, ["run", path, "--json"]).stdout)
+    assert told in invoke(str(tmp_path / "result.json"), "--budget", "80GiB")[1]
+
+
+def test_what_would_fit_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Changes are held against the budget, though the GPU has more; then no larger card is tried."""
+
+    def graph(case: Case, progress: object = None, method: object = None) -> StepGraph:
+        return stubbed(case.document(), unit=30 * MIB if case.checkpointing else 60 * MIB)
+
+    monkeypatch.setattr(estimation, "captured", graph)
+    monkeypatch.setattr("simulator.options.case.configuration", lambda model: None)
+    words = ["m", "--context", "0", "--budget", "150MiB"]
+    code, shown = invoke(*words)
+    assert code == 3
+    assert shown.splitlines() == [
+        "check: over budget: m needs 240.00 MiB of 150.00 MiB (160.0%)",
+        "check: it would fit with --checkpointing nonreentrant (120.00 MiB)",
+    ]
+    document = json.loads(invoke(*words, "--json")[1])
+    assert document["remedies"][0]["gpu_bytes"] == 150 * MIB
+    assert not any("gpu" in one["change"] for one in document["remedies"])
+    jsonschema.validate(document, schema("check"))
+    text = invoke(*words, "--markdown")[1]
+    assert "| --checkpointing nonreentrant | fits | 120.00 MiB | 150.00 MiB |" in text
+    assert len(invoke(*words, "--no-remedies")[1].splitlines()) == 1
+    code, shown = invoke("m", "--context", "0", "--budget", "1GiB", "--memory", "150MiB")
+    assert shown.startswith("check: out of memory: m needs 240.00 MiB, lacks 90.00 MiB (the GPU has 150.00 MiB)\n")
+    assert "--checkpointing nonreentrant (120.00 MiB); --gpu " in shown
 
 
 def test_baselines(path: str, tmp_path: Path) -> None:
