@@ -53,7 +53,38 @@ def capture(case: Case, *, progress: Progress | None = None, method: Method | No
             real = min(case.steps, method.real_steps + 1) if real == method.real_steps else case.steps
 
 
-def _attempt(case: Case, real: int, progress: Progress | None, method: Method) -> StepGraph | None:
+def line_of(case: Case, operator: int, method: Method | None = None) -> str:
+    """The line of the model's code that calls an operator of a capture, `file:line (function)`; empty if none does.
+
+    The case is captured anew, up to that operator. Raises what `capture` raises.
+    """
+    method = Method() if method is None else method
+    with quiet():
+        try:
+            _attempt(case, min(case.steps, method.real_steps), None, method, until=operator)
+        except _ReachedError as error:
+            return raised(error)
+    return ""
+
+
+class _ReachedError(LLMemError):
+    """The operator that was looked for is about to run."""
+
+
+class _Until(Recorder):
+    """A recorder that stops the capture before an operator."""
+
+    until: int | None = None
+
+    def operator(self, *call: Any) -> None:
+        if len(self.log.operators) == self.until:
+            raise _ReachedError
+        super().operator(*call)
+
+
+def _attempt(
+    case: Case, real: int, progress: Progress | None, method: Method, until: int | None = None
+) -> StepGraph | None:
     """A capture with `real` iterations run for real; None if the last one does not repeat and there are more."""
     from graph.fake_cuda.device import fake_cuda
 
@@ -64,7 +95,10 @@ def _attempt(case: Case, real: int, progress: Progress | None, method: Method) -
         generation.check(case, built)
     with uncollected(), fake_cuda(card) as runtime:
         attention.install(runtime)
-        recorder = Recorder(runtime, torch.device("cuda", 0), plan=_planner(card), cost=_cost(), progress=progress)
+        kind = Recorder if until is None else _Until
+        recorder = kind(runtime, torch.device("cuda", 0), plan=_planner(card), cost=_cost(), progress=progress)
+        if isinstance(recorder, _Until):
+            recorder.until = until
         roles = Roles()
         clock = Clock(recorder, case.sync, method.settle, generation.PHASES if inference else method.phases)
         runtime.observer = recorder

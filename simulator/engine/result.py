@@ -100,6 +100,7 @@ class FreePiece:
 class OutOfMemory:
     """The first allocation that failed, and what was free then.
 
+    `line` is the line of the model's code that asks for it, or whose derivative does, where that is known.
     `device_free` is what the driver had left; `remedies` are allocator settings under which the same trace runs
     without any out-of-memory event, with their peak reserved bytes. `tried` are the settings that were tried, each
     added to the replay's own; where there are none, `untried` says why. `needed` is what the rank reserves where the
@@ -128,6 +129,7 @@ class OutOfMemory:
     needed: int | None = None
     demand: Timeline | None = None
     alive: Peak | None = None
+    line: str = ""
 
 
 @dataclass(frozen=True)

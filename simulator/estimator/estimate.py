@@ -24,6 +24,7 @@ from simulator.engine.replay import ENDLESS
 from simulator.engine.result import OutsideTerm, RankResult, Result, Shown, Verdict
 from simulator.estimator.closed_form import closed_forms
 from simulator.estimator.devices import device
+from simulator.estimator.failing_line import Captured, with_line
 from simulator.estimator.outside import bytes_of, communicators, outside_of
 from simulator.estimator.remedies import Judged, search
 from simulator.estimator.step_time import of_case
@@ -213,8 +214,12 @@ def estimate(
     with _asked(case, inputs, keys) as asked:
         _check(asked, context)
 
+        captures: list[Captured] = []
+
         def graph_of(part: Case, method: Method | None) -> StepGraph:
-            return captured(part, progress, method) if capture is None else capture(part)
+            graph = captured(part, progress, method) if capture is None else capture(part)
+            captures.append((part, method, graph))
+            return graph
 
         def answered(one: Case, **kept: bool) -> tuple[Trace, Result]:
             trace = lower(one, capture=graph_of, clock=_clock(one, interconnect) if time_steps else None)
@@ -229,6 +234,8 @@ def estimate(
             snapshot=snapshot,
             picture=picture,
         )
+        if analyse and capture is None and found.verdict == "oom":
+            found = with_line(found, captures[:], _line)
         aside = bytes_of(found.ranks[0].outside)
         trace = with_context(trace, aside)
         made = Estimate(
@@ -376,6 +383,13 @@ def _needs_torch() -> Iterator[None]:
         raise ConfigError(
             f"{error.name} is not installed, which runs the model's code; install it with: pip install 'vramsim[torch]'"
         ) from None
+
+
+def _line(case: Case, operator: int, method: Method | None) -> str:
+    from graph.recorder.capture import line_of
+
+    with _capturing:
+        return line_of(case, operator, method)
 
 
 def forget_graphs() -> None:

@@ -152,6 +152,7 @@ def _oom_json(oom: OutOfMemory) -> dict[str, Any]:
         "remedies": [{"conf": conf, "peak_reserved": peak} for conf, peak in oom.remedies],
         "tried": list(oom.tried),
         "needed": oom.needed,
+        "line": oom.line,
         "alive": None if oom.alive is None else _peak_json(oom.alive),
     }
 

@@ -57,11 +57,12 @@ def _lacks(rank: RankResult, where: str) -> str:
 
 
 def failure(rank: RankResult) -> str:
-    """Where a rank runs out of memory, in one sentence: when, for what, what was asked for and what was left."""
+    """Where a rank runs out of memory, in one sentence: when, for what, where, what was asked for and what was left."""
     oom = rank.oom
     assert oom is not None
     when = f"in {one_line(oom.phase)} (event {oom.event})" if oom.phase else f"at event {oom.event}"
     whom = f", for {one_line(oom.name)}" if oom.name else ""
+    whom += f", at {one_line(oom.line)}" if oom.line else ""
     asked, left = format_bytes(oom.requested), format_bytes(oom.device_free)
     return f"it fails {when}{whom}: asked for {asked} with {left} left on the GPU"
 
