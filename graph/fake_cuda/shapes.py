@@ -7,10 +7,12 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from graph.errors import CaptureError
+from graph.fake_cuda.memory import storage_bytes
 from graph.fake_cuda.torch_private import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensor,
+    FakeTensorDeviceMismatchError,
     FakeTensorMode,
     UnsupportedOperatorException,
     grouped_mm_output,
@@ -55,7 +57,7 @@ class Shapes:
                 raise CaptureError(
                     f"operator {func}: the shape of its result depends on values on the device"
                 ) from error
-            except (UnsupportedOperatorException, NotImplementedError):
+            except (UnsupportedOperatorException, NotImplementedError, FakeTensorDeviceMismatchError):
                 pass
         return self._compute(func, args, kwargs)
 
@@ -66,7 +68,8 @@ class Shapes:
             raise CaptureError(f"operator {func}: PyTorch has no rule for the shape of its result")
         cpu_args, cpu_kwargs = tree_map(_zeros, (args, kwargs))
         try:
-            return func(*cpu_args, **cpu_kwargs), cpu_kwargs
+            made, written = tree_map(_on_meta, (func(*cpu_args, **cpu_kwargs), cpu_kwargs))
+            return made, written
         except (NotImplementedError, RuntimeError) as error:
             raise CaptureError(f"operator {func}: PyTorch has no rule for the shape of its result") from error
 
@@ -134,5 +137,15 @@ def numbers_as_tensors(func: Operator, args: tuple[Any, ...]) -> tuple[Any, ...]
 def _zeros(value: object) -> Any:
     """Zeros like a CUDA tensor, on the CPU."""
     if isinstance(value, torch.Tensor) and value.is_cuda:
-        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype).zero_()
+        count = storage_bytes(value.shape, value.stride(), 1)
+        return torch.zeros(count, dtype=value.dtype).as_strided(value.shape, value.stride())
+    return value
+
+
+def _on_meta(value: object) -> Any:
+    """A result on the CPU without its values: what stands for the CPU itself comes from FakeTensorMode alone."""
+    if isinstance(value, torch.Tensor):
+        size = value.untyped_storage().nbytes() // value.dtype.itemsize
+        storage = torch.empty(size, dtype=value.dtype, device="meta")
+        return storage.as_strided(value.shape, value.stride(), value.storage_offset())
     return value

@@ -25,6 +25,7 @@ __all__ = [
     "DataDependentOutputException",
     "DynamicOutputShapeException",
     "FakeTensor",
+    "FakeTensorDeviceMismatchError",
     "FakeTensorMode",
     "Operator",
     "TorchDispatchMode",
@@ -80,6 +81,7 @@ with _needed():
         DataDependentOutputException,
         DynamicOutputShapeException,
         FakeTensor,
+        FakeTensorDeviceMismatchError,
         FakeTensorMode,
         UnsupportedOperatorException,
     )

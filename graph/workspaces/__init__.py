@@ -28,6 +28,7 @@ _MODULES: Final = (
     "loss",
     "norm",
     "reduction",
+    "resampling",
     "softmax",
     "sorting",
 )

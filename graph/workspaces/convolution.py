@@ -11,7 +11,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from graph.workspaces.metadata import dtype, elements, in_order, is_half, shape, size, strides, width
+from graph.workspaces.metadata import (
+    dtype,
+    elements,
+    in_order,
+    is_half,
+    shape,
+    size,
+    strides,
+    suggests_channels_last,
+    width,
+)
 from graph.workspaces.reduction import merged, scratch
 from graph.workspaces.rules import REST, Call, Plan, Rule, after, within
 
@@ -36,15 +46,8 @@ class _Operand:
 
     @property
     def channels_last(self) -> bool:
-        """Whether channels come last in memory, as strides suggest it (`is_channels_last_strides_2d_s4`)."""
-        least = 0
-        if len(self.sizes) not in (4, 5) or self.steps[1] == 0:
-            return False
-        for place in _order(len(self.sizes)):
-            if self.sizes[place] == 0 or self.steps[place] < least or (place == 0 and least == self.steps[1]):
-                return False
-            least = self.steps[place] * max(self.sizes[place], 1)
-        return True
+        """Whether channels come last in memory, as strides suggest it."""
+        return suggests_channels_last(self.sizes, self.steps)
 
     def lies(self, channels_last: bool) -> bool:
         """Whether it is contiguous in a memory format."""

@@ -100,6 +100,18 @@ def in_order(sizes: Sequence[int], steps: Sequence[int]) -> bool:
     return True
 
 
+def suggests_channels_last(sizes: Sequence[int], steps: Sequence[int]) -> bool:
+    """Whether channels come last in memory, as strides suggest it (`is_channels_last_strides_2d_s4`, `3d_s5`)."""
+    least = 0
+    if len(sizes) not in (4, 5) or steps[1] == 0:
+        return False
+    for place in (1, *range(len(sizes) - 1, 1, -1), 0):
+        if sizes[place] == 0 or steps[place] < least or (place == 0 and least == steps[1]):
+            return False
+        least = steps[place] * max(sizes[place], 1)
+    return True
+
+
 def is_dense(tensor: torch.Tensor) -> bool:
     """Whether some order of dimensions makes it contiguous (`is_non_overlapping_and_dense`)."""
     if any(extent == 0 for extent in shape(tensor)):
