@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from numpy import broadcast_shapes
 
-from graph.workspaces.cub import selected, sort_pairs, total
+from graph.workspaces.cub import scan, selected, sort_pairs, total
 from graph.workspaces.metadata import (
     argument,
     dtype,
@@ -144,6 +144,19 @@ def nonzero(call: Call) -> Plan | None:
     return (("alloc", "input", size(source)), *steps, ("free", "input"))
 
 
+def masked_scatter(call: Call) -> Plan | None:
+    """`masked_scatter_`: a running sum over the mask as large as the target (`masked_scatter__cuda`, Indexing.cu)."""
+    target, mask, source = call.args
+    count = elements(target)
+    if not count:
+        return None
+    kept = [("places", count * 8)]
+    if shape(mask) != shape(target) or not is_contiguous(mask):
+        kept.append(("mask", count))
+    copied = () if is_contiguous(source) else within([("source", size(source))])
+    return within(kept, *within([("sum", scan(call.profile, count, 8))]), *copied)
+
+
 def _slice(target: torch.Tensor, places: Sequence[int]) -> int:
     """How many values an index selects."""
     return prod([extent for place, extent in enumerate(shape(target)) if place not in places])
@@ -153,6 +166,7 @@ RULES: Mapping[str, Rule] = {
     "aten.index.Tensor": index,
     "aten._unsafe_index.Tensor": index,
     "aten.nonzero.default": nonzero,
+    "aten.masked_scatter_.default": masked_scatter,
     **dict.fromkeys(
         ("aten.index_put.default", "aten.index_put_.default", "aten._index_put_impl_.default"),
         index_put,
