@@ -23,10 +23,10 @@ from traces.text import reason
 _ROOT: Final = Path(__file__).resolve().parents[1]
 #: Folders of code that is not the user's, and our own that stands between a user's code and a device.
 _INSTALLED: Final = tuple({f"{sysconfig.get_path(name)}{os.sep}" for name in ("purelib", "platlib", "stdlib")})
-_OURS: Final = tuple(f"{_ROOT / name}{os.sep}" for name in ("traces", "graph", "strategies", "simulator"))
+OURS: Final = tuple(f"{_ROOT / name}{os.sep}" for name in ("traces", "graph", "strategies", "simulator"))
 _DEVICE: Final = str(_ROOT / "graph" / "fake_cuda") + os.sep
 #: Files of torch through which every operator goes.
-_DISPATCH: Final = ("torch/_ops.py", "torch/_tensor.py", "torch/overrides.py", "torch/utils/_", "torch/_prims_common")
+DISPATCH: Final = ("torch/_ops.py", "torch/_tensor.py", "torch/overrides.py", "torch/utils/_", "torch/_prims_common")
 
 
 @contextmanager
@@ -50,16 +50,16 @@ def reader() -> str:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename
-        if not (file.startswith((_DEVICE, "<")) or any(part in file for part in _DISPATCH)):
+        if not (file.startswith((_DEVICE, "<")) or any(part in file for part in DISPATCH)):
             function = frame.f_code.co_qualname.partition(".<locals>")[0]
-            return "" if file.startswith(_OURS) else _place(file, frame.f_lineno, function)
+            return "" if file.startswith(OURS) else _place(file, frame.f_lineno, function)
         frame = frame.f_back
     return "backward"
 
 
 def raised(error: BaseException) -> str:
     """Where an error comes from: the innermost line of the user's own code, else of a library that is not torch."""
-    others = ("<", *_OURS, *(f"{folder}torch{os.sep}" for folder in _INSTALLED))
+    others = ("<", *OURS, *(f"{folder}torch{os.sep}" for folder in _INSTALLED))
     frames = [one for one in traceback.extract_tb(error.__traceback__) if not one.filename.startswith(others)]
     own = [one for one in frames if not one.filename.startswith(_INSTALLED)]
     found = next(reversed(own or frames), None)

@@ -64,7 +64,7 @@ def followed(recorder: Recorder, model: torch.nn.Module, roles: Roles) -> Iterat
     ]
     for name, parameter in model.named_parameters():
         code = log.code(name.rpartition(".")[0])
-        recorder.variables[id(parameter)] = (-1, code)
+        recorder.origins.variables[id(parameter)] = (-1, code)
         if parameter.requires_grad:
             hooked: Any = parameter
             handles.append(hooked.register_post_accumulate_grad_hook(ready))
@@ -73,7 +73,7 @@ def followed(recorder: Recorder, model: torch.nn.Module, roles: Roles) -> Iterat
     finally:
         for handle in handles:
             handle.remove()
-        recorder.variables.clear()
+        recorder.origins.variables.clear()
 
 
 def note_states(recorder: Recorder, optimizer: torch.optim.Optimizer, roles: Roles) -> None:

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch.nn.modules import module as hooks
 from torch.optim import optimizer as optimizers
+from torch.utils.weak import WeakIdKeyDictionary
 
 from graph.fake_cuda.served import Allocator
 from graph.recorder.checkpoints import Saving
@@ -42,9 +43,9 @@ class Phases:
         self.steps = 0
         self.phase = LOAD
         self.settle: Callable[[], None] | None = None  # what is done where a phase ends
-        self._depth = 0  # of backward
         self._count: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._names: weakref.WeakKeyDictionary[torch.nn.Module, int] = weakref.WeakKeyDictionary()
+        self._titles: Any = WeakIdKeyDictionary()  # names of parameters
         self._main = threading.get_ident()
 
     @contextmanager
@@ -60,6 +61,7 @@ class Phases:
             ):
                 stack.callback(handle.remove)
             stack.enter_context(_around(torch.autograd, "backward", self._backward))
+            stack.enter_context(_around(torch.autograd, "grad", self._grad))
             saving = Saving(torch.save)
             stack.enter_context(
                 _around(torch, "save", lambda plain, *args, **named: self._saving(saving, *args, **named))
@@ -78,12 +80,21 @@ class Phases:
 
     def _enter(self, part: torch.nn.Module, args: object) -> None:
         stack = self.recorder.stacks.setdefault(threading.get_ident(), [])
-        if not stack and not self._depth:
+        if not stack and not self.recorder.origins.depth:
             if part not in self._names:
-                for name, inner in part.named_modules():
-                    self._names[inner] = self.recorder.labels.code(name or type(part).__name__)
+                self._meet(part)
             self.begin(FORWARD if torch.is_grad_enabled() else EVALUATION)
         stack.append(self._names.get(part, stack[-1] if stack else -1))
+
+    def _meet(self, root: torch.nn.Module) -> None:
+        """A module runs that is in none that ran before: what it has goes by its names."""
+        for name, inner in root.named_modules():
+            self._names[inner] = self.recorder.labels.code(name or type(root).__name__)
+        for name, parameter in root.named_parameters():
+            self._titles[parameter] = name
+            self.recorder.categorize(parameter, "parameter", name)
+        for name, buffer in root.named_buffers():
+            self.recorder.categorize(buffer, "buffer", name)
 
     def _leave(self, part: torch.nn.Module, args: object, output: object) -> None:
         stack = self.recorder.stacks.get(threading.get_ident())
@@ -91,13 +102,20 @@ class Phases:
             stack.pop()
 
     def _backward(self, plain: Callable[..., Any], *args: object, **kwargs: object) -> Any:
-        if not self._depth:
+        if not self.recorder.origins.depth:
             self.begin(BACKWARD)
-        self._depth += 1
+        self.recorder.origins.depth += 1
+        try:
+            return self._grad(plain, *args, **kwargs)
+        finally:
+            self.recorder.origins.depth -= 1
+
+    def _grad(self, plain: Callable[..., Any], *args: object, **kwargs: object) -> Any:
+        before = self.recorder.calls_backward()
         try:
             return plain(*args, **kwargs)
         finally:
-            self._depth -= 1
+            self.recorder.backward = before
 
     def _saving(self, plain: Callable[..., Any], *args: object, **kwargs: object) -> Any:
         before = self.phase
@@ -110,16 +128,20 @@ class Phases:
     def _before_step(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
         self.begin(OPTIMIZER)
         for parameter in _parameters(optimizer):
-            self.recorder.categorize(parameter, "parameter")
-            self.recorder.categorize(parameter.grad, "gradient")
+            name = self._titles.get(parameter, "")
+            self.recorder.categorize(parameter, "parameter", name)
+            self.recorder.categorize(parameter.grad, "gradient", name and f"{name}.grad")
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
-        for state in optimizer.state.values():
-            for tensor in tensors(state):
-                self.recorder.categorize(tensor, "optimizer_state")
+        for parameter, states in optimizer.state.items():
+            name = self._titles.get(parameter, "")
+            for key, state in states.items() if isinstance(states, Mapping) else [("state", states)]:
+                for tensor in tensors(state):
+                    self.recorder.categorize(tensor, "optimizer_state", name and f"{name}.{key}")
         self._count[optimizer] = self._count.get(optimizer, 0) + 1
         if self._count[optimizer] > self.steps:
             self.steps += 1
+            self.recorder.origins.forget()
             self.begin(FORWARD)
             if self.steps == self.most:
                 raise Finished

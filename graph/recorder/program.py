@@ -1,7 +1,7 @@
 """The observer of a program that runs as it is: each storage and each workspace goes to a live allocator as it comes.
 
 It keeps no tensor, and for each allocation a few numbers only, so that Python's collector runs when it would without
-us: operators leave no objects behind.
+us: operators leave no objects behind. What backward runs has the module of the forward operator that made its node.
 """
 
 from __future__ import annotations
@@ -10,10 +10,14 @@ import threading
 from array import array
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from types import CodeType
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
+from graph.fake_cuda.torch_private import current_node
+from graph.recorder.lines import NONE, Lines
+from graph.recorder.origins import Origins
 from graph.recorder.recorder import Memo
 from graph.recorder.sequences import BIRTH, KEEP, RELEASE, Sequence, sequence
 from graph.workspaces import plan, rules
@@ -24,18 +28,27 @@ if TYPE_CHECKING:
     from graph.fake_cuda.served import Allocator
     from graph.fake_cuda.torch_private import Operator
 
+Place = tuple[int, int, int]  # codes of the operator and of the module (-1: none), number of the stack
+
+#: A module's code above 0 and a stack's number above it, in one integer.
+_BITS: Final = 32
+_MODULE: Final = (1 << _BITS) - 1
+
 _grad_enabled: Final = torch.is_grad_enabled
 _get_ident: Final = threading.get_ident
 
 
 class Labels:
-    """What is known of each allocation, by its number: codes into the texts of `names`."""
+    """What is known of each allocation, by its number: codes into the texts of `names`, and stacks of `lines`."""
 
-    def __init__(self) -> None:
+    def __init__(self, lines: Lines) -> None:
         self.names: dict[str, int] = {}
         self.operator = array("i")
         self.module = array("i")
+        self.stack = array("i")
         self.category: dict[int, int] = {}  # of those whose category was found
+        self.title: dict[int, int] = {}  # of those that have a name of their own
+        self.lines = lines
 
     def code(self, name: str) -> int:
         """The code of a text."""
@@ -43,15 +56,18 @@ class Labels:
 
 
 class ProgramRecorder:
-    """Tells `allocator` what happens on the device of `runtime`."""
+    """Tells `allocator` what happens on the device of `runtime`. The program is run by the function of code `base`."""
 
-    def __init__(self, runtime: Runtime, allocator: Allocator) -> None:
+    def __init__(self, runtime: Runtime, allocator: Allocator, base: CodeType | None = None) -> None:
         rules()  # loaded now, while the names of our modules are ours
         self.runtime = runtime
-        self.labels = Labels()
+        self.labels = Labels(Lines(base))
         self.operators = 0  # that have run
         self.stacks: dict[int, list[int]] = {}  # by thread: codes of the modules that run, outermost first
+        self.origins = Origins(0, lambda near: near & _MODULE)  # packed, as `_place` has it
+        self.backward = NONE  # the stack that called the backward that runs
         self._main = _get_ident()
+        self._here = self.labels.lines.here
         self._state: dict[Any, Any] = {}  # of the workspace rules
         self._numbers: dict[int, int] = {}  # the device's number of a living storage -> the allocator's
         self._malloc = allocator.malloc
@@ -64,10 +80,17 @@ class ProgramRecorder:
         local = getattr(tensor, "_local_tensor", tensor)
         return self._numbers.get(self.runtime.storage(local), -1) if local.is_cuda else -1
 
-    def categorize(self, tensor: object, category: str) -> None:
-        """An allocation is found to be of a category."""
+    def categorize(self, tensor: object, category: str, title: str = "") -> None:
+        """An allocation is found to be of a category, and has a name."""
         if isinstance(tensor, torch.Tensor) and (number := self.number(tensor)) >= 0:
             self.labels.category[number] = self.labels.code(category)
+            if title:
+                self.labels.title[number] = self.labels.code(title)
+
+    def calls_backward(self) -> int:
+        """The caller is to have autograd run. What `backward` was: to be put back afterwards."""
+        before, self.backward = self.backward, self._here(NONE, self.backward)
+        return before
 
     # What the device tells -------------------------------------------------------------------------------------
 
@@ -92,7 +115,8 @@ class ProgramRecorder:
             if all(step[0] != KEEP for step in steps):
                 known[mode] = steps
         if steps:
-            self._follow(steps, born, stream, self.labels.code(str(func)))
+            place = self._place(thread, self.labels.code(str(func)))
+            self._follow(steps, born, stream, place)
 
     def freed(self, storage: int) -> None:
         """A storage has died (any thread)."""
@@ -109,7 +133,8 @@ class ProgramRecorder:
         if size:
             current = self.runtime.stream
             stream = 0 if current is None else current.stream_id
-            self._numbers[storage] = self._allocate(size, stream, self.labels.code("resize_"))
+            place = self._place(int(_get_ident() != self._main), self.labels.code("resize_"))
+            self._numbers[storage] = self._allocate(size, stream, place)
         if old >= 0:
             self._free(old)
 
@@ -126,25 +151,42 @@ class ProgramRecorder:
 
     # ------------------------------------------------------------------------------------------------------------
 
-    def _allocate(self, size: int, stream: int, operator: int) -> int:
-        stack = self.stacks.get(_get_ident())
-        self.labels.operator.append(operator)
-        self.labels.module.append(stack[-1] if stack else -1)
+    def _place(self, thread: int, operator: int) -> Place:
+        """Where an operator runs. What autograd runs of itself has the module of the forward operator behind it."""
+        modules = self.stacks.get(_get_ident())
+        if thread and current_node() is not None:
+            if not modules:
+                behind = self.origins.behind()
+                return operator, (behind & _MODULE) - 1, self._here((behind >> _BITS) - 1, self.backward)
+            stack = self._here(NONE, self.backward)
+        else:
+            stack = self._here()
+        module = modules[-1] if modules else -1
+        if _grad_enabled():
+            self.origins.made(thread, stack + 1 << _BITS | module + 1)
+        return operator, module, stack
+
+    def _allocate(self, size: int, stream: int, place: Place) -> int:
+        labels = self.labels
+        operator, module, stack = place
+        labels.operator.append(operator)
+        labels.module.append(module)
+        labels.stack.append(stack)
         return self._malloc(size, stream)
 
-    def _follow(self, steps: Sequence, born: list[int], stream: int, operator: int) -> None:
+    def _follow(self, steps: Sequence, born: list[int], stream: int, place: Place) -> None:
         """Allocate and free as a call does. Where memory runs out, what the call has so far is given back."""
         slots: dict[int, int] = {}
         told: list[int] = []
         try:
             for action, slot, size, name in steps:
                 if action == BIRTH:
-                    self._numbers[born[slot]] = self._allocate(self.runtime.bytes(born[slot]), stream, operator)
+                    self._numbers[born[slot]] = self._allocate(self.runtime.bytes(born[slot]), stream, place)
                     told.append(born[slot])
                 elif action == RELEASE:
                     self._free(slots.pop(slot))
                 else:
-                    ident = self._allocate(size, stream, self.labels.code(name))
+                    ident = self._allocate(size, stream, (self.labels.code(name), *place[1:]))
                     self.labels.category[ident] = self.labels.code("workspace")
                     if action != KEEP:
                         slots[slot] = ident

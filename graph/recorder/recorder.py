@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import torch
 
-from graph.fake_cuda.torch_private import current_node, next_sequence_number
 from graph.model import Kind, Role
+from graph.recorder.origins import Origins
 
 if TYPE_CHECKING:
     from graph.fake_cuda.torch_private import Operator
@@ -29,10 +29,6 @@ _OPERATOR: Final = int(Kind.OPERATOR)
 _FORWARD: Final = int(Role.FORWARD)
 _BACKWARD: Final = int(Role.BACKWARD)
 _RECOMPUTE: Final = int(Role.RECOMPUTE)
-_ACCUMULATE: Final = 1 << 62  # AccumulateGrad has the largest sequence number of all, so that it runs first
-
-#: How many views may stand between two operators for the second to say which module they are of.
-_NEAR: Final = 32
 
 _grad_enabled: Final = torch.is_grad_enabled
 _get_ident: Final = threading.get_ident
@@ -124,9 +120,7 @@ class Recorder:
         self.step = -1
         self.role = int(Role.LOAD)
         self.stacks: tuple[list[int], list[int]] = ([], [])
-        self.forward_of: tuple[dict[int, tuple[int, int]], dict[int, tuple[int, int]]] = ({}, {})
-        self.depth = 0  # of backward runs inside one another: reentrant checkpointing runs one inside another
-        self.variables: dict[int, tuple[int, int]] = {}  # id(parameter) -> (-1, module code)
+        self.origins = Origins((-1, -1), lambda near: (-1, near[1]))  # operator and code of the module
         self._plan = plan
         self._cost = cost
         self._progress = progress
@@ -228,13 +222,13 @@ class Recorder:
         origin = -1
         module = stack[-1] if stack else -1
         if role == _FORWARD:
-            self.forward_of[thread].setdefault(next_sequence_number() - 1, (number, module))
+            self.origins.made(thread, (number, module))
         elif role == _BACKWARD:
             if stack:
                 role = _RECOMPUTE
-                self.forward_of[thread].setdefault(next_sequence_number() - 1, (number, module))
+                self.origins.made(thread, (number, module))
             else:
-                origin, module = self._origin()
+                origin, module = self.origins.behind()
         signature = memo.note
         if signature is None:
             signature = memo.note = self._sign(func, args, kwargs, out)
@@ -264,22 +258,6 @@ class Recorder:
             self._progress("", self.step, number)
 
     # ------------------------------------------------------------------------------------------------------------
-
-    def _origin(self) -> tuple[int, int]:
-        """The forward operator and module behind what backward runs now."""
-        node: Any = current_node()
-        if node is None:
-            return (-1, -1)
-        number = node._sequence_nr()
-        if number >= _ACCUMULATE:
-            return self.variables.get(id(getattr(node, "variable", None)), (-1, -1))
-        # each thread counts for itself; an inner backward differentiates what was recomputed on this thread
-        known = self.forward_of[1 if self.depth > 1 else 0]
-        found = known.get(number)
-        if found is None:  # a view has no operator of its own: it belongs to the module of what ran before it
-            before = next((known[n] for n in range(number - 1, number - _NEAR, -1) if n in known), (-1, -1))
-            found = known[number] = (-1, before[1])
-        return found
 
     def _birth(self, new: int, number: int, signature: Signature, position: int, stream: int) -> int:
         log = self.log
@@ -406,11 +384,11 @@ class Recorder:
         backward = torch.autograd.backward
 
         def counted(*args: Any, **kwargs: Any) -> None:
-            self.depth += 1
+            self.origins.depth += 1
             try:
                 backward(*args, **kwargs)
             finally:
-                self.depth -= 1
+                self.origins.depth -= 1
 
         torch.autograd.backward = counted
         try:

@@ -12,28 +12,35 @@ from simulator.allocator import layout as at
 from simulator.allocator.conf import AllocatorSettings
 from simulator.engine.machine import Machine
 from simulator.engine.result import LOG_KINDS, RECORDED, EventLog
-from traces.model import Strings
+from traces.model import Events
+from traces.snapshot.names import FRAME
 
+Frame = dict[str, str | int]
+
+_UNKNOWN: Final = "unknown"
 _STATES: Final = {"allocated": "active_allocated", "pending_free": "active_pending_free", "inactive": "inactive"}
 
 
 def torch_snapshot(machine: Machine, log: EventLog, device: int = 0) -> dict[str, Any]:
     """Segments, trace and settings of one rank as device `device`, as plain builtins."""
+    entries = _entries(machine, log)
+    frames = {entry["addr"]: entry.get("frames", []) for entry in entries if entry["action"] == "alloc"}
     return {
-        "segments": [_segment(segment, device) for segment in machine.segments()],
-        "device_traces": [[] for _ in range(device)] + [_entries(machine, log)],
+        "segments": [_segment(segment, device, frames) for segment in machine.segments()],
+        "device_traces": [[] for _ in range(device)] + [entries],
         "allocator_settings": _settings(machine.settings),
         "external_annotations": [],
     }
 
 
-def _segment(segment: Mapping[str, Any], device: int) -> dict[str, Any]:
-    """One segment of `Machine.segments` as torch writes it."""
+def _segment(segment: Mapping[str, Any], device: int, frames: Mapping[int, list[Frame]]) -> dict[str, Any]:
+    """One segment of `Machine.segments` as torch writes it; `frames` are those of the last allocation at an address."""
     address = int(segment["address"])
     blocks = []
     for size, requested, state, _ in segment["blocks"]:
+        stack = [] if state == "inactive" else frames.get(address, [])
         blocks.append(
-            {"address": address, "size": size, "requested_size": requested, "state": _STATES[state], "frames": []}
+            {"address": address, "size": size, "requested_size": requested, "state": _STATES[state], "frames": stack}
         )
         address += size
     return {
@@ -53,9 +60,8 @@ def _segment(segment: Mapping[str, Any], device: int) -> dict[str, Any]:
 
 
 def _entries(machine: Machine, log: EventLog) -> list[dict[str, Any]]:
-    """The log's trace entries; an allocation carries its name as a frame, its category as `category`."""
-    events = machine.program.events
-    names, categories = events.strings("name"), events.strings("category")
+    """The log's trace entries, with what the trace says of allocations."""
+    label = _Labels(machine.program.events)
     entries: list[dict[str, Any]] = []
     columns = (log.kind.tolist(), log.event.tolist(), log.address.tolist(), log.bytes.tolist(), log.stream.tolist())
     for kind, event, address, size, stream in zip(*columns, strict=True):
@@ -73,19 +79,48 @@ def _entries(machine: Machine, log: EventLog) -> list[dict[str, Any]]:
             "user_metadata": "",
         }
         if action == "alloc":
-            _label(entry, names, categories, event)
+            entry.update(label.of(event))
+        elif label.categories:
+            entry["category"] = _UNKNOWN  # the viewer fails at a trace whose categories lack it
         entries.append(entry)
     return entries
 
 
-def _label(entry: dict[str, Any], names: Strings, categories: Strings, event: int) -> None:
-    """Give an allocation's entry the tensor's name and category."""
-    name, category = names.get(event), categories.get(event)
-    if name is not None:
-        entry["frames"] = [{"filename": name, "line": 0, "name": category or "unknown"}]
-        entry["user_metadata"] = name
-    if category is not None:
-        entry["category"] = category
+class _Labels:
+    """What entries of allocations say beside the numbers: name, category, and frames, one list for each stack."""
+
+    def __init__(self, events: Events) -> None:
+        self._names, self._categories = events.strings("name"), events.strings("category")
+        self.categories = bool(self._categories.table)
+        self._stacks = events.strings("frames")
+        self._frames: dict[str, Frame] = {}
+        self._known: dict[int, list[Frame]] = {}
+
+    def of(self, event: int) -> dict[str, Any]:
+        """The fields of the allocation of an event. One without a stack has its name and category as a frame."""
+        found: dict[str, Any] = {}
+        name, category = self._names.get(event), self._categories.get(event)
+        if name is not None:
+            found = {"frames": [_frame(name, 0, category or _UNKNOWN)], "user_metadata": name}
+        if category is not None:
+            found["category"] = category
+        stack = int(self._stacks.codes[event])
+        if stack >= 0:
+            found["frames"] = self._known[stack] = self._known.get(stack) or self._read(self._stacks.table[stack])
+        return found
+
+    def _read(self, stack: str) -> list[Frame]:
+        return [self._frames.setdefault(line, _frame_of(line)) for line in stack.split("\n")]
+
+
+def _frame(filename: str, line: int, name: str) -> Frame:
+    return {"filename": filename, "line": line, "name": name}
+
+
+def _frame_of(text: str) -> Frame:
+    """A line of the field `frames`; of one that is no `file:line:function`, all is the function."""
+    found = FRAME.fullmatch(text)
+    return _frame(found[1], int(found[2]), found[3]) if found else _frame("", 0, text)
 
 
 def _settings(settings: AllocatorSettings) -> dict[str, Any]:

@@ -34,6 +34,8 @@ from traces.model import Device
 
 _OURS: Final = str(Path(__file__).resolve().parents[2])
 INTERRUPTED: Final = 130
+#: What runs the code of a program's first module: the outermost frame that is not the program's.
+_BASE: Final[types.CodeType] = runpy._run_code.__code__  # type: ignore[attr-defined]
 
 
 def main(text: str) -> int:
@@ -47,7 +49,7 @@ def main(text: str) -> int:
     card = dataclasses.replace(card, total_bytes=device.total_bytes)
     with fake_cuda(card, allocator) as runtime:
         sdpa.install(runtime)
-        recorder = ProgramRecorder(runtime, allocator)
+        recorder = ProgramRecorder(runtime, allocator, _BASE)
         phases = Phases(recorder, allocator, request.steps)
         keeper = _Keeper(request, runtime, recorder, phases, allocator)
         runtime.observer = recorder

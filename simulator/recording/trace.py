@@ -65,6 +65,7 @@ def _events(allocator: LiveAllocator, labels: Labels) -> Events:
         "step": np.where(phase, history[:, kernels.H_ARG], -1),
         "category": _categories(labels, alloc, code, ident, op == Op.FREE),
         "name": _names(labels, alloc, ident, code),
+        "frames": _frames(labels, alloc, ident),
     }
     if allocator.fractions:
         fractions = np.full(len(op), np.nan)
@@ -94,7 +95,7 @@ def _categories(labels: Labels, alloc: BoolArray, phase: Int64Array, ident: Int6
 
 
 def _names(labels: Labels, alloc: BoolArray, ident: Int64Array, phase: Int64Array) -> Strings:
-    """Of an allocation: its module and operator; of a phase: its name."""
+    """Of an allocation: its own name, else its module and operator; of a phase: its name."""
     texts = list(labels.names)
     operator, module = (np.asarray(column, dtype=np.int64) for column in (labels.operator, labels.module))
     pairs, codes = np.unique((module + 1) * len(texts) + operator, return_inverse=True)
@@ -102,9 +103,22 @@ def _names(labels: Labels, alloc: BoolArray, ident: Int64Array, phase: Int64Arra
         f"{texts[place - 1]}: {texts[what]}" if place else texts[what]
         for place, what in (divmod(int(pair), max(len(texts), 1)) for pair in pairs)
     ]
+    if labels.title:
+        codes[list(labels.title)] = len(table) + np.fromiter(labels.title.values(), np.int64)
     rows = np.concatenate([np.flatnonzero(alloc), np.flatnonzero(phase >= 0)])
-    both = np.concatenate([codes[ident[alloc]], len(table) + phase[phase >= 0]])
-    return _column(len(ident), rows, both, (*table, *PHASES))
+    both = np.concatenate([codes[ident[alloc]], len(table) + len(texts) + phase[phase >= 0]])
+    return _column(len(ident), rows, both, (*table, *texts, *PHASES))
+
+
+def _frames(labels: Labels, alloc: BoolArray, ident: Int64Array) -> Strings:
+    """The stacks of allocations; those that read the same are one, and an empty one is none."""
+    texts = labels.lines.texts()
+    table = tuple(text for text in dict.fromkeys(texts) if text)
+    known = {text: code for code, text in enumerate(table)}
+    codes = np.array([known.get(text, -1) for text in texts], dtype=np.int32)
+    column = np.full(len(ident), -1, dtype=np.int32)
+    column[alloc] = codes[np.asarray(labels.stack, dtype=np.int64)[ident[alloc]]]
+    return Strings(column, table)
 
 
 def _column(count: int, rows: Int64Array, codes: Int64Array, texts: tuple[str, ...]) -> Strings:

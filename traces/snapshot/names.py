@@ -16,6 +16,8 @@ FOREIGN: Final = re.compile(
     r"|[/\\]lib[/\\]python3[^/\\]*[/\\](?!site-packages|dist-packages)"  # Python's own
     r"|^(<|\?\?|$)|\.(c|cc|cpp|cu|cxx|h|hpp|so|pyx|S)$|\.so\."
 )
+#: A frame as the field `frames` of a trace has it: file, line, function.
+FRAME: Final = re.compile(r"(.*?):(\d+):(.*)")
 _SLASH: Final = re.compile(r"[/\\]")
 _MAX_NAME: Final = 120
 _MAX_FRAME: Final = 400

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import base64
 import json
-import re
 import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
@@ -18,14 +17,12 @@ import numpy as np
 from simulator.engine.result import Blocks, Picture, RankResult, Segments
 from simulator.reports.html.series import pack, shorten, varints
 from traces.model import Int64Array
-from traces.snapshot.names import FOREIGN
+from traces.snapshot.names import FOREIGN, FRAME
 
 #: How much of a name or of a frame is kept.
 _LENGTH: Final = 200
 #: Of zlib: higher ones take twice as long for a twentieth less.
 _LEVEL: Final = 4
-#: A frame: file, line, function.
-_FRAME: Final = re.compile(r"(.*?):(\d+):(.*)")
 
 
 def categories_over_time(rank: RankResult, picture: Picture, index: Int64Array) -> list[Mapping[str, Any]]:
@@ -125,5 +122,5 @@ def _used(table: Sequence[str], codes: Int64Array) -> tuple[list[list[str]], Int
 
 def _is_foreign(frame: str) -> bool:
     """Whether a frame is a library's that works for the user's code, or of no file."""
-    found = _FRAME.fullmatch(frame)
+    found = FRAME.fullmatch(frame)
     return found is None or FOREIGN.search(found[1]) is not None

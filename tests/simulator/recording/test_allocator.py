@@ -101,14 +101,16 @@ def test_equals_recordings_of_pytorch(name: str) -> None:
 
 def test_the_history_replays_to_the_same_statistics() -> None:
     pytest.importorskip("torch")
+    from graph.recorder.lines import Lines
     from graph.recorder.program import Labels
 
     live = made(200 * MIB)
-    labels = Labels()
+    labels = Labels(Lines())
     alive = []
     for number in range(300):
         labels.operator.append(labels.code("aten.empty"))
         labels.module.append(-1)
+        labels.stack.append(labels.lines.here())
         try:
             alive.append(live.malloc((number * 7919 % 97 + 1) * 100_000, number % 3))
         except OutOfMemoryError:
