@@ -6,7 +6,8 @@ TABLE is single, seq2seq, inference (these by default), min_fit, multi, offload,
 such a table with `--kind TABLE`. Finished cases are kept in --results and not run again. `gemini [MODEL]...` prints
 errors on recorded runs of Gemini beside those of LLMem's own estimator, by setting; `gemini_fit [MODEL]...` the largest
 batches on a 16 GB card; `table2 [MODEL]...` the paper's Table 2; `published` peaks that others measured on real GPUs;
-`programs [NAME]...` whole programs that `record` runs.
+`programs [NAME]...` whole programs that `record` runs; `scripts [NAME]...` the training scripts that are written for
+cases, beside the estimates of those cases.
 """
 
 from __future__ import annotations
@@ -194,6 +195,10 @@ def main() -> None:
         from tests.accuracy import programs
 
         return programs.main(sys.argv[2:])
+    if sys.argv[1:2] == ["scripts"]:
+        from tests.accuracy import scripts
+
+        return scripts.main(sys.argv[2:])
     if sys.argv[1:2] == ["gemini_fit"]:
         from tests.accuracy import gemini_fit
 
