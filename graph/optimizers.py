@@ -31,6 +31,11 @@ class Optimizer:
     keys: Mapping[str, str] = field(default_factory=dict)
     aliases: tuple[str, ...] = ()
 
+    @property
+    def of_bitsandbytes(self) -> bool:
+        """Whether bitsandbytes has it."""
+        return self.path.startswith("bitsandbytes.")
+
     def arguments(self, case: Case) -> dict[str, Any]:
         """Its arguments in a case, without the parameters and the learning rate."""
         return {**self.options, **{name: getattr(case, key) for name, key in self.keys.items()}}
@@ -50,6 +55,11 @@ OPTIMIZERS: Final[dict[str, Optimizer]] = {
     "sgd": Optimizer("torch.optim.SGD", "sgd", keys={"momentum": "sgd_momentum"}),
     "adafactor": Optimizer("torch.optim.Adafactor", "adafactor"),
     "adamw-8bit": Optimizer("bitsandbytes.optim.AdamW8bit", "adamw_8bit", aliases=("adamw_bnb_8bit",)),
+    "paged-adamw-8bit": Optimizer("bitsandbytes.optim.PagedAdamW8bit", "paged_adamw_8bit"),
+    "paged-adamw-32bit": Optimizer("bitsandbytes.optim.PagedAdamW32bit", "paged_adamw_32bit", aliases=("paged_adamw",)),
+    "lion-8bit": Optimizer("bitsandbytes.optim.Lion8bit", "lion_8bit"),
+    "paged-lion-8bit": Optimizer("bitsandbytes.optim.PagedLion8bit", "paged_lion_8bit"),
+    "paged-lion-32bit": Optimizer("bitsandbytes.optim.PagedLion32bit", "paged_lion_32bit"),
     "adamw-foreach": Optimizer(ADAMW, "adamw_torch", {"foreach": True}),
 }
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from graph.case import Case
+from graph.optimizers import OPTIMIZERS
 from strategies import registry
 from strategies.strategy import Kind
 from traces.errors import ConfigError
@@ -27,7 +28,7 @@ def check(case: Case) -> None:
 def _refused(case: Case, kind: Kind) -> Iterator[tuple[str, str]]:
     yield from _offload(case, kind)
     if kind & (Kind.SHARDED | Kind.SPLIT):
-        if case.optimizer == "adamw-8bit":
+        if OPTIMIZERS[case.optimizer].of_bitsandbytes:
             yield "optimizer", "bitsandbytes updates no distributed tensors; ddp, fsdp1 and deepspeed have plain ones"
         if case.optimizer == "adafactor":
             yield (

@@ -4,7 +4,8 @@
 recorder, a runtime and a model last for one capture. The rest is what this module drops, before a capture and after it:
 
 - answers that a GPU gave once: the next capture may be on another one (`torch.cuda`, bitsandbytes);
-- tensors that lie on the fake device, which is gone (bitsandbytes' code books, DataParallel's streams);
+- tensors that lie on the fake device, which is gone (bitsandbytes' code books and lists of paged states,
+  DataParallel's streams);
 - DTensor's plans, which hold the mesh that they were made for. Meshes are equal that have the same ranks and names, but
   the groups behind those are the job's: `pp=2,dp=2,tp=2` and `dp=4,tp=2` both have `tp` on ranks 0 and 1, as their
   fourth group and their third. DTensor keeps plans for each thread, so autograd's thread is asked as well;
@@ -41,6 +42,7 @@ def drop() -> None:
         _clear(module, name)
     if (bitsandbytes := sys.modules.get("bitsandbytes.functional")) is not None:
         bitsandbytes.name2qmap.clear()
+        bitsandbytes.GlobalPageManager.get_instance().paged_tensors.clear()
     if (scatter := sys.modules.get("torch.nn.parallel._functions")) is not None:
         scatter._streams = None  # type: ignore[attr-defined]
     if "torch.distributed.tensor._api" in sys.modules:

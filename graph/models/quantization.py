@@ -1,4 +1,4 @@
-"""Quantized linear layers as bitsandbytes stores and runs them, and its 8-bit optimizer, on the fake device.
+"""Quantized linear layers as bitsandbytes stores and runs them, and its optimizers, on the fake device.
 
 bitsandbytes' own Python code for CUDA (bitsandbytes/backends/cuda/ops.py) decides what is allocated; only the compiled
 library that it calls for the arithmetic is replaced by functions that do nothing while the fake device is in use.
@@ -70,6 +70,7 @@ def ready() -> Any:
     except ImportError as error:
         raise ConfigError(f"bitsandbytes is needed ({error}); pip install 'vramsim[torch]'") from None
     _with_cuda_kernels()
+    _with_managed_memory(importlib.import_module("bitsandbytes.functional"))
     return bitsandbytes
 
 
@@ -98,6 +99,24 @@ def _with_cuda_kernels() -> None:
         loaded.CUBLAS_Context = _Contexts(loaded.CUBLAS_Context)
     loaded.torch = _NoOutliers()
     loaded._get_raw_stream = functools.partial(_stream, getattr(*RAW_STREAM, _raw_stream))
+
+
+def _with_managed_memory(functional: Any) -> None:
+    """States of paged optimizers: tensors of the host, as bitsandbytes has them, of the size of CUDA managed memory."""
+    if isinstance(functional.lib, _Library):
+        return
+    functional.lib = _Library(functional.lib)
+    real = functional.get_paged
+
+    def get_paged(*shape: int, dtype: torch.dtype = torch.float32, device: torch.device) -> Any:
+        if not fake_cuda._active:
+            return real(*shape, dtype=dtype, device=device)
+        found: Any = torch.zeros((), dtype=dtype).expand(shape)  # takes no memory here
+        found.is_paged, found.page_deviceid = True, device.index
+        fake_cuda._active[0].managed += found.nbytes
+        return found
+
+    functional.get_paged = get_paged
 
 
 class _NoOutliers:

@@ -36,6 +36,7 @@ from graph.models.lookup import configuration
 from graph.models.mixtures import shares
 from graph.models.modalities import Fed, check_senses, feed, takes_more_than_text
 from graph.models.transformers_4_29.attention import like_transformers_4_29 as like_old_attention
+from graph.optimizers import OPTIMIZERS
 from graph.user_code import quiet, told
 from traces.errors import ConfigError, LLMemError
 from traces.text import reason
@@ -99,7 +100,7 @@ def build(case: Case) -> Built:
     than the model's positions and the like; CaptureError where transformers refuses what is asked for.
     """
     with quiet():
-        if case.quant or case.optimizer == "adamw-8bit":
+        if case.quant or OPTIMIZERS[case.optimizer].of_bitsandbytes:
             from graph.models.quantization import ready
 
             ready()

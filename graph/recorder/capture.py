@@ -28,6 +28,7 @@ from graph.workspaces.rules import Call
 from traces.collecting import uncollected
 from traces.errors import LLMemError
 from traces.text import reason
+from traces.units import format_bytes
 
 if TYPE_CHECKING:
     from graph.case import Case
@@ -125,7 +126,7 @@ def _attempt(
             running.close()
             runtime.synchronizations = runtime.emptied = None
         facts = built.facts
-        assumptions = (*built.assumptions, *(str(text) for text in runtime.assumptions))
+        assumptions = (*built.assumptions, *map(str, runtime.assumptions), *_about_managed(runtime.managed))
         del built
     log = recorder.log
     table = tables(log, roles, parameters, buffers)
@@ -167,6 +168,15 @@ def _told(case: Case, recorder: Recorder) -> Iterator[None]:
             f"model {case.model}: {type(error).__name__} in {place}{f', in or after {module}' if module else ''}"
             f"{f', at {line}' if line else ''}: {reason(error)}"
         ) from error
+
+
+def _about_managed(size: int) -> Iterator[str]:
+    """What is to be said of CUDA managed memory, which is no part of what the allocator has."""
+    if size:
+        yield (
+            f"{format_bytes(size)} of optimizer states are paged: CUDA managed memory, which is on the GPU where there "
+            "is room and on the host where not, and is not counted"
+        )
 
 
 def _planner(card: Profile) -> Any:

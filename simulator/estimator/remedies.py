@@ -203,7 +203,7 @@ CHANGES: Final = (
         {"optimizer": "adamw-fused"})),
     Change("optimizer", "8-bit optimizer states", "rounding", _when(
         lambda case: _trains_all(case) and case.optimizer.startswith("adamw") and case.optimizer != "adamw-8bit",
-        {"optimizer": "adamw-8bit"})),
+        {"optimizer": "adamw-8bit"}, {"optimizer": "paged-adamw-8bit"})),
     Change("batch", "smaller micro-batches", "time", _smaller_batch),
     Change("loss", "head and loss over parts of the sequence", "time", _when(
         lambda case: case.task == "train" and not case.loss, {"loss": "chunk8"})),

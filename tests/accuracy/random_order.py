@@ -2,11 +2,11 @@
 
     python -m tests.accuracy.random_order [--cases N] [--seed N] [--jobs N]
 
-A capture must leave nothing behind that changes the next one, nor one that is stopped in the middle. The cases are tiny
-models (Llama and GPT-2) under every strategy, mesh, checkpointing, adapters, quantization, dtype, optimizer, GPU
-and release, and their inference; what is compared are the events of every rank, their groups, the assumptions, and the
-text of errors. Processes are forked from a server that has imported the libraries but captured nothing. Exit code 1 and
-the differing cases if any differ.
+A capture must leave nothing behind that changes the next one, nor one that is stopped in the middle. The cases are
+tiny models (decoders, experts, encoders, pictures, speech) under every strategy, mesh, checkpointing, adapters,
+quantization, dtype, optimizer, GPU and release, and their inference; what is compared are the events of every rank,
+their groups, the assumptions, and the text of errors. Processes are forked from a server that has imported the
+libraries but captured nothing. Exit code 1 and the differing cases if any differ.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from graph.case import Case
+from graph.optimizers import OPTIMIZERS
 from strategies import registry
 from traces.errors import ConfigError, LLMemError
 from traces.model import Op, RankEvents, Strings, Trace
@@ -38,7 +39,10 @@ PRELOADED: Final = (
     "torch.distributed.pipelining",
     "torch.distributed.tensor.parallel",
     "transformers.models.gpt2.modeling_gpt2",
-    "transformers.models.llama.modeling_llama",
+    *(
+        f"transformers.models.{name}.modeling_{name}"
+        for name in ("llama", "mixtral", "gemma3", "bert", "t5", "vit", "whisper")
+    ),
     "peft",
 )
 _LLAMA: Final = {
@@ -49,6 +53,13 @@ _LLAMA: Final = {
     "num_attention_heads": 8,
     "vocab_size": 256,
     "max_position_embeddings": 128,
+}
+_SMALL: Final = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "vocab_size": 256,
 }
 _GPT2: Final = {
     "model_type": "gpt2",
@@ -64,7 +75,22 @@ MODELS: Final[Mapping[str, Mapping[str, Any]]] = {
     "llama-4": {**_LLAMA, "num_hidden_layers": 4, "num_key_value_heads": 4},
     "gpt2-2": {**_GPT2, "n_layer": 2},
     "gpt2-4": {**_GPT2, "n_layer": 4},
-}
+    "mixtral": {**_SMALL, "model_type": "mixtral", "architectures": ["MixtralForCausalLM"], "num_key_value_heads": 4,
+                "num_local_experts": 4},
+    "gemma3": {**_SMALL, "model_type": "gemma3_text", "architectures": ["Gemma3ForCausalLM"], "num_key_value_heads": 4,
+               "head_dim": 8, "sliding_window": 16},
+    "bert": {**_SMALL, "model_type": "bert", "architectures": ["BertForMaskedLM"], "max_position_embeddings": 128},
+    "t5": {"model_type": "t5", "architectures": ["T5ForConditionalGeneration"], "d_model": 64, "d_ff": 128, "d_kv": 8,
+           "num_layers": 2, "num_heads": 8, "vocab_size": 256},
+    "vit": {**_SMALL, "model_type": "vit", "architectures": ["ViTForImageClassification"], "image_size": 32,
+            "patch_size": 8},
+    "whisper": {"model_type": "whisper", "architectures": ["WhisperForConditionalGeneration"], "d_model": 64,
+                "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 8, "decoder_attention_heads": 8,
+                "encoder_ffn_dim": 128, "decoder_ffn_dim": 128, "vocab_size": 256, "max_source_positions": 50,
+                "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1},
+}  # fmt: skip
+#: Those whose layers every method and quantization takes.
+_PLAIN: Final = ("llama-2", "llama-4")
 #: Meshes, drawn as often as all strategies together: most of what torch keeps between jobs is by mesh.
 MESHES: Final[tuple[Mapping[str, int], ...]] = (
     {"pp": 2, "dp": 2, "tp": 2},
@@ -92,7 +118,7 @@ _TRAINING: Final[Mapping[str, Sequence[Any]]] = {
     "autocast": ("", "", "bf16", "fp16"),
     "attn": ("sdpa", "eager"),
     "checkpointing": ("", "nonreentrant", "reentrant"),
-    "optimizer": ("adamw", "adamw-fused", "adamw-forloop", "sgd", "adafactor", "adamw-8bit"),
+    "optimizer": tuple(OPTIMIZERS),
     "lora": (0, 4),
     "quant": ("", "nf4", "int8"),
     "accum": (1, 2),
@@ -141,7 +167,7 @@ def draw(seed: int, folder: Path) -> Iterator[dict[str, Any]]:
     while True:
         case = _drawn(rng)
         split = "tp" in str(case) or case.get("quant")  # what splits or quantizes nn.Linear, which GPT-2 has not
-        model = rng.choice(("llama-2", "llama-4") if split else sorted(MODELS))
+        model = rng.choice(_PLAIN if split else sorted(MODELS))
         case |= {"model": str(folder / model), **sizes(case)}
         try:
             Case.of(case)

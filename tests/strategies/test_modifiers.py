@@ -52,6 +52,7 @@ def trained(config: str, **keys: Any) -> Estimate:
         ("tp-megatron", {"offload": "activations"}, "offload"),
         ("fsdp2", {"optimizer": "adamw-8bit"}, "optimizer"),
         ("tp-sp", {"optimizer": "adamw-8bit"}, "optimizer"),
+        ("fsdp2", {"optimizer": "paged-adamw-32bit"}, "optimizer"),
         ("hsdp", {"optimizer": "adafactor"}, "optimizer"),
         ("fsdp2-nr", {"quant": "int8", "lora": 4}, "quant"),
         ("fsdp1", {"quant": "nf4", "lora": 4}, "quant"),
