@@ -19,6 +19,7 @@ import torch
 import torchgen  # type: ignore[import-untyped]
 
 from graph.errors import CaptureError
+from graph.fake_cuda.composed import COMPOSED
 from graph.fake_cuda.memory import Layout, contiguous, set_storage
 from graph.fake_cuda.sdpa import corrected
 from graph.fake_cuda.shapes import Shapes
@@ -261,10 +262,12 @@ class Kernels:
             "_local_scalar_dense": self._scalar,
             "equal": self._equal,
             "nonzero": self._nonzero,
-            "masked_select": self._selected,
             "index.Tensor": self._indexed,
             "_unsafe_index.Tensor": self._indexed,
             "_index_put_impl_": self._indexed,
+            "_unique": self._unique,
+            "_unique2": self._unique,
+            "unique_consecutive": self._unique,
             "_use_cudnn_ctc_loss": self._never,
             "_use_miopen_ctc_loss": self._never,
         }
@@ -274,6 +277,8 @@ class Kernels:
         func = operator(name)
         if name in self._special:
             return self._special[name](func)
+        if name in COMPOSED:
+            return functools.partial(COMPOSED[name], self.runtime)
         if name in _METADATA_ONLY:
             return functools.partial(func.redispatch, BY_CPU_KERNEL)
         return self._dynamic(func) if torch.Tag.dynamic_output_shape in func.tags else self._usual(func)
@@ -595,28 +600,6 @@ class Kernels:
 
         return kernel
 
-    def _selected(self, func: Operator) -> Kernel:
-        """As many elements as the mask has set."""
-        kinds, runtime = dict[Any, Kind](), self.runtime
-
-        def kernel(source: torch.Tensor, mask: torch.Tensor) -> Any:
-            known = runtime.values.of(mask)
-            shape = _broadcast(source.shape, mask.shape)
-            if known is None:
-                runtime.assume_all()
-            rows = runtime.nonzero(mask.expand(shape)) if known is None else int(known.expand(shape).sum())
-            key = (rows, _kind((source, mask), True))
-            kind = kinds.get(key)
-            if kind is None:
-                kind = kinds[key] = Kind((Layout((rows,), (1,), source.dtype),))
-            out = self._new(func, kind, (source, mask), {})
-            if kind.counted:
-                runtime.values.made(func, (source, mask), {}, out)
-            runtime.synchronized()
-            return out
-
-        return kernel
-
     def _dynamic(self, func: Operator) -> Kernel:
         """An operator whose result has a shape by values: what it makes of those, where they are known."""
         usual, kinds, runtime = self._usual(func), dict[Any, Kind](), self.runtime
@@ -643,6 +626,38 @@ class Kernels:
 
         return kernel
 
+    def _unique(self, func: Operator) -> Kernel:
+        """Values that differ, in room for all (cuda/Unique.cu resizes it down); all of them, where they are unknown."""
+        runtime, names = self.runtime, [argument.name for argument in func._schema.arguments]
+        dynamic, kinds = self._dynamic(func), dict[Any, Kind]()
+
+        def kernel(source: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            given = dict(zip(names[1:], args, strict=False)) | kwargs
+            if given.get("dim") is not None or not source.numel():
+                return dynamic(source, *args, **kwargs)
+            found = runtime.values.computed(func, (source, *args), kwargs)
+            if found is None:
+                runtime.assume("values that differ", "that all do")
+            count = source.numel() if found is None else len(found[0])
+            flags = source.dtype is torch.bool and not func._opname.startswith("unique_")
+            counts = given.get("return_counts") or (flags and func._opname == "_unique2")
+            room = 2 if flags else source.numel()
+            key = (count, _kind((source,), True), room, bool(given.get("return_inverse")), bool(counts))
+            kind = kinds.get(key)
+            if kind is None:
+                kind = kinds[key] = Kind(_unique_layouts(source, count, *key[2:], len(func._schema.returns)))
+            born: list[int] = []
+            out = tuple([runtime.memory.new(layout, born) for layout in kind.made])
+            for tensor, host in zip(out, found or (), strict=False):
+                if tensor.shape == host.shape:
+                    runtime.values.put(tensor, host)
+            if runtime.observer is not None:
+                runtime.observer.operator(func, (source, *args), kwargs, out, born, kind)
+            runtime.synchronized()
+            return out
+
+        return kernel
+
     def _never(self, func: Operator) -> Kernel:
         return lambda *args, **kwargs: False
 
@@ -657,6 +672,18 @@ def _empty_layout(shape: tuple[int, ...], dtype: torch.dtype, memory_format: tor
         return Layout(shape, contiguous(shape), dtype)
     strides = torch.empty(shape, dtype=dtype, device="meta", memory_format=memory_format).stride()
     return Layout(shape, strides, dtype)
+
+
+def _unique_layouts(
+    source: torch.Tensor, count: int, room: int, inverse: bool, counts: bool, outputs: int
+) -> tuple[Layout, ...]:
+    """Values, the place of each among them, how often each comes."""
+    made = (
+        Layout((count,), (1,), source.dtype, room * source.dtype.itemsize),
+        Layout(source.shape, contiguous(source.shape), torch.int64) if inverse else Layout((0,), (1,), torch.int64),
+        Layout((count,), (1,), torch.int64, room * 8) if counts else Layout((0,), (1,), torch.int64),
+    )
+    return made[:outputs]
 
 
 def operator(name: str) -> Any:

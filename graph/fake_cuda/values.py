@@ -66,7 +66,7 @@ class Values:
 
     def put(self, tensor: torch.Tensor, host: torch.Tensor) -> None:
         """Let `tensor`, new, have the values of `host`."""
-        storage = _room(tensor)
+        storage = _room(tensor, new=True)
         if storage is not None and tensor.numel():
             _view(storage, tensor).copy_(host)
             self.known[self.key(tensor)] = storage
@@ -139,10 +139,10 @@ def _outs(func: Operator) -> list[str]:
     ]
 
 
-def _room(tensor: torch.Tensor) -> torch.UntypedStorage | None:
-    """Memory on the host for the storage of `tensor`; None if that is too large or not the tensor's alone."""
+def _room(tensor: torch.Tensor, new: bool = False) -> torch.UntypedStorage | None:
+    """Memory on the host for the storage of `tensor`; None if that is too large or not `new` nor the tensor's alone."""
     size = tensor.untyped_storage().nbytes()
-    if size > MOST_BYTES or tensor.numel() * tensor.dtype.itemsize != size:
+    if size > MOST_BYTES or (not new and tensor.numel() * tensor.dtype.itemsize != size):
         return None
     return torch.empty(size, dtype=torch.uint8, device=_CPU).untyped_storage()
 

@@ -31,6 +31,7 @@ _MODULES: Final = (
     "resampling",
     "softmax",
     "sorting",
+    "unique",
 )
 
 

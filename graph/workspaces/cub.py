@@ -25,6 +25,10 @@ _SORT_TILES: Final[Mapping[tuple[int, int], tuple[int, int, int]]] = {
     (4, 8): (2816, 3072, 5376),
     (2, 8): (2816, 3072, 5632),
     (1, 8): (2816, 3072, 5632),
+    (8, 0): (2816, 3840, 5760),
+    (4, 0): (5888, 8064, 7296),
+    (2, 0): (9728, 9728, 9728),
+    (1, 0): (9728, 9728, 9728),
 }
 _SINGLE_TILES: Final[Mapping[int, int]] = {8: 2304, 4: 4864, 2: 4864, 1: 4864}
 
@@ -39,14 +43,14 @@ def _generation(profile: Profile) -> int:
 
 
 def sort_pairs(profile: Profile, count: int, key: int, value: int, bits: int | None = None) -> int:
-    """Bytes for `cub::DeviceRadixSort::SortPairs` of `count` keys of `key` and values of `value` bytes.
+    """Bytes for `cub::DeviceRadixSort::SortPairs` of `count` keys of `key` and values of `value` bytes (0: `SortKeys`).
 
     `bits` is how many bits of the key are sorted (all). One tile needs none: CUB asks for 1 byte.
     """
     if count <= _SINGLE_TILES[max(key, value)]:
         return 1
     if key < 4 and profile.arch < (9, 0):
-        return storage(count * key, count * value, 4 * _spine(profile))
+        return storage(count * key, count * value, 4 * _spine(profile, key))
     passes = up(8 * key if bits is None else max(bits, 1), 8)
     tile = _SORT_TILES.get((key, value), _SORT_TILES[8, 8])[_generation(profile)]
     portions = up(count, _PORTION)
@@ -62,9 +66,9 @@ def sort_rows(profile: Profile, count: int) -> int:
     return storage(_DIGITS * 8, up(count, tile) * _DIGITS * 4, 4)
 
 
-def _spine(profile: Profile) -> int:
+def _spine(profile: Profile, key: int) -> int:
     """Counters of the sort that reads its keys twice, which CUB takes for keys of less than 4 bytes."""
-    return _blocks(profile) * _DIGITS + 11264
+    return _blocks(profile) * (_DIGITS if key > 1 else _DIGITS // 2) + 11264
 
 
 def _blocks(profile: Profile) -> int:
@@ -77,7 +81,7 @@ def segmented_sort(count: int, key: int, value: int) -> int:
     return storage(count * key, count * value)
 
 
-def _extra(profile: Profile) -> tuple[int, ...]:
+def extra(profile: Profile) -> tuple[int, ...]:
     """A further part that CUB has with CUDA 13."""
     return (1,) if profile.release >= (2, 10) else ()
 
@@ -85,7 +89,7 @@ def _extra(profile: Profile) -> tuple[int, ...]:
 def scan(profile: Profile, count: int, width: int) -> int:
     """Bytes for `cub::DeviceScan::ExclusiveSum` of `count` integers of `width` bytes."""
     tile, word = {8: (896, 16), 4: (1920, 8)}.get(width, (7168, 16))
-    return storage((up(count, tile) + 32) * word, *((1,) if width < 4 else _extra(profile)))
+    return storage((up(count, tile) + 32) * word, *((1,) if width < 4 else extra(profile)))
 
 
 def unique_by_key(profile: Profile, count: int, key: int) -> int:
@@ -98,7 +102,7 @@ def unique_by_key(profile: Profile, count: int, key: int) -> int:
     else:
         wide, narrow = 320, 704
     tile = wide if key == 8 else narrow
-    return storage((up(count, tile) + 32) * 16, *_extra(profile))
+    return storage((up(count, tile) + 32) * 16, *extra(profile))
 
 
 def total(profile: Profile, count: int) -> int:
@@ -110,4 +114,4 @@ def selected(profile: Profile, count: int) -> int:
     """Bytes for `cub::DeviceSelect::Flagged` of places of 8 bytes among `count` flags."""
     tiles = {(8, 0): 2304, (9, 0): 4224}
     tile = tiles.get(profile.arch, 3520 if profile.arch >= (10, 0) else 640)
-    return storage((up(count, tile) + 32) * 8, *_extra(profile))
+    return storage((up(count, tile) + 32) * 8, *extra(profile))

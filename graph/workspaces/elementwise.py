@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from graph.workspaces.metadata import (
+    dimension,
     dtype,
     elements,
     is_contiguous,
@@ -79,10 +80,30 @@ def power_of(call: Call) -> Plan | None:
     return within([("base", size(out))], REST)
 
 
+def modulus(call: Call) -> Plan | None:
+    """`abs`, `angle` of complex numbers into real ones: computed as complex numbers first (UnaryOps.cpp)."""
+    source, out = call.args[0], next(tensors(call.out))
+    if "complex" not in dtype(source) or "complex" in dtype(out) or not elements(source):
+        return None
+    return within([("complex", size(source))], *(() if "out" in call.kwargs else (REST,)))
+
+
+def unfold_backward(call: Call) -> Plan | None:
+    """`unfold_backward` where windows overlap: the places along the dimension (UnfoldBackward.h)."""
+    sizes, place, window, step = call.args[1:5]
+    if step >= window or not elements(call.args[0]):
+        return None
+    return after([("places", 8 * (int(sizes[dimension(int(place), len(sizes))]) if sizes else 1))])
+
+
 RULES: Mapping[str, Rule] = {
     "aten.copy_.default": copy_,
     "aten.where.self": where,
     "aten.roll.default": roll,
     "aten.pow.Scalar": power,
     "aten.pow.Tensor_Scalar": power_of,
+    "aten.abs.out": modulus,
+    "aten.angle.out": modulus,
+    "aten.angle.default": modulus,
+    "aten.unfold_backward.default": unfold_backward,
 }

@@ -145,16 +145,16 @@ def nonzero(call: Call) -> Plan | None:
 
 
 def masked_scatter(call: Call) -> Plan | None:
-    """`masked_scatter_`: a running sum over the mask as large as the target (`masked_scatter__cuda`, Indexing.cu)."""
-    target, mask, source = call.args
+    """`masked_scatter_`: the place in the source for each element (`masked_scatter__cuda`, IndexKernel.cpp)."""
+    target, mask, source = call.args[:3]
     count = elements(target)
     if not count:
         return None
-    kept = [("places", count * 8)]
-    if shape(mask) != shape(target) or not is_contiguous(mask):
-        kept.append(("mask", count))
-    copied = () if is_contiguous(source) else within([("source", size(source))])
-    return within(kept, *within([("sum", scan(call.profile, count, 8))]), *copied)
+    strided = shape(mask) != shape(target) or not is_contiguous(mask)
+    copies = [("mask", count * width(mask))] if strided else []
+    behind = [] if is_contiguous(source) else [("source", size(source))]
+    steps = within(copies, *within([("scan", scan(call.profile, count, 8))]), *within(behind))
+    return within([("places", count * 8)], *steps)
 
 
 def _slice(target: torch.Tensor, places: Sequence[int]) -> int:

@@ -379,13 +379,38 @@ def extreme(call: Call) -> Plan | None:
     return _extreme(call, dims, width(source))
 
 
-def extreme_of_all(call: Call) -> Plan | None:
-    """`max()`, `min()`: as amax, of a contiguous copy if the input is not contiguous (ReduceAllOps.cpp)."""
+def equal(call: Call) -> Plan | None:
+    """`equal`: the comparison of every value, reduced by `all` (cuda/Equal.cpp)."""
+    source, other = call.args[0], call.args[1]
+    count = elements(source)
+    if shape(source) != shape(other) or not count or source is other:
+        return None
+    staged = within([("all", 1)], *scratch(call.profile, flat(count, 1), 1, 1, 1, False))
+    return within([("equal", count)], *staged)
+
+
+def renormed(call: Call) -> Plan | None:
+    """`renorm`: a norm for each slice, in fp32 where values have 16 bits, and then a factor (Normalization.cpp)."""
     source = call.args[0]
-    if is_contiguous(source):
-        return extreme(call)
+    kept = dimension(int(call.args[2]), len(shape(source)))
+    dims = [place for place in range(len(shape(source))) if place != kept]
+    wide = max(width(source), 4)
+    count = shape(source)[kept]
+    stage = scratch(call.profile, merged(source, dims, wide, width(source)), wide, wide, width(source), False)
+    factor = [("factor", count * width(source))] if is_half(source) else []
+    return (REST, *within([("norm", count * wide)], *stage, *within(factor)))
+
+
+def extreme_of_all(call: Call) -> Plan | None:
+    """`max()`, `min()`, `aminmax()`: of a contiguous copy if the input is not contiguous (ReduceAllOps.cpp)."""
+    source = call.args[0]
+    pair = "aminmax" in call.name
+    if pair and argument(call, 1, "dim", call.kwargs.get("dim")) is not None:
+        return None
     item = width(source)
-    steps = scratch(call.profile, flat(elements(source), item), item, item, item, False)
+    steps = scratch(call.profile, flat(elements(source), item), item, 2 * item if pair else item, item, False)
+    if is_contiguous(source):
+        return steps or None
     return (REST, *within([("flat", size(source))], *steps))
 
 
@@ -436,9 +461,11 @@ RULES: Mapping[str, Rule] = {
     **dict.fromkeys(["aten.mean.dim", "aten.mean.out", "aten.prod.dim_int"], sum_dims),
     **dict.fromkeys(_names("linalg_vector_norm", "default out"), vector_norm),
     **dict.fromkeys(_names("amax amin", "default"), extreme),
-    **dict.fromkeys(_names("max min", "default"), extreme_of_all),
+    **dict.fromkeys(_names("max min aminmax", "default"), extreme_of_all),
+    "aten.equal.default": equal,
+    "aten.renorm.default": renormed,
     **dict.fromkeys(_names("any all", "default dim dims out all_out"), truth),
     **dict.fromkeys(_names("max min", "dim"), extreme_at),
-    **dict.fromkeys(_names("argmax argmin", "default"), index_of),
+    **dict.fromkeys(_names("argmax argmin", "default out"), index_of),
     **dict.fromkeys(_names("var std var_mean std_mean", "correction"), variance),
 }

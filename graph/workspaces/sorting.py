@@ -132,6 +132,8 @@ RULES: Mapping[str, Rule] = {
     "aten.sort.stable": sort,
     "aten.sort.default": sort,
     "aten.topk.default": topk,
+    "aten.topk.values": topk,
     "aten.cumsum.default": cumsum,
+    "aten.cumsum.out": cumsum,
     "aten.cumprod.default": cumsum,
 }

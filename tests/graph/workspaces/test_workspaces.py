@@ -37,6 +37,10 @@ OPERATORS_BY_SOURCE = {  # variants with `out=` or in place take the rule of the
     "aten.all.out",
     "aten.all.all_out",
     "aten._softmax.out",
+    "aten.argmax.out",
+    "aten.argmin.out",
+    "aten.cumsum.out",
+    "aten.topk.values",
 }
 
 

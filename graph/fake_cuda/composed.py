@@ -1,0 +1,91 @@
+"""Operators whose CUDA kernels are written in other operators: each is run as those, in the same order.
+
+What they allocate is what those allocate, by the rules that those have. Each function is called as the kernel is, with
+the runtime before its arguments; the file that it follows is named (below aten/src/ATen/native).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+
+if TYPE_CHECKING:
+    from graph.fake_cuda.device import Runtime
+
+_aten: Final = torch.ops.aten
+_broadcast: Final[Callable[..., torch.Size]] = torch.broadcast_shapes
+
+
+def _masked_select(runtime: Runtime, source: torch.Tensor, mask: torch.Tensor) -> Any:
+    """cuda/IndexKernel.cpp, `masked_select_out_cuda_impl`: indexing by the mask."""
+    mask, source = (tensor if tensor.ndim else tensor.unsqueeze(0) for tensor in (mask, source))
+    shape = _broadcast(mask.shape, source.shape)
+    return _aten.index.Tensor(source.expand(shape), [mask.expand(shape)])
+
+
+def _count_nonzero(runtime: Runtime, source: torch.Tensor, dim: Sequence[int]) -> Any:
+    """TensorAdvancedIndexing.cpp, `count_nonzero_cuda`."""
+    return _aten.sum.dim_IntList(_aten.ne.Scalar(source, 0), list(dim))
+
+
+def _bincount(runtime: Runtime, source: torch.Tensor, weights: torch.Tensor | None = None, minlength: int = 0) -> Any:
+    """cuda/SummaryOps.cu, `_bincount_cuda_template`: as many bins as the largest value says, where that is known."""
+    if weights is not None and weights.dtype not in (torch.float32, torch.float64):
+        weights = weights.double()
+    dtype = torch.int64 if weights is None else weights.dtype
+    if not source.numel():
+        return torch.zeros(minlength, dtype=dtype, device=source.device)
+    known = runtime.values.of(source)
+    if known is None:
+        runtime.assume("the largest of numbers that are counted", "the least that the result has room for")
+    limits = _aten.aminmax.default(source)
+    most = 0 if known is None else int(known.max()) + 1
+    runtime.synchronized()
+    bins = torch.zeros(max(most, minlength, 1), dtype=dtype, device=source.device)
+    del limits
+    if known is not None and weights is None:
+        runtime.values.put(bins, torch.bincount(known, minlength=minlength))
+    return bins
+
+
+def _multinomial(
+    runtime: Runtime, source: torch.Tensor, samples: int, replacement: bool = False, *, generator: object = None
+) -> Any:
+    """Distributions.cpp, `multinomial_out`; with replacement cuda/MultinomialKernel.cu."""
+    out = torch.empty((*source.shape[:-1], samples), dtype=torch.int64, device=source.device)
+    if replacement and samples > 1:
+        given, normed, sums = (torch.empty_like(source, memory_format=torch.contiguous_format) for _ in range(3))
+        _aten.cumsum.out(normed, -1, out=sums)
+        del sums, normed, given
+        return out
+    least, most = _aten.aminmax.default(source)
+    valid = _aten.bitwise_and.Tensor(_aten.ge.Scalar(least, 0), _aten.lt.Scalar(most, float("inf")))
+    zero = _aten.eq.Scalar(_aten.sum.default(source), 0) if source.ndim == 1 else _no_row(source)
+    zero = _aten.bitwise_not.default(zero)
+    runtime.synchronized()
+    drawn = torch.empty_like(source)
+    if samples == 1:
+        _aten.argmax.out(drawn, -1, True, out=out)
+    else:
+        best = torch.empty(out.shape, dtype=source.dtype, device=source.device)
+        _aten.topk.values(drawn, samples, values=best, indices=out)
+        del best
+    del drawn, zero, valid, most, least
+    return out
+
+
+def _no_row(source: torch.Tensor) -> Any:
+    """Whether a row of probabilities adds up to 0."""
+    sums = _aten.sum.dim_IntList(source, [1])
+    return _aten.any.default(_aten.eq.Scalar(sums, 0))
+
+
+#: By operator.
+COMPOSED: Final[Mapping[str, Callable[..., Any]]] = {
+    "masked_select": _masked_select,
+    "count_nonzero.dim_IntList": _count_nonzero,
+    "bincount": _bincount,
+    "multinomial": _multinomial,
+}
