@@ -1,7 +1,8 @@
 """One rank of a job that a program starts itself, by `torch.distributed.init_process_group` of any backend.
 
-Rank and world are those of the environment (RANK, WORLD_SIZE), as launchers set them. Collectives do nothing but take
-part (`graph.fake_cuda.collectives`); those of Python objects give every rank's object as this rank's.
+Rank and world are what the program says, or those of the environment (RANK, WORLD_SIZE), as launchers set them. Where
+it starts ranks itself (`torch.multiprocessing.spawn`), this process is the first of them. Collectives do nothing but
+take part (`graph.fake_cuda.collectives`); those of Python objects give every rank's object as this rank's.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from unittest import mock
 import torch
 import torch.cuda.nccl
 import torch.distributed as dist
+import torch.multiprocessing
 from torch.distributed import device_mesh
 from torch.distributed import distributed_c10d as c10d
 
@@ -34,8 +36,17 @@ def joined(runtime: Runtime, recorder: Any) -> Iterator[Collectives]:
     collectives.keeps = lambda: graph_task() >= 0  # in backward: DDP's reducer; others wait for theirs
     plain: Callable[..., None] = dist.init_process_group
 
-    def start(*args: object, **kwargs: object) -> None:
-        rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    def start(
+        backend: object = None,
+        init_method: object = None,
+        timeout: object = None,
+        world_size: int = -1,
+        rank: int = -1,
+        *args: object,
+        **kwargs: object,
+    ) -> None:
+        rank = rank if rank >= 0 else int(os.environ.get("RANK", "0"))
+        world = world_size if world_size > 0 else int(os.environ.get("WORLD_SIZE", "1"))
         plain("fake", rank=rank, world_size=world, store=fake_store())
         collectives.install()
 
@@ -46,6 +57,8 @@ def joined(runtime: Runtime, recorder: Any) -> Iterator[Collectives]:
             for module in (dist, c10d, device_mesh):  # the last has some of them by name
                 if hasattr(module, name):
                     stack.enter_context(mock.patch.object(module, name, function))
+        for name in ("spawn", "start_processes"):
+            stack.enter_context(mock.patch.object(torch.multiprocessing, name, _first_rank))
         stack.enter_context(mock.patch.object(dist, "is_nccl_available", return_value=True))
         stack.enter_context(mock.patch.object(torch.cuda.nccl, "version", return_value=_NCCL))
         stack.enter_context(lone_replicas())
@@ -56,6 +69,22 @@ def joined(runtime: Runtime, recorder: Any) -> Iterator[Collectives]:
             collectives.settle()
             if dist.is_initialized():
                 dist.destroy_process_group()
+
+
+class _Ended:
+    """What `spawn` gives to those who wait themselves."""
+
+    def join(self, *args: object, **kwargs: object) -> bool:
+        """All has ended."""
+        return True
+
+
+def _first_rank(
+    fn: Callable[..., Any], args: tuple[Any, ...] = (), nprocs: int = 1, join: bool = True, *how: object, **also: object
+) -> _Ended | None:
+    """`torch.multiprocessing.spawn` and `start_processes`: the first process's work, done in this one."""
+    fn(0, *args)
+    return None if join else _Ended()
 
 
 def _without_backend(plain: Callable[..., Any]) -> Callable[..., Any]:

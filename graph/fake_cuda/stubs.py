@@ -10,8 +10,9 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
+from torch.profiler import ProfilerActivity
 
-from graph.fake_cuda import served
+from graph.fake_cuda import objects, served
 from graph.fake_cuda.torch_private import RAW_STREAM, fake_tensor
 
 if TYPE_CHECKING:
@@ -175,6 +176,13 @@ class _Storages:
         ]
 
 
+class _Silent:
+    """A library all of whose functions give 0."""
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *args, **kwargs: 0
+
+
 class _Device:
     """`torch.cuda.device`: there is only device 0."""
 
@@ -236,18 +244,7 @@ def attributes(runtime: Runtime) -> dict[str, Any]:
     """What replaces the attributes of these names in `torch.cuda`."""
     card = runtime.profile
     default = Stream(number=0)
-    state = torch.zeros(16, dtype=torch.uint8)
-    generator: Any = types.SimpleNamespace(
-        device=torch.device("cuda", 0),
-        get_state=lambda: state.clone(),
-        set_state=_nothing,
-        initial_seed=lambda: 0,
-        manual_seed=_nothing,
-        seed=lambda: 0,
-        clone_state=lambda: generator,
-        graphsafe_get_state=lambda: generator,
-        graphsafe_set_state=_nothing,
-    )
+    generator = objects.Generator("cuda")
     Stream.runtime, Stream._made = runtime, 0
     runtime.default_stream = default
     quiet = "_lazy_init init set_device ipc_collect set_rng_state set_rng_state_all manual_seed "
@@ -272,8 +269,8 @@ def attributes(runtime: Runtime) -> dict[str, Any]:
         "can_device_access_peer": lambda device, peer_device: True,
         "get_arch_list": lambda: [f"sm_{card.arch[0]}{card.arch[1]}"],
         "synchronize": lambda device=None: runtime.synchronized(),
-        "get_rng_state": lambda device="cuda": state.clone(),
-        "get_rng_state_all": lambda: [state.clone()],
+        "get_rng_state": lambda device="cuda": generator.get_state(),
+        "get_rng_state_all": lambda: [generator.get_state()],
         "initial_seed": lambda: 0,
         "default_generators": (generator,),
         "Stream": Stream,
@@ -314,11 +311,17 @@ def patched(runtime: Runtime) -> Iterator[None]:
         changes += [(module, name, answer) for name, answer in answers.items() if hasattr(module, name)]
     changes += [
         (fake_tensor, "init_gpu_context", _nothing),
+        (importlib.import_module("torch.cuda.nvtx"), "_nvtx", _Silent()),
+        (torch._C, "_cuda_get_sync_debug_mode", lambda: 0),
+        (torch._C, "_cuda_set_sync_debug_mode", _nothing),
+        (torch._C, "_accelerator_synchronizeDevice", lambda device: runtime.synchronized()),
+        (torch.autograd.profiler, "_supported_activities", lambda: {ProfilerActivity.CPU, ProfilerActivity.CUDA}),
         (fake_tensor.log, "disabled", True),  # it logs errors that are raised as well
         (torch.version, "cuda", torch.version.cuda or "13.0"),
         (*RAW_STREAM, lambda device: 0),
     ]
     changes += _Storages(runtime).changes()
+    changes += objects.changes()
     changes += [] if allocator is None else served.changes(allocator)
     before = [(target, name, vars(target).get(name, _ABSENT)) for target, name, _ in changes]
     try:

@@ -1,0 +1,105 @@
+"""Objects on the device that this PyTorch's C++ cannot make: generators, storages, tensors by names of types."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import torch
+
+_CUDA: Final = torch.device("cuda", 0)
+#: Bytes of the state of a generator on CUDA: a seed and an offset.
+_STATE: Final = 16
+_plain: Final[Any] = torch.Generator
+
+
+class _Named(type(_plain)):  # type: ignore[misc]
+    """Every generator is one of `torch.Generator`."""
+
+    def __instancecheck__(cls, instance: object) -> bool:
+        return isinstance(instance, _plain)
+
+
+class Generator(torch.Generator, metaclass=_Named):
+    """`torch.Generator`: those of the host are PyTorch's own; one of the device draws nothing."""
+
+    def __new__(cls, device: Any = "cpu") -> Any:
+        """A generator of the host is not of this class."""
+        if (torch.device("cuda", device) if isinstance(device, int) else torch.device(device)).type != "cuda":
+            return _plain(device)
+        made = super().__new__(cls)
+        made._state = torch.zeros(_STATE, dtype=torch.uint8)
+        return made
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        """The one device."""
+        return _CUDA
+
+    def get_state(self) -> torch.Tensor:
+        """A copy of the state, on the host as PyTorch has it."""
+        return self._state.clone()
+
+    def set_state(self, new_state: torch.Tensor) -> Any:
+        """The state is what `get_state` gave."""
+        self._state = new_state.clone()
+        return self
+
+    def clone_state(self) -> Any:
+        """Itself, as nothing is drawn."""
+        return self
+
+    graphsafe_get_state = clone_state
+
+    def graphsafe_set_state(self, state: torch.Generator) -> Any:
+        """Nothing changes."""
+        return self
+
+
+class _Typed(type):
+    """A type of tensors as `torch.cuda.FloatTensor`: called it makes one, and it has those of its dtype."""
+
+    on_host: Any
+
+    def __call__(cls, *args: object, **kwargs: object) -> Any:
+        return cls.on_host(*args, **kwargs).to(_CUDA)
+
+    def __instancecheck__(cls, instance: object) -> bool:
+        return isinstance(instance, torch.Tensor) and instance.is_cuda and instance.dtype is cls.on_host.dtype
+
+
+def _typed() -> list[tuple[Any, str, Any]]:
+    dtypes = ("Float", "Double", "Half", "BFloat16", "Byte", "Char", "Short", "Int", "Long", "Bool")
+    names = [f"{name}Tensor" for name in dtypes]
+    kinds = [_Typed(f"torch.cuda.{name}", (), {"on_host": getattr(torch, name)}) for name in names]
+    return [(torch.cuda, name, kind) for name, kind in zip(names, kinds, strict=True)]
+
+
+def _default_type(plain: Any) -> Any:
+    """`torch.set_default_tensor_type`, where the type is one of the device."""
+
+    def default_type(t: Any) -> None:
+        name = t if isinstance(t, str) else t.__name__
+        if not name.startswith("torch.cuda."):
+            plain(t)
+        else:
+            torch.set_default_dtype(getattr(torch, name.rpartition(".")[2]).dtype)
+            torch.set_default_device(_CUDA)
+
+    return default_type
+
+
+def _storage(cls: Any, *args: Any, device: Any = None, **kwargs: Any) -> Any:
+    """`torch.UntypedStorage(bytes, device=...)`: `copy.deepcopy` and `torch.load` make them so."""
+    if device is None or torch.device(device).type != "cuda":
+        return torch._C.StorageBase.__new__(cls, *args, **({} if device is None else {"device": device}), **kwargs)
+    return torch.empty(*args, dtype=torch.uint8, device=_CUDA).untyped_storage()
+
+
+def changes() -> list[tuple[Any, str, Any]]:
+    """Owner, name and replacement of each."""
+    return [
+        (torch, "Generator", Generator),
+        (torch.UntypedStorage, "__new__", _storage),
+        (torch, "set_default_tensor_type", _default_type(torch.set_default_tensor_type)),
+        *_typed(),
+    ]

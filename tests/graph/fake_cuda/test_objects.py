@@ -1,0 +1,127 @@
+"""What programs make on a device beside tensors by operators: copies, generators, tensors by the names of types."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Iterator
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import torch.distributed as dist  # noqa: E402
+from torch.profiler import ProfilerActivity, profile, record_function  # noqa: E402
+
+from graph.fake_cuda.device import Runtime, fake_cuda  # noqa: E402
+from graph.fake_cuda.job import joined  # noqa: E402
+from graph.hardware.profile import profile as card  # noqa: E402
+
+
+@pytest.fixture(scope="module")
+def runtime() -> Iterator[Runtime]:
+    with fake_cuda(card("A100-80GB", "2.13")) as found:
+        yield found
+
+
+class Births:
+    """Bytes of each storage, in order of birth."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self.runtime = runtime
+        self.bytes: list[int] = []
+
+    def operator(self, func: object, args: object, kwargs: object, out: object, born: list[int], memo: object) -> None:
+        self.bytes += [self.runtime.bytes(storage) for storage in born]
+
+    def freed(self, storage: int) -> None:
+        """Not of interest."""
+
+
+@pytest.fixture
+def births(runtime: Runtime) -> Iterator[Births]:
+    runtime.observer = found = Births(runtime)
+    yield found
+    runtime.observer = None
+
+
+def test_a_copy_of_a_module_is_on_the_device_and_has_as_many_bytes(births: Births) -> None:
+    model = torch.nn.Linear(10, 3, device="cuda")
+    made = list(births.bytes)
+    twin = copy.deepcopy(model)
+    assert births.bytes[len(made) :] == made == [120, 12]
+    assert twin.weight.is_cuda
+    assert twin.weight.data_ptr() != model.weight.data_ptr()
+
+
+def test_a_copy_keeps_whole_numbers(births: Births) -> None:
+    assert copy.deepcopy(torch.tensor([3, 1, 2]).cuda()).tolist() == [3, 1, 2]
+
+
+def test_what_was_saved_is_loaded_to_where_it_was(births: Births) -> None:
+    file = io.BytesIO()
+    torch.save({"steps": torch.tensor([4, 5]).cuda()}, file)
+    file.seek(0)
+    before = len(births.bytes)
+    found = torch.load(file)["steps"]
+    assert (found.is_cuda, found.tolist(), births.bytes[before:]) == (True, [4, 5], [16])
+
+
+def test_generators_are_of_their_device(runtime: Runtime) -> None:
+    ours, host = torch.Generator(device="cuda").manual_seed(3), torch.Generator()
+    assert (ours.device, host.device) == (torch.device("cuda", 0), torch.device("cpu"))
+    assert isinstance(ours, torch.Generator)
+    assert isinstance(host, torch.Generator)
+    assert torch.randn(4, device="cuda", generator=ours).is_cuda
+    assert torch.randperm(9, device="cuda", generator=torch.cuda.default_generators[0]).shape == (9,)
+    assert ours.set_state(ours.get_state()).initial_seed() == 3
+
+
+def test_tensors_by_the_names_of_types(births: Births) -> None:
+    made = torch.cuda.FloatTensor(3, 4)
+    assert (made.shape, made.dtype, made.is_cuda, births.bytes) == ((3, 4), torch.float32, True, [48])
+    assert isinstance(made, torch.cuda.FloatTensor)
+    assert not isinstance(made, torch.cuda.LongTensor | torch.FloatTensor)
+    assert torch.cuda.LongTensor([5, 6]).tolist() == [5, 6]
+    assert torch.zeros(2).type(torch.cuda.HalfTensor).dtype is torch.float16
+
+
+def test_the_default_type_may_be_one_of_the_device(runtime: Runtime) -> None:
+    try:
+        torch.set_default_tensor_type("torch.cuda.DoubleTensor")
+        assert (torch.zeros(2).is_cuda, torch.zeros(2).dtype) == (True, torch.float64)
+    finally:
+        torch.set_default_device(None)
+        torch.set_default_dtype(torch.float32)
+
+
+def test_programs_may_be_profiled(runtime: Runtime, capfd: pytest.CaptureFixture[str]) -> None:
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as found, record_function("part"):
+        torch.cuda.nvtx.range_push("inner")
+        torch.ones(3, device="cuda").sum()
+        torch.cuda.nvtx.range_pop()
+    assert "part" in {event.key for event in found.key_averages()}
+    assert "Failed to record CUDA event" not in capfd.readouterr().err
+
+
+def test_a_program_that_spawns_its_ranks_is_the_first_of_them(runtime: Runtime) -> None:
+    seen: list[object] = []
+
+    def work(rank: int, world: int) -> None:
+        dist.init_process_group("nccl", rank=rank, world_size=world)
+        total = torch.ones(2, device=rank)
+        dist.all_reduce(total)
+        seen.append((rank, dist.get_rank(), dist.get_world_size(), total.device))
+
+    with joined(runtime, _Untold()):
+        assert torch.multiprocessing.spawn(work, args=(4,), nprocs=4) is None
+        dist.destroy_process_group()
+        assert torch.multiprocessing.spawn(seen.append, nprocs=2, join=False).join()
+    assert seen == [(0, 0, 4, torch.device("cuda", 0)), 0]
+
+
+class _Untold:
+    """A recorder of nothing."""
+
+    def collective(self, *told: object, **also: object) -> None:
+        """A collective starts."""
