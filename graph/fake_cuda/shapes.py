@@ -121,16 +121,14 @@ def numbers_as_tensors(func: Operator, args: tuple[Any, ...]) -> tuple[Any, ...]
     places = [
         place
         for place, value in enumerate(args)
-        if value.__class__ in (int, float) and isinstance(schema.arguments[place].type, torch.TensorType)
+        if value.__class__ in (int, float, bool) and isinstance(schema.arguments[place].type, torch.TensorType)
     ]
     if not places or takes_numbers(schema.name.removeprefix("aten::")):
         return args
-    dtypes = [value.dtype for value in args if isinstance(value, torch.Tensor)]
+    alike = next(value for value in args if isinstance(value, torch.Tensor))
     tensors = list(args)
     for place in places:
-        alike = [dtype for dtype in dtypes if dtype.is_floating_point or args[place].__class__ is int]
-        dtype = alike[0] if alike else torch.tensor(args[place]).dtype
-        tensors[place] = torch.scalar_tensor(args[place], dtype=dtype)
+        tensors[place] = torch.scalar_tensor(args[place], dtype=torch.result_type(alike, args[place]))
     return tuple(tensors)
 
 

@@ -43,6 +43,7 @@ def by_list(x: torch.Tensor) -> list[torch.Tensor]:
 #: Programs over a tensor of integers with at least two rows and columns.
 PROGRAMS: dict[str, Program] = {
     "arithmetic": lambda x: (x * 3 - x.max()) // 2 % 5,
+    "numbers": lambda x: ((x > 0) & 1, (x > 0) & False, (x > 1) ^ True, x & True, 2 ** x.abs(), x << 1),
     "windows": lambda x: torch.nn.functional.pad(x, (1, 2), value=-100).unfold(1, 2, 1).reshape(-1),
     "cumulated": lambda x: torch.nn.functional.pad(x.abs().sum(1).cumsum(0, dtype=torch.int32), (1, 0)),
     "in place": in_place,
