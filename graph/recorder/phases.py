@@ -8,6 +8,7 @@ has stepped most steps again: programs with several optimizers have as many step
 
 from __future__ import annotations
 
+import functools
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -27,23 +28,27 @@ from graph.recorder.recorder import tensors
 
 
 class Finished(BaseException):
-    """As many optimizer steps have been made as were asked for. Raised through the program, whose clean-up runs."""
+    """The program has made the optimizer steps that were asked for. Raised through it, whose clean-up runs."""
 
 
 class Phases:
     """Follows a program: marks its phases for `allocator`, keeps the modules that run, notes what tensors are.
 
-    After `most` steps (0: never) the program is left by `Finished`.
+    `enough` is asked after each step, with how many there were and whether every optimizer has stepped; the program is
+    left by `Finished` where it says so.
     """
 
-    def __init__(self, recorder: ProgramRecorder, allocator: Allocator, most: int = 0) -> None:
+    def __init__(
+        self, recorder: ProgramRecorder, allocator: Allocator, enough: Callable[[int, bool], bool] | None = None
+    ) -> None:
         self.recorder = recorder
         self.allocator = allocator
-        self.most = most
+        self.enough = enough
         self.steps = 0
         self.phase = LOAD
         self.settle: Callable[[], None] | None = None  # what is done where a phase ends
         self._count: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self._made: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._names: weakref.WeakKeyDictionary[torch.nn.Module, int] = weakref.WeakKeyDictionary()
         self._titles: Any = WeakIdKeyDictionary()  # names of parameters
         self._main = threading.get_ident()
@@ -62,6 +67,7 @@ class Phases:
                 stack.callback(handle.remove)
             stack.enter_context(_around(torch.autograd, "backward", self._backward))
             stack.enter_context(_around(torch.autograd, "grad", self._grad))
+            stack.enter_context(_around(torch.optim.Optimizer, "__init__", self._make))
             saving = Saving(torch.save)
             stack.enter_context(
                 _around(torch, "save", lambda plain, *args, **named: self._saving(saving, *args, **named))
@@ -125,6 +131,10 @@ class Phases:
         finally:
             self.begin(before)
 
+    def _make(self, plain: Callable[..., Any], optimizer: torch.optim.Optimizer, *args: object, **kw: object) -> None:
+        self._made.add(optimizer)
+        plain(optimizer, *args, **kw)
+
     def _before_step(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
         self.begin(OPTIMIZER)
         for parameter in _parameters(optimizer):
@@ -143,7 +153,7 @@ class Phases:
             self.steps += 1
             self.recorder.origins.forget()
             self.begin(FORWARD)
-            if self.steps == self.most:
+            if self.enough is not None and self.enough(self.steps, self._made <= self._count.keys()):
                 raise Finished
 
 
@@ -157,6 +167,7 @@ def _around(owner: object, name: str, wrapper: Callable[..., Any]) -> Iterator[N
     """Inside, `wrapper` is called in place of a function, with that as its first argument."""
     plain = getattr(owner, name)
 
+    @functools.wraps(plain)
     def called(*args: object, **kwargs: object) -> Any:
         return wrapper(plain, *args, **kwargs)
 

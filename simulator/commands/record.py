@@ -12,7 +12,7 @@ from graph.hardware.gpus import gpu as gpu_of
 from simulator.allocator.releases import parse_release
 from simulator.commands.common import announce, size_option, working
 from simulator.options.shared import output_options
-from simulator.recording.request import Request
+from simulator.recording.request import REPEATS, Request
 from simulator.reports.outputs import Outputs, check_output
 from traces.errors import ConfigError
 from traces.files import write_atomically
@@ -43,8 +43,10 @@ class ProgramCommand(click.Command):
         return super().parse_args(ctx, args)
 
 
-def _steps(text: str) -> int:
+def _steps(text: str | None) -> int:
     """How many optimizer steps `--steps` asks for; 0: all."""
+    if text is None:
+        return REPEATS
     if text == "all":
         return 0
     if not text.isdecimal() or int(text) < 1:
@@ -62,7 +64,7 @@ def _steps(text: str) -> int:
 @click.option("--release", metavar="R", default="2.13", show_default=True, help="PyTorch release of the allocator.")
 @click.option("--nproc-per-node", metavar="N", type=click.IntRange(1), help="Ranks, as torchrun starts them.")
 @click.option("--ranks", metavar="0,3-5|all", default="all", show_default=True, help="Ranks to run.")
-@click.option("--steps", metavar="N|all", default="all", show_default=True, help="End after N optimizer steps.")
+@click.option("--steps", metavar="N|all", help="End after N optimizer steps (default: when two do the same).")
 @click.option("--json", "document", metavar="FILE", help="Write figures, steps and assumptions as JSON.")
 @click.option("-o", "--output", metavar="FILE", help="Keep the trace (.json, .json.gz or .npz).")
 @output_options
@@ -76,7 +78,7 @@ def command(
     release: str,
     nproc_per_node: int | None,
     ranks: str,
-    steps: str,
+    steps: str | None,
     document: str | None,
     written: Outputs,
     quiet: bool,
@@ -104,6 +106,7 @@ def command(
         conf=alloc_conf,
         steps=_steps(steps),
         world=world,
+        watched=not quiet and sys.stderr.isatty(),
     )
     written.check(found.words[0])
     if document is not None:
@@ -121,7 +124,7 @@ def command(
             file.write(json.dumps(document_of(recorded, result), indent=1).encode())
     if not quiet:
         print(f"recorded {recorded.steps} steps on {_told(result.ranks[0])}", file=sys.stderr)
-    announce(recorded.assumptions, quiet)
+    announce((*recorded.notices, *recorded.assumptions), quiet)
     return recorded.exit_code
 
 

@@ -102,6 +102,11 @@ class LiveAllocator:
         """All events so far: (events, kernels.COLUMNS)."""
         return self._history[: self._rows * kernels.COLUMNS].reshape(-1, kernels.COLUMNS)
 
+    @property
+    def born(self) -> int:
+        """How many allocations there were so far."""
+        return self._born
+
     # --- events ---------------------------------------------------------------------------------------------------
 
     def malloc(self, size: int, stream: int = 0) -> int:

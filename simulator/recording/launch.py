@@ -38,11 +38,13 @@ class RecordError(LLMemError):
 
 @dataclass(frozen=True)
 class Recorded:
-    """What a program did: its exit code, the optimizer's steps, what was assumed of values, and the trace."""
+    """What a program did: its exit code, the optimizer's steps, what was assumed of values, what else there is to say
+    of the run, and the trace."""
 
     exit_code: int
     steps: int
     assumptions: tuple[str, ...]
+    notices: tuple[str, ...]
     trace: Trace
 
 
@@ -104,6 +106,7 @@ def record(request: Request, ranks: Sequence[int] = (0,)) -> Recorded:
         exit_code=next((one.exit_code for one in found if one.exit_code), 0),
         steps=found[0].steps,
         assumptions=tuple(dict.fromkeys(text for one in found for text in one.assumptions)),
+        notices=tuple(dict.fromkeys(text for one in found for text in one.notices)),
         trace=together([one.trace for one in found]),
     )
 
@@ -119,7 +122,7 @@ def _recorded(request: Request) -> Recorded:
             raise RecordError(f"the process of {name} {end} before anything was recorded")
         found = json.loads(facts.read_text())
         trace = traces.read(Path(folder) / TRACE)
-    return Recorded(found["exit_code"], found["steps"], tuple(found["assumptions"]), trace)
+    return Recorded(found["exit_code"], found["steps"], tuple(found["assumptions"]), tuple(found["notices"]), trace)
 
 
 def _run(request: Request) -> int:

@@ -28,7 +28,8 @@ from graph.recorder.phases import Finished, Phases
 from graph.recorder.program import ProgramRecorder
 from simulator.allocator.releases import parse_release
 from simulator.recording.allocator import LiveAllocator, warm_up
-from simulator.recording.request import FACTS, TRACE, Request
+from simulator.recording.repeats import Progress, Repeats
+from simulator.recording.request import FACTS, REPEATS, TRACE, Request
 from simulator.recording.trace import trace_of
 from traces.model import Device
 
@@ -50,8 +51,9 @@ def main(text: str) -> int:
     with fake_cuda(card, allocator) as runtime:
         sdpa.install(runtime)
         recorder = ProgramRecorder(runtime, allocator, _BASE)
-        phases = Phases(recorder, allocator, request.steps)
-        keeper = _Keeper(request, runtime, recorder, phases, allocator)
+        end = _End(request, allocator)
+        phases = Phases(recorder, allocator, end)
+        keeper = _Keeper(request, runtime, recorder, phases, allocator, end)
         runtime.observer = recorder
         with keeper.kept_at_exit(), recorder.ordered_casts(), joined(runtime, recorder) as job, phases.followed():
             phases.settle = lambda: job.settle_seen(recorder.operators)
@@ -67,17 +69,49 @@ def _stand_in(folder: Path) -> None:
         sys.path.append(str(triton_stand_in.installed(folder)))
 
 
+class _End:
+    """When the program is left: after the steps that were asked for, or when they repeat."""
+
+    def __init__(self, request: Request, allocator: LiveAllocator) -> None:
+        self.notice = ""
+        self._most = request.steps
+        self._repeats = Repeats(allocator)
+        self._watched = request.watched
+        self._progress = Progress(allocator, " of which no two were alike" * (request.steps == REPEATS))
+
+    def __call__(self, steps: int, stepped: bool) -> bool:
+        """After a step; `stepped`: every optimizer has made one."""
+        if self._watched:
+            self._progress(steps)
+        if self._most != REPEATS:
+            return steps == self._most
+        if not self._repeats() or not stepped:
+            return False
+        self.notice = (
+            f"steps {steps - 1} and {steps} did the same to the allocator, event for event, and the run was ended: "
+            "what comes later (other steps, evaluation, saving) was not reached; --steps all runs to the program's end"
+        )
+        return True
+
+
 class _Keeper:
     """Leaves what was recorded, once."""
 
     def __init__(
-        self, request: Request, runtime: Runtime, recorder: ProgramRecorder, phases: Phases, allocator: LiveAllocator
+        self,
+        request: Request,
+        runtime: Runtime,
+        recorder: ProgramRecorder,
+        phases: Phases,
+        allocator: LiveAllocator,
+        end: _End,
     ) -> None:
         self.request = request
         self.runtime = runtime
         self.recorder = recorder
         self.phases = phases
         self.allocator = allocator
+        self.end = end
         self._kept = False
 
     def keep(self, code: int) -> None:
@@ -88,7 +122,12 @@ class _Keeper:
         self.runtime.observer = None
         folder = Path(self.request.folder)
         assumptions = [f"{what} ({count} times)" for what, count in self.runtime.assumptions.items()]
-        facts = {"exit_code": code, "steps": self.phases.steps, "assumptions": assumptions}
+        facts = {
+            "exit_code": code,
+            "steps": self.phases.steps,
+            "assumptions": assumptions,
+            "notices": [self.end.notice] if self.end.notice else [],
+        }
         metadata = {"name": os.path.basename(self.request.program[0]), "program": self.request.program, **facts}
         trace = trace_of(self.allocator, self.recorder.labels, metadata, self.request.rank)
         traces.write(trace, folder / TRACE, force=True)

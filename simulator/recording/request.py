@@ -9,6 +9,8 @@ from typing import Final, Literal
 #: What that process leaves in the request's folder.
 TRACE: Final = "trace.npz"
 FACTS: Final = "facts.json"
+#: Steps: as many as it takes until two of them do the same.
+REPEATS: Final = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,8 +18,9 @@ class Request:
     """A program and the GPU it runs on.
 
     `program` is a script's path (`kind` script) or a module's name, and its arguments. `memory` and `context` are bytes
-    (memory 0: the card's own); `conf` None: as the environment says. `steps` 0: to the program's end. Each rank of a
-    job has a process of its own, `rank` of `world`.
+    (memory 0: the card's own); `conf` None: as the environment says. `steps` 0: to the program's end; `REPEATS`: until
+    two steps do the same. Each rank of a
+    job has a process of its own, `rank` of `world`. `watched`: somebody looks at standard error.
     """
 
     program: tuple[str, ...]
@@ -28,9 +31,10 @@ class Request:
     memory: int = 0
     context: int = 0
     conf: str | None = None
-    steps: int = 0
+    steps: int = REPEATS
     rank: int = 0
     world: int = 1
+    watched: bool = False
 
     def text(self) -> str:
         """As JSON."""

@@ -15,6 +15,7 @@ def document(recorded: Recorded, result: Result) -> dict[str, Any]:
         "steps": recorded.steps,
         "ranks": [_rank(rank) for rank in result.ranks],
         "assumptions": list(recorded.assumptions),
+        "notices": list(recorded.notices),
     }
 
 

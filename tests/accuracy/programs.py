@@ -77,9 +77,10 @@ def run(row: Mapping[str, str], where: Path, *options: str) -> tuple[dict[str, A
     own = {name: value for name, value in settings.items() if not name.startswith("FAKEGPU_")}
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", **own}
     answer = where / "answer.json"
-    command = [sys.executable, "-m", "simulator", "record", "--gpu", row["device"], "--json", str(answer), "--force"]
+    command = [sys.executable, "-m", "simulator", "record", "--gpu", row["device"], "--steps", "all"]
     launcher = ["--", "torchrun", "--nproc-per-node", row["ranks"]] if row["start"] == "torchrun" else []
-    command += [*options, *(("--memory", memory) if memory else ()), *launcher, *shlex.split(row["command"])]
+    command += ["--json", str(answer), "--force", *options, *(("--memory", memory) if memory else ())]
+    command += [*launcher, *shlex.split(row["command"])]
     answer.unlink(missing_ok=True)
     done = subprocess.run(
         command, cwd=where, env=environment, capture_output=True, text=True, timeout=LIMIT, check=False

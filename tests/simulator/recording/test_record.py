@@ -103,7 +103,7 @@ def folder_of(path: Path, files: dict[str, str]) -> Path:
 @pytest.mark.parametrize("words", [("train.py",), ("-m", "train"), ("--", sys.executable, "train.py")])
 def test_modules_with_our_names_arguments_exit_code_and_streams(words: tuple[str, ...], tmp_path: Path) -> None:
     folder = folder_of(tmp_path, OWN)
-    done = record(folder, *words, "--lr", "1", "-m", "x")
+    done = record(folder, "--steps", "all", *words, "--lr", "1", "-m", "x")
     lines = done.stdout.splitlines()
     assert done.returncode == 7, done.stderr
     assert lines[0] == f"argv ['--lr', '1', '-m', 'x'] __main__ {tmp_path.name}"

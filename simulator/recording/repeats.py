@@ -1,0 +1,79 @@
+"""When a program has shown all that its steps do: two of them were the same to the allocator, event for event.
+
+Steps are compared from the end of one optimizer step to the end of the next: forward and backward passes (several where
+gradients are accumulated), collectives, the optimizer. Allocations of a step go by their place in it, those that came
+before it by their size.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import Final
+
+import numpy as np
+
+from simulator.allocator import layout as at
+from simulator.recording import kernels
+from simulator.recording.allocator import LiveAllocator
+from traces.model import Int64Array, Op
+from traces.units import format_bytes
+
+#: Seconds between two lines of progress.
+_PACE: Final = 10.0
+
+
+class Repeats:
+    """Asked after each step whether it did what the step before did, and left the allocator as that found it."""
+
+    def __init__(self, allocator: LiveAllocator) -> None:
+        self._allocator = allocator
+        self._rows = self._born = 0  # events and allocations before the step that goes on
+        self._log = np.empty((0, kernels.COLUMNS), np.int64)
+        self._left = np.empty((0, 3), np.int64)
+
+    def __call__(self) -> bool:
+        """A step has ended."""
+        log, left = self._events(), self._blocks()
+        same = np.array_equal(log, self._log) and np.array_equal(left, self._left)
+        self._log, self._left = log, left
+        self._rows, self._born = len(self._allocator.history), self._allocator.born
+        return same and len(log) > 0
+
+    def _events(self) -> Int64Array:
+        """The step's events, as steps are compared; phases without the step's number."""
+        log = self._allocator.history[self._rows :].copy()
+        ident, arg = log[:, kernels.H_IDENT], log[:, kernels.H_ARG]
+        phase = log[:, kernels.H_OP] == Op.PHASE
+        arg[phase] = 0
+        before = ~phase & (ident >= 0) & (ident < self._born)
+        arg[before] = self._allocator.machine.ids[ident[before], 1]
+        ident[before] = -1
+        ident[~phase & (ident >= 0)] -= self._born
+        return log
+
+    def _blocks(self) -> Int64Array:
+        """Address, size and state of each block in use, and what is reserved."""
+        machine = self._allocator.machine
+        blocks = machine.ids[: self._allocator.born, 0]
+        blocks = blocks[blocks > 0]
+        rows = np.stack([machine.memory[blocks + column] for column in (at.PTR, at.SIZE, at.FLAGS)], axis=1)
+        reserved = [machine.stat(stat)["all"][0] for stat in (at.RESERVED_BYTES, at.SEGMENT, at.INACTIVE_SPLIT_BYTES)]
+        return np.vstack([rows[np.argsort(rows[:, 0])], reserved])
+
+
+class Progress:
+    """Tells on stderr, now and then, how far a program is; `of` says what its steps have been like."""
+
+    def __init__(self, allocator: LiveAllocator, of: str = "") -> None:
+        self._allocator = allocator
+        self._of = of
+        self._told = time.monotonic()
+
+    def __call__(self, steps: int) -> None:
+        """So many steps have ended."""
+        now = time.monotonic()
+        if now - self._told > _PACE:
+            self._told = now
+            peak = format_bytes(self._allocator.machine.stat(at.ALLOCATED_BYTES)["all"][1])
+            print(f"recording: {steps} steps{self._of}, at most {peak} allocated", file=sys.stderr)
