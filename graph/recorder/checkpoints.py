@@ -1,4 +1,4 @@
-"""What a program saves of tensors is counted, not written: files have their size, and a hole where the numbers were.
+"""What a program saves of large tensors is counted, not written: files have their size, and holes where numbers were.
 
 A file that was there before the program is left as it is: it may be a checkpoint of a real run.
 """
@@ -6,10 +6,29 @@ A file that was there before the program is left as it is: it may be a checkpoin
 from __future__ import annotations
 
 import os
+import sys
+import tempfile
 from collections.abc import Callable
-from typing import Any
+from typing import IO, Any, Final
+from unittest import mock
 
+import torch
 from torch.serialization import skip_data
+
+#: Floating-point storages of as many bytes are holes.
+LARGE: Final = 1 << 20
+
+
+_made: Final[set[str]] = set()
+
+
+def may_write(path: object) -> bool:
+    """Whether a file is the program's own: it is not there yet, or was made in this process."""
+    place = os.path.realpath(str(path))
+    if os.path.lexists(place) and place not in _made:
+        return False
+    _made.add(place)
+    return True
 
 
 class Saving:
@@ -17,18 +36,46 @@ class Saving:
 
     def __init__(self, plain: Callable[..., Any]) -> None:
         self.plain = plain
-        self._made: set[str] = set()
 
-    def __call__(self, obj: object, f: object, *args: object, **kwargs: object) -> None:
+    def __call__(self, obj: object, f: Any, *args: object, **kwargs: object) -> None:
         """Save, but for the bytes of storages, and not over a file that the program has not made itself."""
-        with skip_data():
-            self.plain(obj, self._target(f), *args, **kwargs)
+        with skip_data(), mock.patch.object(torch._C, "PyTorchFileWriter", _Writer):
+            if isinstance(f, str | os.PathLike):
+                self.plain(obj, f if may_write(f) else os.devnull, *args, **kwargs)
+                return
+            with tempfile.NamedTemporaryFile() as file:
+                self.plain(obj, file.name, *args, **kwargs)
+                _copy(file, f)
 
-    def _target(self, f: object) -> object:
-        if not isinstance(f, str | os.PathLike):
-            return f
-        path = os.path.realpath(f)
-        if os.path.lexists(path) and path not in self._made:
-            return os.devnull
-        self._made.add(path)
-        return f
+
+class _Writer(torch._C.PyTorchFileWriter):
+    """PyTorch's writer, to be used under `skip_data`: small storages, and integers, are written all the same."""
+
+    def write_record_metadata(self, name: str, size: int) -> None:
+        """Called for each storage; which one is known to the caller (`torch.serialization._save`)."""
+        caller = sys._getframe(1).f_locals
+        storage: torch.UntypedStorage = caller["storage"]
+        dtype = caller["storage_dtypes"].get(storage.data_ptr())
+        real = size < LARGE or not (dtype is None or dtype.is_floating_point)
+        if real and storage.device.type == "cpu":
+            self.write_record(name, storage, size)  # type: ignore[arg-type]
+        else:
+            super().write_record_metadata(name, size)  # type: ignore[misc]
+
+
+def _copy(file: Any, to: Any) -> None:
+    """Write a file with holes to a stream, which gets holes too where it can be told to go on elsewhere."""
+    stream: IO[bytes] = to if _seeks(to) or not _seeks(getattr(to, "raw", None)) else to.raw
+    number, place, end = file.fileno(), 0, os.fstat(file.fileno()).st_size
+    while place < end:
+        begin = os.lseek(number, place, os.SEEK_DATA)
+        if _seeks(stream):
+            stream.seek(begin - place, os.SEEK_CUR)
+        else:
+            stream.write(bytes(begin - place))
+        place = min(os.lseek(number, begin, os.SEEK_HOLE), end)
+        stream.write(os.pread(number, place - begin, begin))
+
+
+def _seeks(stream: Any) -> bool:
+    return bool(getattr(stream, "seekable", bool)())

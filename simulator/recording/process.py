@@ -28,9 +28,11 @@ from graph.recorder.phases import Finished, Phases
 from graph.recorder.program import ProgramRecorder
 from simulator.allocator.releases import parse_release
 from simulator.recording.allocator import LiveAllocator, warm_up
+from simulator.recording.host import untouched
 from simulator.recording.repeats import Progress, Repeats
 from simulator.recording.request import FACTS, REPEATS, TRACE, Request
 from simulator.recording.trace import trace_of
+from simulator.recording.weights import never_read
 from traces.model import Device
 
 _OURS: Final = str(Path(__file__).resolve().parents[2])
@@ -55,7 +57,15 @@ def main(text: str) -> int:
         phases = Phases(recorder, allocator, end)
         keeper = _Keeper(request, runtime, recorder, phases, allocator, end)
         runtime.observer = recorder
-        with keeper.kept_at_exit(), recorder.ordered_casts(), joined(runtime, recorder) as job, phases.followed():
+        folder = Path(request.folder)
+        with (
+            keeper.kept_at_exit(),
+            untouched(runtime),
+            never_read(runtime, folder),
+            recorder.ordered_casts(),
+            joined(runtime, recorder) as job,
+            phases.followed(),
+        ):
             phases.settle = lambda: job.settle_seen(recorder.operators)
             code, error = _run(request)
         keeper.keep(code)  # what the error's frames hold is alive, as it is where Python tells of it

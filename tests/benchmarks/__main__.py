@@ -3,7 +3,7 @@
     python -m tests.benchmarks [--only NAME]... [--cold] [--events N] [--rounds N] [--json]
 
 `--only estimate` measures `estimate` beside torch's own MemTracker, `--only ranks` its 1,024 ranks beside 8; both need
-torch and transformers. `--only page` measures pages in Chromium.
+torch and transformers, as does `--only programs`, which measures `record`. `--only page` measures pages in Chromium.
 
 Times of kernels and replays are CPU time of this process, fastest of several rounds; times of whole commands are wall
 time; the first compilation shows both and is judged by CPU time. On a machine that others use too, compare two runs
@@ -149,13 +149,17 @@ PARTS: Final[dict[str, tuple[str, Callable[[Options], list[Figure]]]]] = {
         "1,024 ranks beside 8: `estimate` of Llama 2 70B in fresh processes",
         lambda options: processes.by_ranks(min(options.rounds, 2)),
     ),
+    "programs": (
+        "`record` of programs with large models whose weights are not there, in fresh processes",
+        lambda options: processes.recorded_programs(),
+    ),
     "page": (
         "The page in Chromium, median wall time until it is drawn anew: {events:,} events and twice as many",
         lambda options: page.answers(options.events),
     ),
 }
 #: Parts that run only where they are asked for.
-ASKED: Final = ("cold", "estimate", "ranks", "page")
+ASKED: Final = ("cold", "estimate", "ranks", "programs", "page")
 
 
 def about(options: Options) -> dict[str, Any]:

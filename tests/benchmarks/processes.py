@@ -35,6 +35,17 @@ FEW_RANKS: Final = ("fsdp2=4,tp=2", "fsdp2=8")
 MANY_RANKS: Final = "fsdp2=128,tp=8"
 RANKS_MODEL: Final = ("llama-2-70b", "--dtype", "bf16", "--checkpointing", "nonreentrant", "--memory", "200GiB")
 RANKS_GOAL: Final = 2.0
+#: Programs in tests/benchmarks/programs, how they are recorded, and the seconds that each may take.
+PROGRAMS: Final = (
+    ("Llama 3.1 8B, Trainer", ("--gpu", "H100"), ("trainer_full.py",), 60.0),
+    (
+        "Llama 3.1 70B, FSDP2",
+        ("--gpu", "H200", "--ranks", "0"),
+        ("torchrun", "--nproc-per-node=8", "fsdp2_full.py"),
+        180.0,
+    ),
+)
+PROGRAM_GOAL_GIB: Final = 8.0
 #: Values of settings; together a thousand.
 STRESS_GRID: Final = (
     "max_split_size_mb=none/32/40/48/56/64/80/96/112/128/160/192/224/256/320/384/448/512/768/1024",
@@ -185,4 +196,15 @@ def by_ranks(rounds: int) -> list[Figure]:
         figures.append(Figure(f"estimate, {mesh}", few.cpu, "s of CPU", None, details))
         figures.append(Figure(f"time, against {mesh}", many.cpu / few.cpu, "times", RANKS_GOAL))
         figures.append(Figure(f"memory, against {mesh}", many.peak / few.peak, "times", RANKS_GOAL))
+    return figures
+
+
+def recorded_programs() -> list[Figure]:
+    """`record` of programs with large models whose weights are not there: wall time, and peak memory of a process."""
+    figures = []
+    for name, options, words, goal in PROGRAMS:
+        program = str(ROOT / "tests" / "benchmarks" / "programs" / words[-1])
+        run = launch("-m", "simulator", "record", "-q", *options, "--", *words[:-1], program)
+        figures.append(Figure(f"record, {name}", run.wall, "s", goal, {"s of CPU": run.cpu}))
+        figures.append(Figure(f"memory, {name}", run.peak / GIB, "GiB", PROGRAM_GOAL_GIB))
     return figures

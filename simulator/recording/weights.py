@@ -1,0 +1,240 @@
+"""Files of weights: of those that are read, the headers are; those that are written have their size, and holes.
+
+Where a model of transformers has no weights in its folder, or in the cache of the hub, a file with holes stands for
+them, with the names and shapes that the model would save.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import mmap
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final
+from unittest import mock
+
+import torch
+
+from graph.fake_cuda.device import Runtime
+from graph.recorder.checkpoints import may_write
+from simulator.recording.host import LARGE
+from simulator.recording.imports import changed
+
+#: MAP_NORESERVE of Linux (asm-generic/mman.h), which Python's mmap lacks.
+_NO_RESERVE: Final = 0x4000
+
+
+@contextlib.contextmanager
+def never_read(runtime: Runtime, folder: Path) -> Iterator[None]:
+    """Inside, loading and saving weights costs no time; `folder` is for files that stand for others."""
+    reader, from_file = torch._C.PyTorchFileReader, torch.UntypedStorage.from_file
+    torch._C.PyTorchFileReader = _headers_only(reader)  # type: ignore[misc]
+    torch.UntypedStorage.from_file = _mapped(from_file)  # type: ignore[method-assign]
+    stand_in = _StandIn(runtime, folder)
+    try:
+        with changed(
+            {
+                "safetensors": _opened_on_host,
+                "safetensors.torch": functools.partial(_safetensors, runtime),
+                "torch.distributed.checkpoint.filesystem": _checkpoints,
+                "transformers.modeling_utils": stand_in.install,
+            }
+        ):
+            yield
+    finally:
+        torch._C.PyTorchFileReader = reader  # type: ignore[misc]
+        torch.UntypedStorage.from_file = from_file  # type: ignore[method-assign]
+
+
+def _headers_only(plain: Any) -> Any:
+    """PyTorch's reader of its own files, which leaves the numbers of large floating-point tensors where they are."""
+
+    class Reader(plain):  # type: ignore[misc]
+        def get_storage_from_record(self, name: str, size: int, dtype: object) -> Any:
+            number: Any = sys._getframe(1).f_locals.get("dtype")  # of the tensor; the argument is that of bytes
+            if size >= LARGE and isinstance(number, torch.dtype) and number.is_floating_point:
+                return torch.empty(size, dtype=torch.uint8)
+            return super().get_storage_from_record(name, size, dtype)
+
+    return Reader
+
+
+def _mapped(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """UntypedStorage.from_file for files that may be larger than the memory: the system sets nothing aside for them."""
+
+    def from_file(filename: str, shared: bool = False, nbytes: int = 0) -> Any:
+        if shared or not nbytes:
+            return plain(filename, shared, nbytes)
+        with open(filename, "rb") as file:
+            pages = mmap.mmap(file.fileno(), nbytes, mmap.MAP_PRIVATE | _NO_RESERVE, mmap.PROT_READ | mmap.PROT_WRITE)
+        return torch.frombuffer(pages, dtype=torch.uint8).untyped_storage()
+
+    return from_file
+
+
+# ------------------------------------------------------------------------------------------------- safetensors
+
+
+def _safetensors(runtime: Runtime, module: Any) -> None:
+    """What safetensors writes has holes; a file that was there before the program stays as it is."""
+    array = module._to_ndarray
+
+    def on_host(tensor: torch.Tensor) -> Any:
+        with mock.patch.object(runtime, "host_copies_keep", True):  # nobody asks for values
+            return array(tensor)
+
+    def serialize_file(tensors: Mapping[str, Any], filename: object, metadata: Mapping[str, str] | None = None) -> None:
+        if may_write(filename):
+            _write(Path(str(filename)), tensors, metadata)
+
+    module._to_ndarray = on_host
+    module.serialize_file = serialize_file
+
+
+class _OnDevice:
+    """An open file of safetensors, or a slice of one, that gives tensors on a device."""
+
+    def __init__(self, inner: Any, device: str | int | torch.device) -> None:
+        self._inner = inner
+        self._device = device
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def __enter__(self) -> Any:
+        self._inner.__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._inner.__exit__(*error)
+
+    def _to(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(self._device)
+
+    def __getitem__(self, place: Any) -> torch.Tensor:
+        return self._to(self._inner[place])
+
+    def get_tensor(self, name: str) -> torch.Tensor:
+        return self._to(self._inner.get_tensor(name))
+
+    def get_tensors(self, *args: Any, **kwargs: Any) -> dict[str, torch.Tensor]:
+        return {name: self._to(one) for name, one in self._inner.get_tensors(*args, **kwargs).items()}
+
+    def get_slice(self, name: str) -> Any:
+        return _OnDevice(self._inner.get_slice(name), self._device)
+
+
+def _opened_on_host(module: Any) -> None:
+    """safetensors reads a file into pinned memory where its tensors go to a device: here the pages are mapped."""
+    plain = module.safe_open
+
+    @functools.wraps(plain)
+    def safe_open(filename: Any, framework: str, device: Any = "cpu", **kwargs: Any) -> Any:
+        there = framework in ("pt", "torch", "pytorch") and torch.device(device).type == "cuda"
+        return (
+            _OnDevice(plain(filename, framework, **kwargs), device)
+            if there
+            else plain(filename, framework, device, **kwargs)
+        )
+
+    module.safe_open = safe_open
+
+
+def _checkpoints(module: Any) -> None:
+    """torch.distributed.checkpoint leaves the files of others as they are."""
+    system = module.FileSystem
+    create, remove, rename = system.create_stream, system.rm_file, system.rename
+
+    def create_stream(self: Any, path: Any, mode: str) -> Any:
+        return create(self, path, mode) if "w" not in mode or may_write(path) else tempfile.TemporaryFile(mode)
+
+    def rm_file(self: Any, path: Any) -> None:
+        if may_write(path):
+            remove(self, path)
+
+    def renamed(self: Any, path: Any, new_path: Any) -> None:
+        if may_write(new_path):
+            rename(self, path, new_path)
+        else:
+            remove(self, path)
+
+    system.create_stream, system.rm_file, system.rename = create_stream, rm_file, renamed
+
+
+def _write(path: Path, tensors: Mapping[str, Any], metadata: Mapping[str, str] | None) -> None:
+    """A file of safetensors, header and holes, of tensors given as its `TensorSpec`.
+
+    https://github.com/huggingface/safetensors#format
+    """
+    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    end = 0
+    for name, tensor in tensors.items():
+        begin, end = end, end + tensor.data_len
+        header[name] = {"dtype": tensor.dtype, "shape": list(tensor.shape), "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(8 + len(text) + end)
+
+
+# ------------------------------------------------------------------------------------------------ transformers
+
+
+class _StandIn:
+    """Files for weights that are not there."""
+
+    def __init__(self, runtime: Runtime, folder: Path) -> None:
+        self.runtime = runtime
+        self.folder = folder
+
+    def install(self, module: Any) -> None:
+        """Look for weights on this machine alone, and go on without."""
+        plain = module._get_resolved_checkpoint_files
+
+        def resolve(*args: Any, **kwargs: Any) -> Any:
+            kwargs["download_kwargs"] = {**(kwargs.get("download_kwargs") or {}), "local_files_only": True}
+            try:
+                found = plain(*args, **kwargs)
+            except OSError:
+                found = [""], None
+            files = found[0]
+            if files is None or all(os.path.exists(file) for file in files):
+                return found
+            caller = sys._getframe(1).f_locals  # from_pretrained: the class, and the configuration that it has read
+            return [str(self._file(module, caller["cls"], caller["config"]))], None
+
+        module._get_resolved_checkpoint_files = resolve
+
+    def _file(self, module: Any, kind: Any, config: Any) -> Path:
+        """What a model of this class and configuration would have saved, in the configuration's dtype."""
+        config = type(config).from_dict(config.to_dict())
+        dtype = getattr(config, "dtype", None) or torch.float32
+        dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+        init = module.init
+        on_meta = (torch.device("meta"), init.meta_device_safe_creation_ops(), init.no_init_weights())
+        with module.ContextManagers([module.local_torch_dtype(dtype), *on_meta]):
+            model = kind(config)
+        state = module.remove_tied_weights_from_state_dict(model.state_dict(), model)
+        state = module.revert_weight_conversion(model, state)
+        specs = {name: _spec(tensor) for name, tensor in state.items()}
+        path = self.folder / f"{len(list(self.folder.glob('*.safetensors')))}.safetensors"
+        _write(path, specs, {"format": "pt"})
+        name = config.name_or_path or kind.__name__
+        what = (
+            f"the weights of {name} are not on this machine: they count as those that {kind.__name__} saves, in {dtype}"
+        )
+        self.runtime.assumptions[what] = 1
+        return path
+
+
+def _spec(tensor: torch.Tensor) -> Any:
+    from safetensors import TensorSpec
+
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return TensorSpec(dtype=dtype, shape=tensor.shape, data_ptr=1, data_len=tensor.nbytes)

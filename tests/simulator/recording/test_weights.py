@@ -1,0 +1,204 @@
+"""Weights that are never read, tensors that are never written, and host memory that nobody touches."""
+
+from __future__ import annotations
+
+import io
+import json
+import resource
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver  # noqa: E402
+
+from graph.fake_cuda.device import Runtime, fake_cuda  # noqa: E402
+from graph.hardware.profile import profile  # noqa: E402
+from graph.recorder.checkpoints import Saving  # noqa: E402
+from graph.recorder.program import ProgramRecorder  # noqa: E402
+from simulator.allocator.releases import parse_release  # noqa: E402
+from simulator.recording.allocator import LiveAllocator  # noqa: E402
+from simulator.recording.host import untouched  # noqa: E402
+from simulator.recording.weights import never_read  # noqa: E402
+from traces.model import Device  # noqa: E402
+
+GIB = 1 << 30
+
+
+@pytest.fixture
+def runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Runtime]:
+    live = LiveAllocator(Device("A100-80GB", 80 * GIB), parse_release("2.13"), "", torch.OutOfMemoryError)
+    stand_ins = tmp_path / "stand-ins"
+    stand_ins.mkdir()
+    with fake_cuda(profile("A100", "2.13"), live) as made, never_read(made, stand_ins), untouched(made):
+        made.observer = ProgramRecorder(made, live)
+        monkeypatch.setattr(torch, "save", Saving(torch.save))
+        yield made
+
+
+def grown(before: int) -> int:
+    """Bytes by which the peak memory of this process has grown."""
+    return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) << 10
+
+
+def peak() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+def blocks(path: Path) -> int:
+    """Bytes that a file takes on the disk."""
+    return path.stat().st_blocks * 512
+
+
+def test_large_tensors_on_the_host_are_not_touched(runtime: Runtime) -> None:
+    before = peak()
+    layer = torch.nn.Linear(16384, 16384)  # 1 GiB, with an initialiser
+    torch.nn.init.trunc_normal_(layer.weight)
+    torch.nn.init.zeros_(layer.weight)
+    half = layer.weight.data.to(torch.bfloat16).clone()
+    moved = torch.nn.Parameter(half.cuda())
+    back = moved.detach().cpu()
+    assert (back.shape, back.dtype) == (layer.weight.shape, torch.bfloat16)
+    assert torch.cuda.memory_allocated() == 512 << 20
+    assert grown(before) < 64 << 20
+
+
+def test_small_tensors_and_integers_have_their_values(runtime: Runtime) -> None:
+    x = torch.zeros(1000).add_(0.1).mul_(2).fill_(3).clamp_(max=2.5).div_(torch.tensor(2))
+    assert torch.equal(x, torch.full((1000,), 1.25))
+    assert (10 / torch.arange(1, 3, dtype=torch.float)).tolist() == [10, 5]
+    assert 0.9 < torch.randn(10_000).std() < 1.1
+    assert torch.arange(1 << 22).fill_(7).sum() == 7 << 22
+
+
+def test_truncated_numbers_are_drawn_until_all_are_inside(runtime: Runtime) -> None:
+    there = torch.nn.init.trunc_normal_(torch.empty(1 << 20, device="cuda"), a=-2, b=2)
+    assert torch.cuda.max_memory_allocated() >= 3 * there.nbytes  # what is drawn anew, and the result of both
+    here = torch.nn.init.trunc_normal_(torch.empty(1000), a=-2, b=2)
+    assert 1 < here.abs().max() <= 2
+
+
+def test_files_of_torch_have_holes_and_only_integers_are_read(runtime: Runtime, tmp_path: Path) -> None:
+    before = peak()
+    tensors = {
+        "weight": torch.randn(1 << 28),
+        "there": torch.ones(1 << 20, device="cuda"),
+        "ids": torch.arange(1 << 18),
+    }
+    path = tmp_path / "model.pt"
+    torch.save(tensors, path)
+    assert path.stat().st_size >= GIB + (6 << 20)
+    assert blocks(path) < 4 << 20
+    with (tmp_path / "stream.pt").open("wb") as file:
+        torch.save(tensors, file)
+    assert blocks(tmp_path / "stream.pt") < 4 << 20
+    for name in ("model.pt", "stream.pt"):
+        found = torch.load(tmp_path / name)
+        assert torch.equal(found["ids"], tensors["ids"])
+        assert (found["weight"].shape, found["there"].device.type) == ((1 << 28,), "cuda")
+    assert torch.load(path, map_location="cuda", mmap=True)["weight"].nbytes == GIB
+    assert grown(before) < 64 << 20
+
+
+def test_small_tensors_go_through_memory(runtime: Runtime) -> None:
+    stream = io.BytesIO()
+    torch.save({"step": torch.tensor(5), "lr": torch.tensor([0.5])}, stream)
+    stream.seek(0)
+    found = torch.load(stream)
+    assert (found["step"].item(), found["lr"].item()) == (5, 0.5)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:Detected an existing checkpoint")
+def test_distributed_checkpoints_have_holes_and_stay_as_they_were(runtime: Runtime, tmp_path: Path) -> None:
+    before = peak()
+    state: dict[str, Any] = {"weight": torch.zeros(1 << 28, device="cuda"), "steps": torch.tensor([3])}
+    state_dict_saver.save(state, checkpoint_id=tmp_path / "own")
+    (file,) = (tmp_path / "own").glob("*.distcp")
+    assert file.stat().st_size >= GIB
+    assert blocks(file) < 1 << 20
+    state["steps"] = torch.tensor([0])
+    state_dict_loader.load(state, checkpoint_id=tmp_path / "own")
+    assert state["steps"].item() == 3
+    theirs = tmp_path / "theirs"
+    theirs.mkdir()
+    for name in (file.name, ".metadata"):
+        (theirs / name).write_text("precious")
+    state_dict_saver.save(state, checkpoint_id=theirs)
+    assert {path.name: path.read_text() for path in theirs.iterdir()} == {
+        file.name: "precious",
+        ".metadata": "precious",
+    }
+    assert grown(before) < 64 << 20
+
+
+def test_safetensors_have_holes_and_are_mapped(runtime: Runtime, tmp_path: Path) -> None:
+    pytest.importorskip("safetensors")
+    from safetensors import safe_open
+    from safetensors.torch import load_file, save_file
+
+    before = peak()
+    tensors = {"weight": torch.randn(1 << 29, dtype=torch.bfloat16), "there": torch.ones(8, 4, device="cuda")}
+    path = tmp_path / "model.safetensors"
+    save_file(tensors, path, metadata={"format": "pt"})
+    assert blocks(path) < 1 << 20
+    found = load_file(path)
+    assert {name: (one.shape, one.dtype) for name, one in found.items()} == {
+        name: (one.shape, one.dtype) for name, one in tensors.items()
+    }
+    assert load_file(path, device="cuda")["weight"].device.type == "cuda"
+    with safe_open(path, framework="pt") as file:
+        assert file.metadata() == {"format": "pt"}
+        assert file.get_slice("there")[:2].shape == (2, 4)
+    path.write_bytes(b"precious")
+    (tmp_path / "theirs").write_bytes(b"precious")
+    save_file(tensors, tmp_path / "theirs")
+    assert (tmp_path / "theirs").read_bytes() == b"precious"
+    assert grown(before) < 64 << 20
+    assert runtime.assumptions == {}
+
+
+LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 1024,
+    "intermediate_size": 2048,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "vocab_size": 4096,
+    "tie_word_embeddings": True,
+    "dtype": "bfloat16",
+}
+
+
+def test_a_model_without_weights_is_loaded_as_if_it_had_them(runtime: Runtime, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(LLAMA))
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    without = load(tmp_path / "model")
+    assert without.dtype == torch.bfloat16
+    assert [told for told in runtime.assumptions if "are not on this machine" in told]
+    without.save_pretrained(tmp_path / "saved")
+    runtime.assumptions.clear()
+    with_them = load(tmp_path / "saved")
+    assert runtime.assumptions == {}
+    shapes = [(name, one.shape, one.dtype) for name, one in without.named_parameters()]
+    assert shapes == [(name, one.shape, one.dtype) for name, one in with_them.named_parameters()]
+    whole = sum(one.nbytes for one in with_them.parameters())
+    with_them.cuda()
+    assert torch.cuda.memory_allocated() >= whole
+
+
+def test_a_name_of_the_hub_needs_its_configuration_alone(runtime: Runtime, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    place = tmp_path / "models--someone--llama"
+    (place / "refs").mkdir(parents=True)
+    (place / "refs" / "main").write_text("abc")
+    (place / "snapshots" / "abc").mkdir(parents=True)
+    (place / "snapshots" / "abc" / "config.json").write_text(json.dumps(LLAMA))
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    model = load("someone/llama", cache_dir=tmp_path, local_files_only=True)
+    assert model.config.hidden_size == 1024
+    assert "the weights of someone/llama are not on this machine" in next(iter(runtime.assumptions))
