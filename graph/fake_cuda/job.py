@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 from unittest import mock
@@ -17,6 +18,7 @@ import torch
 import torch.cuda.nccl
 import torch.distributed as dist
 import torch.multiprocessing
+from torch.distributed import _functional_collectives as funcol
 from torch.distributed import device_mesh
 from torch.distributed import distributed_c10d as c10d
 
@@ -27,13 +29,16 @@ from graph.recorder.list_sharding import equal_entries_once
 
 #: The version of NCCL that comes with PyTorch 2.13.
 _NCCL: Final = (2, 29, 7)
+#: Frames between whoever asks for a collective and its kernel: ours, and those of torch's operators.
+_OURS: Final = os.path.dirname(__file__)
+_OPERATORS: Final = (torch._ops.__file__, os.path.join(os.path.dirname(torch.__file__), "_library"))
 
 
 @contextlib.contextmanager
 def joined(runtime: Runtime, recorder: Any) -> Iterator[Collectives]:
     """Inside, a program that starts a process group is one rank of the job of the environment."""
     collectives = Collectives(runtime, recorder, frozenset({"all_reduce"}))
-    collectives.keeps = lambda: graph_task() >= 0  # in backward: DDP's reducer; others wait for theirs
+    collectives.keeps = lambda: graph_task() >= 0 and not _functional()  # in backward, DDP's reducer: others wait
     plain: Callable[..., None] = dist.init_process_group
 
     def start(
@@ -85,6 +90,14 @@ def _first_rank(
     """`torch.multiprocessing.spawn` and `start_processes`: the first process's work, done in this one."""
     fn(0, *args)
     return None if join else _Ended()
+
+
+def _functional() -> bool:
+    """Whether a functional collective (torch/distributed/_functional_collectives.py) asks: DTensor waits for these."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith((_OURS, *_OPERATORS)):
+        frame = frame.f_back
+    return frame.f_code.co_filename == funcol.__file__
 
 
 def _without_backend(plain: Callable[..., Any]) -> Callable[..., Any]:

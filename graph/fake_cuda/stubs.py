@@ -218,8 +218,8 @@ class _Device:
 class _StreamContext:
     """`torch.cuda.stream(s)`."""
 
-    def __init__(self, runtime: Runtime, stream: Stream | None) -> None:
-        self.runtime, self.stream = runtime, stream
+    def __init__(self, stream: Stream | None) -> None:
+        self.runtime, self.stream = Stream.runtime, stream
 
     def __enter__(self) -> None:
         self.before = self.runtime.stream
@@ -258,6 +258,11 @@ def _nothing(*args: object, **kwargs: object) -> None:
     """A call that has no effect without a device."""
 
 
+def _each(names: str, answer: Callable[..., Any]) -> dict[str, Callable[..., Any]]:
+    """A function of its own for each name: torch._dynamo has a rule for every function of torch, by the function."""
+    return {name: lambda *args, **kwargs: answer(*args, **kwargs) for name in names.split()}
+
+
 def attributes(runtime: Runtime) -> dict[str, Any]:
     """What replaces the attributes of these names in `torch.cuda`."""
     card = runtime.profile
@@ -268,7 +273,7 @@ def attributes(runtime: Runtime) -> dict[str, Any]:
     quiet = "_lazy_init init set_device ipc_collect set_rng_state set_rng_state_all manual_seed "
     quiet += "manual_seed_all seed seed_all _lazy_call"
     return {
-        **dict.fromkeys(quiet.split(), _nothing),
+        **_each(quiet, _nothing),
         "is_available": lambda: True,
         "is_initialized": lambda: True,
         "_is_in_bad_fork": lambda: False,
@@ -297,8 +302,8 @@ def attributes(runtime: Runtime) -> dict[str, Any]:
         "set_stream": lambda stream: setattr(runtime, "stream", stream),
         "current_stream": lambda device=None: runtime.stream,
         "default_stream": lambda device=None: default,
-        "stream": lambda stream: _StreamContext(runtime, stream),
-        "StreamContext": lambda stream: _StreamContext(runtime, stream),
+        "stream": lambda stream: _StreamContext(stream),
+        "StreamContext": _StreamContext,
         "get_stream_from_external": lambda pointer, device=None: Stream(number=pointer),
     }
 
@@ -310,8 +315,8 @@ def _unserved(runtime: Runtime) -> dict[str, Any]:
     quiet += "reset_max_memory_cached set_per_process_memory_fraction cudart"
     sums = "memory_allocated max_memory_allocated memory_reserved max_memory_reserved"
     return {
-        **dict.fromkeys(quiet.split(), _nothing),
-        **dict.fromkeys(sums.split(), lambda device=None: runtime.allocated()),
+        **_each(quiet, _nothing),
+        **_each(sums, lambda device=None: runtime.allocated()),
         "empty_cache": runtime.cache_emptied,
         "memory_stats": lambda device=None: {},
         "mem_get_info": lambda device=None: (total - runtime.allocated(), total),
