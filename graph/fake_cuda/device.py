@@ -77,6 +77,7 @@ class Runtime:
         self.assumptions: dict[str, int] = {}
         self.values = Values(self.storage, self.memory.values)
         self.values.finite = allocator is not None
+        self.values.assume = self.assume
         self.truth = True  # what every boolean read from the device is, where it has no value
         self.nonzero: Callable[[torch.Tensor], int] = torch.Tensor.numel  # how many elements are not 0, likewise
         self.host_copies_keep = False  # whether a copy from the device leaves a tensor on the host as it is

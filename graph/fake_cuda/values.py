@@ -32,6 +32,9 @@ _OVERWRITING: Final = frozenset({"copy_", "fill_", "zero_"})
 #: What is asked of floating-point numbers, and the answer where they are finite.
 _FINITE: Final = {"isnan": False, "isinf": False, "isposinf": False, "isneginf": False, "isfinite": True}
 
+#: Operators on booleans that have one answer as soon as one side is that.
+_DECISIVE: Final = {"bitwise_and": False, "logical_and": False, "bitwise_or": True, "logical_or": True}
+
 _CPU: Final = torch.device("cpu")
 
 
@@ -51,6 +54,7 @@ class Values:
     ) -> None:
         self.key = key
         self.finite = False  # whether floating-point numbers without values count as finite
+        self.assume: Callable[[str, object], None] = lambda what, value: None  # told of what is taken to be so
         self.known: MutableMapping[int, torch.UntypedStorage] = {} if known is None else known
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor | None:
@@ -89,11 +93,28 @@ class Values:
     def made(self, func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], out: object) -> None:
         """`func` has made `out`: new tensors of integers or booleans alone."""
         result = self.computed(func, args, kwargs)
-        if result is None and self.finite and (truth := _of_finite(func, args)) is not None:
-            result = torch.full(args[0].shape, truth)
+        if result is None and (truth := self._truth(func, args)) is not None:
+            result = [torch.full(one.shape, truth) for one in tree_leaves(out)]
         if result is not None:
             for tensor, host in zip(tree_leaves(out), tree_leaves(result), strict=True):
                 self.put(tensor, host)
+
+    def _truth(self, func: Operator, args: tuple[Any, ...]) -> bool | None:
+        """What all elements of the answer are although the values of some argument are not known, if that is so."""
+        decisive = _DECISIVE.get(func._opname)
+        if decisive is not None and any(self._all(arg, decisive) for arg in args):
+            return decisive
+        if not self.finite:
+            return None
+        if func._opname == "isin" and isinstance(args[0], torch.Tensor):  # is this token one that ends a sequence?
+            self.assume("whether numbers are among others", False)
+            return False
+        return _of_finite(func, args)
+
+    def _all(self, arg: object, truth: bool) -> bool:
+        """Whether an argument is a tensor of booleans that are known, and all `truth`."""
+        known = self.of(arg) if isinstance(arg, torch.Tensor) and arg.dtype is torch.bool else None
+        return known is not None and bool((known == truth).all())
 
     def written(
         self, func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], targets: tuple[torch.Tensor, ...]

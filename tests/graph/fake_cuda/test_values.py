@@ -91,6 +91,14 @@ def test_what_comes_from_floating_point_numbers_has_no_values(runtime: fake_cuda
     assert known.tolist() == [5, 5]
 
 
+def test_one_side_may_decide(runtime: fake_cuda.Runtime) -> None:
+    unknown = torch.ones(2, device="cuda") > 0
+    no, yes, some = (torch.tensor(values).to("cuda") for values in ([False], [True], [True, False]))
+    assert [(no & unknown).tolist(), (unknown | yes).tolist()] == [[False, False], [True, True]]
+    for undecided in (unknown & some, unknown | some, unknown & yes, unknown | no, unknown ^ yes):
+        assert runtime.values.of(undecided) is None
+
+
 def test_large_tensors_have_no_values(runtime: fake_cuda.Runtime) -> None:
     assert runtime.values.of(torch.zeros(MOST_BYTES, dtype=torch.bool, device="cuda")) is not None
     assert runtime.values.of(torch.zeros(MOST_BYTES + 1, dtype=torch.bool, device="cuda")) is None

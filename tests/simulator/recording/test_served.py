@@ -170,3 +170,10 @@ def test_kernels_of_triton_launch_nothing(tmp_path: Path, monkeypatch: pytest.Mo
     assert ran == []
     place = triton_stand_in.installed(tmp_path)
     assert (place / "triton" / "__init__.py").read_bytes() == Path(triton_stand_in.__file__).read_bytes()
+
+
+def test_no_generated_token_ends_its_sequence(runtime: Runtime) -> None:
+    """As transformers' `generate` asks: it goes on to the length that it was given."""
+    tokens = torch.randn(3, 50, device="cuda").argmax(1)
+    ended = torch.isin(tokens, torch.tensor([2, 7]).cuda())
+    assert (ended | torch.tensor([False] * 3).cuda()).tolist() == [False] * 3
