@@ -52,7 +52,7 @@ def reader() -> str:
         file = frame.f_code.co_filename
         if not (file.startswith((_DEVICE, "<")) or any(part in file for part in DISPATCH)):
             function = frame.f_code.co_qualname.partition(".<locals>")[0]
-            return "" if file.startswith(OURS) else _place(file, frame.f_lineno, function)
+            return "" if file.startswith(OURS) else place(file, frame.f_lineno, function)
         frame = frame.f_back
     return "backward"
 
@@ -63,7 +63,7 @@ def raised(error: BaseException) -> str:
     frames = [one for one in traceback.extract_tb(error.__traceback__) if not one.filename.startswith(others)]
     own = [one for one in frames if not one.filename.startswith(_INSTALLED)]
     found = next(reversed(own or frames), None)
-    return "" if found is None else _place(found.filename, found.lineno or 0, found.name)
+    return "" if found is None else place(found.filename, found.lineno or 0, found.name)
 
 
 def told(error: BaseException) -> str:
@@ -72,7 +72,8 @@ def told(error: BaseException) -> str:
     return f"{type(error).__name__}{f' at {place}' if place else ''}: {reason(error)}"
 
 
-def _place(file: str, line: int, function: str) -> str:
+def place(file: str, line: int, function: str) -> str:
+    """A place in words that a user finds: `mine.py:12 (forward)`, the file by its path from here or in its package."""
     installed = next((folder for folder in _INSTALLED if file.startswith(folder)), "")
     here = os.getcwd() + os.sep
     name = file.removeprefix(installed or here)

@@ -54,6 +54,8 @@ REQUIRED: Final[Mapping[Op, tuple[str, ...]]] = {
     Op.POOL_END: ("pool",),
     Op.POOL_RELEASE: ("pool",),
     Op.WAIT_STREAM: ("on",),
+    Op.REGION_BEGIN: ("name",),
+    Op.REGION_END: ("name",),
 }
 
 MAX_INT: Final = (1 << 63) - 1  #: largest id, size, stream, ...

@@ -53,6 +53,8 @@ class Op(IntEnum):
     POOL_END = 20
     POOL_RELEASE = 21
     WAIT_STREAM = 22
+    REGION_BEGIN = 23
+    REGION_END = 24
 
 
 CATEGORIES: Final[tuple[str, ...]] = (

@@ -40,6 +40,9 @@ class Allocator(Protocol):
     def mark(self, phase: int, step: int) -> None:
         """A phase of the run begins."""
 
+    def region(self, name: int, begins: bool) -> None:
+        """A named part of the program begins, or ends."""
+
     def reset_peak(self) -> None:
         """Peaks become what stands now."""
 

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "BY_CPU_KERNEL",
+    "NVTX",
     "RAW_STREAM",
     "DataDependentOutputException",
     "DynamicOutputShapeException",
@@ -113,6 +114,8 @@ with _needed():
 
 #: Where CUDA builds have the function that gives the number of the current stream, and its name; others lack it.
 RAW_STREAM: Final[tuple[ModuleType, str]] = (torch._C, "_cuda_getCurrentRawStream")
+#: Where `torch.cuda.nvtx` has what it calls in C++, and its name; builds for the CPU have something that fails.
+NVTX: Final[tuple[ModuleType, str]] = (torch.cuda.nvtx, "_nvtx")
 
 
 def fake_store() -> Any:

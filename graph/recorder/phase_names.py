@@ -4,5 +4,5 @@ from __future__ import annotations
 
 from typing import Final
 
-PHASES: Final = ("load", "forward", "backward", "optimizer", "evaluation", "saving")
-LOAD, FORWARD, BACKWARD, OPTIMIZER, EVALUATION, SAVING = range(len(PHASES))
+PHASES: Final = ("load", "forward", "backward", "optimizer", "evaluation", "saving", "generation")
+LOAD, FORWARD, BACKWARD, OPTIMIZER, EVALUATION, SAVING, GENERATION = range(len(PHASES))

@@ -1,14 +1,17 @@
 """Phases and steps of a program that marks none: found where modules, backward and optimizers begin and end.
 
-The outermost module's forward begins `forward`, or `evaluation` where no gradients are recorded; the outermost
-`backward` begins `backward`, an optimizer's step `optimizer`. What follows a step belongs to the next step's forward.
-`torch.save` is `saving`, and what goes on after it is what went on before. A step is counted when the optimizer that
-has stepped most steps again: programs with several optimizers have as many steps as the busiest of them.
+The outermost module's forward begins `forward`, or where no gradients are recorded `evaluation`, and `generation` if a
+function named `generate` has called it, as in transformers. The outermost `backward` begins `backward`, an optimizer's
+step `optimizer`. What follows a step belongs to the next step's forward. `torch.save` is `saving`, and what goes on
+after it is what went on before. A step is counted when the optimizer that has stepped most steps again: programs with
+several optimizers have as many steps as the busiest of them. What the program names itself are regions
+(`graph.recorder.regions`).
 """
 
 from __future__ import annotations
 
 import functools
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -22,9 +25,10 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from graph.fake_cuda.served import Allocator
 from graph.recorder.checkpoints import Saving
-from graph.recorder.phase_names import BACKWARD, EVALUATION, FORWARD, LOAD, OPTIMIZER, SAVING
+from graph.recorder.phase_names import BACKWARD, EVALUATION, FORWARD, GENERATION, LOAD, OPTIMIZER, SAVING
 from graph.recorder.program import ProgramRecorder
 from graph.recorder.recorder import tensors
+from graph.recorder.regions import Regions
 
 
 class Finished(BaseException):
@@ -72,6 +76,7 @@ class Phases:
             stack.enter_context(
                 _around(torch, "save", lambda plain, *args, **named: self._saving(saving, *args, **named))
             )
+            stack.enter_context(Regions(self._region).followed())
             yield
 
     def begin(self, phase: int) -> None:
@@ -84,12 +89,15 @@ class Phases:
 
     # ------------------------------------------------------------------------------------------------------------
 
+    def _region(self, name: str, begins: bool) -> None:
+        self.allocator.region(self.recorder.labels.code(name), begins)
+
     def _enter(self, part: torch.nn.Module, args: object) -> None:
         stack = self.recorder.stacks.setdefault(threading.get_ident(), [])
         if not stack and not self.recorder.origins.depth:
             if part not in self._names:
                 self._meet(part)
-            self.begin(FORWARD if torch.is_grad_enabled() else EVALUATION)
+            self.begin(FORWARD if torch.is_grad_enabled() else GENERATION if _generates() else EVALUATION)
         stack.append(self._names.get(part, stack[-1] if stack else -1))
 
     def _meet(self, root: torch.nn.Module) -> None:
@@ -155,6 +163,16 @@ class Phases:
             self.begin(FORWARD)
             if self.enough is not None and self.enough(self.steps, self._made <= self._count.keys()):
                 raise Finished
+
+
+def _generates() -> bool:
+    """Whether a function `generate` is among those that run."""
+    frame = sys._getframe(1)
+    while (before := frame.f_back) is not None:
+        frame = before
+        if frame.f_code.co_name == "generate":
+            return True
+    return False
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:

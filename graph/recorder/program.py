@@ -48,6 +48,7 @@ class Labels:
         self.stack = array("i")
         self.category: dict[int, int] = {}  # of those whose category was found
         self.title: dict[int, int] = {}  # of those that have a name of their own
+        self.collected = array("i")  # allocations that Python's collector has freed
         self.lines = lines
 
     def code(self, name: str) -> int:
@@ -66,6 +67,7 @@ class ProgramRecorder:
         self.stacks: dict[int, list[int]] = {}  # by thread: codes of the modules that run, outermost first
         self.origins = Origins(0, lambda near: near & _MODULE)  # packed, as `_place` has it
         self.backward = NONE  # the stack that called the backward that runs
+        self.collecting = False  # whether Python's collector runs
         self._main = _get_ident()
         self._here = self.labels.lines.here
         self._state: dict[Any, Any] = {}  # of the workspace rules
@@ -122,6 +124,8 @@ class ProgramRecorder:
         """A storage has died (any thread)."""
         number = self._numbers.pop(storage, -1)
         if number >= 0:
+            if self.collecting:
+                self.labels.collected.append(number)
             if self._held is None:
                 self._free(number)
             else:

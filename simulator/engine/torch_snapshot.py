@@ -8,11 +8,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
+import numpy as np
+
 from simulator.allocator import layout as at
 from simulator.allocator.conf import AllocatorSettings
 from simulator.engine.machine import Machine
 from simulator.engine.result import LOG_KINDS, RECORDED, EventLog
-from traces.model import Events
+from traces.model import Events, Op
 from traces.snapshot.names import FRAME
 
 Frame = dict[str, str | int]
@@ -29,7 +31,7 @@ def torch_snapshot(machine: Machine, log: EventLog, device: int = 0) -> dict[str
         "segments": [_segment(segment, device, frames) for segment in machine.segments()],
         "device_traces": [[] for _ in range(device)] + [entries],
         "allocator_settings": _settings(machine.settings),
-        "external_annotations": [],
+        "external_annotations": _annotations(machine.program.events, device),
     }
 
 
@@ -84,6 +86,17 @@ def _entries(machine: Machine, log: EventLog) -> list[dict[str, Any]]:
             entry["category"] = _UNKNOWN  # the viewer fails at a trace whose categories lack it
         entries.append(entry)
     return entries
+
+
+def _annotations(events: Events, device: int) -> list[dict[str, Any]]:
+    """The regions of a trace, as torch notes `record_function`; time is counted in events, as in the entries."""
+    names = events.strings("name")
+    places = np.flatnonzero((events.op == Op.REGION_BEGIN) | (events.op == Op.REGION_END)).tolist()
+    stages = ("START" if events.op[place] == Op.REGION_BEGIN else "END" for place in places)
+    return [
+        {"stage": stage, "name": names.get(place), "device": device, "time_us": place}
+        for place, stage in zip(places, stages, strict=True)
+    ]
 
 
 class _Labels:

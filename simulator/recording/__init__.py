@@ -2,5 +2,6 @@
 
 `allocator` serves each allocation as it happens, `message` has PyTorch's words for one that fails. `process` is the
 fresh process in which the program runs (`python -m simulator.recording`), `launch` starts it and reads what it leaves,
-`trace` makes a trace of that, `result` what `--json` says.
+`repeats` says when a program's steps repeat, `cycles` what Python's collector freed. `trace` makes a trace of what was
+left, `result` what `--json` says.
 """

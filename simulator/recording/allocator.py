@@ -147,6 +147,11 @@ class LiveAllocator:
         with self._lock:
             self._enter(Op.PHASE, phase, step)
 
+    def region(self, name: int, begins: bool) -> None:
+        """A named part of the program begins or ends here; the name's code is the caller's."""
+        with self._lock:
+            self._enter(Op.REGION_BEGIN if begins else Op.REGION_END, name, 0)
+
     def set_fraction(self, fraction: float) -> None:
         """torch.cuda.set_per_process_memory_fraction."""
         with self._lock:

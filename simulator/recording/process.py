@@ -27,6 +27,7 @@ from graph.models import own_modules
 from graph.recorder.phases import Finished, Phases
 from graph.recorder.program import ProgramRecorder
 from simulator.allocator.releases import parse_release
+from simulator.recording import cycles
 from simulator.recording.allocator import LiveAllocator, warm_up
 from simulator.recording.host import untouched
 from simulator.recording.repeats import Progress, Repeats
@@ -63,6 +64,7 @@ def main(text: str) -> int:
             untouched(runtime),
             never_read(runtime, folder),
             recorder.ordered_casts(),
+            cycles.followed(recorder),
             joined(runtime, recorder) as job,
             phases.followed(),
         ):
@@ -132,11 +134,12 @@ class _Keeper:
         self.runtime.observer = None
         folder = Path(self.request.folder)
         assumptions = [f"{what} ({count} times)" for what, count in self.runtime.assumptions.items()]
+        collected = cycles.notice(self.recorder, self.allocator.machine.ids[:, 1])
         facts = {
             "exit_code": code,
             "steps": self.phases.steps,
             "assumptions": assumptions,
-            "notices": [self.end.notice] if self.end.notice else [],
+            "notices": [text for text in (self.end.notice, collected) if text],
         }
         metadata = {"name": os.path.basename(self.request.program[0]), "program": self.request.program, **facts}
         trace = trace_of(self.allocator, self.recorder.labels, metadata, self.request.rank)

@@ -41,15 +41,17 @@ class Repeats:
         return same and len(log) > 0
 
     def _events(self) -> Int64Array:
-        """The step's events, as steps are compared; phases without the step's number."""
-        log = self._allocator.history[self._rows :].copy()
+        """The step's events, as steps are compared; without the names of regions, which may count steps."""
+        log = self._allocator.history[self._rows :]
+        log = log[~np.isin(log[:, kernels.H_OP], (Op.REGION_BEGIN, Op.REGION_END))]
         ident, arg = log[:, kernels.H_IDENT], log[:, kernels.H_ARG]
         phase = log[:, kernels.H_OP] == Op.PHASE
-        arg[phase] = 0
-        before = ~phase & (ident >= 0) & (ident < self._born)
+        arg[phase] = 0  # the number of the step
+        own = (ident >= 0) & ~phase
+        before = own & (ident < self._born)
         arg[before] = self._allocator.machine.ids[ident[before], 1]
         ident[before] = -1
-        ident[~phase & (ident >= 0)] -= self._born
+        ident[own & ~before] -= self._born
         return log
 
     def _blocks(self) -> Int64Array:

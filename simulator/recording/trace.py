@@ -57,14 +57,16 @@ def _events(allocator: LiveAllocator, labels: Labels) -> Events:
     ident = history[:, kernels.H_IDENT].copy()
     alloc, phase = op == Op.ALLOC, op == Op.PHASE
     code = np.where(phase, ident, -1)
-    ident[phase] = -1
+    region = np.isin(op, (Op.REGION_BEGIN, Op.REGION_END))
+    names = _names(labels, alloc, ident, code, region)
+    ident[phase | region] = -1
     columns: dict[str, Column] = {
         "id": ident,
         "bytes": np.where(alloc, history[:, kernels.H_ARG], 0),
         "stream": history[:, kernels.H_STREAM].copy(),
         "step": np.where(phase, history[:, kernels.H_ARG], -1),
         "category": _categories(labels, alloc, code, ident, op == Op.FREE),
-        "name": _names(labels, alloc, ident, code),
+        "name": names,
         "frames": _frames(labels, alloc, ident),
     }
     if allocator.fractions:
@@ -94,8 +96,8 @@ def _categories(labels: Labels, alloc: BoolArray, phase: Int64Array, ident: Int6
     return _column(len(alloc), born, codes, texts)
 
 
-def _names(labels: Labels, alloc: BoolArray, ident: Int64Array, phase: Int64Array) -> Strings:
-    """Of an allocation: its own name, else its module and operator; of a phase: its name."""
+def _names(labels: Labels, alloc: BoolArray, ident: Int64Array, phase: Int64Array, region: BoolArray) -> Strings:
+    """Of an allocation: its own name, else its module and operator; of phases and regions: theirs."""
     texts = list(labels.names)
     operator, module = (np.asarray(column, dtype=np.int64) for column in (labels.operator, labels.module))
     pairs, codes = np.unique((module + 1) * len(texts) + operator, return_inverse=True)
@@ -105,9 +107,9 @@ def _names(labels: Labels, alloc: BoolArray, ident: Int64Array, phase: Int64Arra
     ]
     if labels.title:
         codes[list(labels.title)] = len(table) + np.fromiter(labels.title.values(), np.int64)
-    rows = np.concatenate([np.flatnonzero(alloc), np.flatnonzero(phase >= 0)])
-    both = np.concatenate([codes[ident[alloc]], len(table) + len(texts) + phase[phase >= 0]])
-    return _column(len(ident), rows, both, (*table, *texts, *PHASES))
+    rows = np.concatenate([np.flatnonzero(where) for where in (alloc, region, phase >= 0)])
+    every = [codes[ident[alloc]], len(table) + ident[region], len(table) + len(texts) + phase[phase >= 0]]
+    return _column(len(ident), rows, np.concatenate(every), (*table, *texts, *PHASES))
 
 
 def _frames(labels: Labels, alloc: BoolArray, ident: Int64Array) -> Strings:

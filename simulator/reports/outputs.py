@@ -185,4 +185,12 @@ def merged_snapshot(result: Result) -> dict[str, Any]:
         ({**segment, "device": device} for segment in part["segments"]) for device, part in enumerate(parts)
     )
     recorded: list[Any] = [next((trace for trace in part["device_traces"] if trace), []) for part in parts]
-    return {**parts[0], "segments": list(segments), "device_traces": recorded}
+    annotations = [
+        {**one, "device": device} for device, part in enumerate(parts) for one in part["external_annotations"]
+    ]
+    return {
+        **parts[0],
+        "segments": list(segments),
+        "device_traces": recorded,
+        "external_annotations": annotations,
+    }

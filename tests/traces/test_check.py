@@ -56,7 +56,7 @@ def test_a_needed_field_that_no_event_has(op: Op) -> None:
 
 
 def test_an_op_of_unknown_number() -> None:
-    assert fault(one_rank([ALLOC, 23], id=[1, -1])) == (1, "op", "there is no op of number 23")
+    assert fault(one_rank([ALLOC, len(Op)], id=[1, -1])) == (1, "op", f"there is no op of number {len(Op)}")
     assert fault(one_rank([FREE, 255], id=[1, -1]))[0] == 0
     assert fault(one_rank([200]))[0] == 0
 

@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("torch")
 
 import traces
-from tests.simulator.recording.test_record import folder_of, record
+from tests.simulator.recording.test_record import answer, folder_of, record
 from tests.support.viewer import check_viewer
 from traces.model import Events, Op
 
@@ -52,6 +52,47 @@ for step in range(2):
     optimizer.step()
 """
 EXP = 11 * 700 * 4
+NAMED = """
+import gc
+import torch
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.part = torch.nn.Linear(256, 256)
+
+    def forward(self, x):
+        with torch.profiler.record_function("mixing"):
+            return self.part(x)
+
+    @torch.no_grad()
+    def generate(self, x):
+        for _ in range(3):
+            x = torch.cat([x, self(x)[-1:]])
+        return x
+
+class Node:
+    pass
+
+net = Net().cuda()
+optimizer = torch.optim.SGD(net.parameters())
+for step in range(6):
+    torch.cuda.nvtx.range_push(f"step {step}")
+    number = torch.cuda.nvtx.range_start("passes")
+    net(torch.ones(8, 256, device="cuda")).sum().backward()
+    torch.cuda.nvtx.mark("half")
+    torch.cuda.nvtx.range_end(number)
+    optimizer.step()
+    torch.cuda.nvtx.range_pop()
+    if step == 0:
+        node = Node()
+        node.me, node.held = node, torch.ones(3 << 18, device="cuda")
+        del node
+        gc.collect()
+        net.generate(torch.ones(1, 256, device="cuda"))
+        with torch.no_grad():
+            net(torch.ones(1, 256, device="cuda"))
+"""
 
 
 @pytest.fixture(scope="module")
@@ -125,3 +166,28 @@ def test_the_snapshot_has_the_stacks(recorded: tuple[Path, Events]) -> None:
     wanted = ("net = Net()", "loss = ", "loss.backward()", "optimizer.step()")
     assert kept <= {number for number, line in enumerate(lines, 1) if line.strip().startswith(wanted)}
     assert lines.index("net = Net().cuda()") + 1 in kept
+
+
+def test_regions_generation_and_what_the_collector_freed(tmp_path: Path) -> None:
+    words = ("-o", "trace.npz", "--snapshot", "snapshot.pickle.gz", "train.py")
+    done = record(folder_of(tmp_path, {"train.py": NAMED}), *words)
+    assert done.returncode == 0, done.stderr
+    found = answer(tmp_path)
+    line = next(number for number, text in enumerate(NAMED.splitlines(), 1) if "node.held" in text)
+    freed, end = sorted(found["notices"])
+    wanted = f"freed 3.00 MiB that cycles of references had kept alive, 3.00 MiB of it from train.py:{line} (<module>)"
+    assert wanted in freed
+    assert end.startswith("steps 3 and 4 did the same")  # names of regions are no part of it
+    phases = [phase["name"] for phase in found["ranks"][0]["phases"] if phase["step"] == 1]
+    assert phases == ["forward", "generation", "evaluation", "backward", "optimizer"]
+    events = traces.read(tmp_path / "trace.npz").ranks[0].events
+    names = events.strings("name")
+    told = [(Op(op).name, names.get(i)) for i, op in enumerate(events.op) if op in (Op.REGION_BEGIN, Op.REGION_END)]
+    begin, stop = Op.REGION_BEGIN.name, Op.REGION_END.name
+    passes = [(begin, "passes"), (begin, "mixing"), (stop, "mixing"), (begin, "half"), (stop, "half"), (stop, "passes")]
+    own = [one for one in told if "#" not in (one[1] or "")]
+    assert own[:8] == [(begin, "step 0"), *passes, (stop, "step 0")]
+    assert (begin, "Optimizer.step#SGD.step") in told
+    snapshot = pickle.loads(gzip.decompress((tmp_path / "snapshot.pickle.gz").read_bytes()))
+    annotations = [(one["stage"], one["name"]) for one in snapshot["external_annotations"]]
+    assert annotations == [("START" if op == begin else "END", name) for op, name in told]
