@@ -69,10 +69,13 @@ class Observer(Protocol):
 class Runtime:
     """The device that is not there."""
 
-    def __init__(self, profile: Profile, allocator: Allocator | None = None) -> None:
+    def __init__(self, profile: Profile, allocator: Allocator | None = None, index: int = 0, count: int = 1) -> None:
         self.profile = profile
         self.allocator = allocator
+        self.device = torch.device("cuda", index)
+        self.count = count
         self.memory = Memory()
+        self.memory.index = index
         self._observer: Observer | None = None
         self.assumptions: dict[str, int] = {}
         self.values = Values(self.storage, self.memory.values)
@@ -106,14 +109,15 @@ class Runtime:
         """The stream that is current on this thread; autograd's thread goes to the stream of each forward operator."""
         if not self._streams:
             return self.default_stream
-        number = torch._C._accelerator_getStream(0).stream_id
+        number = torch._C._accelerator_getStream(self.device.index).stream_id
         return self._streams.get(number, self.default_stream)
 
     @stream.setter
     def stream(self, stream: Stream) -> None:
         if self._streams or stream.stream_id:
             self._streams[stream.stream_id] = stream
-            torch._C._accelerator_setStream(torch.Stream(stream_id=stream.stream_id, device_index=0, device_type=1))
+            current = torch.Stream(stream_id=stream.stream_id, device_index=self.device.index, device_type=1)
+            torch._C._accelerator_setStream(current)
 
     @staticmethod
     def storage(tensor: torch.Tensor) -> int:
@@ -197,10 +201,12 @@ _verified: list[bool] = []
 
 
 @contextlib.contextmanager
-def fake_cuda(profile: Profile, allocator: Allocator | None = None) -> Iterator[Runtime]:
+def fake_cuda(
+    profile: Profile, allocator: Allocator | None = None, index: int = 0, count: int = 1
+) -> Iterator[Runtime]:
     """This process as a CUDA build on the GPU of `profile`.
 
-    `allocator` answers what programs ask of PyTorch's caching allocator (`graph.fake_cuda.served`); the observer tells
+    All tensors are on the GPU of number `index` (0 to 7), of `count` that the process sees. `allocator` answers what programs ask of PyTorch's caching allocator (`graph.fake_cuda.served`); the observer tells
     it what is allocated.
 
     Raises UnsupportedTorch if the installed PyTorch cannot be used so, and CaptureError if autograd's threads have
@@ -208,14 +214,15 @@ def fake_cuda(profile: Profile, allocator: Allocator | None = None) -> Iterator[
     """
     if _active:
         raise CaptureError("a fake CUDA device is in use already; leave it before making another")
-    runtime = Runtime(profile, allocator)
+    runtime = Runtime(profile, allocator, index, count)
     with contextlib.ExitStack() as stack:
         _active.append(runtime)
         stack.callback(_active.clear)
         stack.enter_context(_guard())
-        stack.enter_context(_hooks(profile, pinned=allocator is not None))
+        stack.enter_context(_hooks(runtime))
         stack.enter_context(fake_stubs.patched(runtime))
         stack.enter_context(_initialized())
+        stack.enter_context(_current(index))
         _check_autograd()
         stack.enter_context(_kernels(runtime))
         if not _verified:
@@ -307,10 +314,23 @@ _on_stream = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_v
 
 
 @contextlib.contextmanager
-def _hooks(profile: Profile, *, pinned: bool) -> Iterator[None]:
-    """CUDAHooks that say: built, with cuDNN, one device, initialised (ATen/detail/CUDAHooksInterface.h).
+def _current(index: int) -> Iterator[None]:
+    """The current device of this thread."""
+    if not index:
+        yield
+        return
+    torch._C._accelerator_setDeviceIndex(index)
+    try:
+        yield
+    finally:
+        torch._C._accelerator_setDeviceIndex(0)
 
-    `pinned`: all of the host's memory counts as pinned, which PyTorch's C++ may insist on where it has asked for it.
+
+@contextlib.contextmanager
+def _hooks(runtime: Runtime) -> Iterator[None]:
+    """CUDAHooks that say: built, with cuDNN, so many devices, initialised (ATen/detail/CUDAHooksInterface.h).
+
+    With an allocator, all of the host's memory counts as pinned, which PyTorch's C++ may insist on where it asked so.
 
     The table of virtual functions of the hooks in use is copied, and those that would ask for a device answered here.
     """
@@ -321,7 +341,12 @@ def _hooks(profile: Profile, *, pinned: bool) -> Iterator[None]:
     before = hooks[0]
     count = max(slots.values()) + 1
     table = (ctypes.c_void_p * count)(*(ctypes.c_void_p * count).from_address(before))
-    answers = _answers(profile) | {"isPinnedPtr": _one if pinned else _zero}
+    answers = _answers(runtime.profile) | {"isPinnedPtr": _zero if runtime.allocator is None else _one}
+    if runtime.count > 1:
+        number, count = runtime.device.index, runtime.count
+        answers |= dict.fromkeys(("deviceCount", "getNumGPUs"), _callback_type(lambda: count))
+        answers["getDeviceFromPtr"] = _callback_type(lambda: 1 | number << 8)
+        answers |= dict.fromkeys(_CURRENT, _callback_type(lambda: number))
     missing = sorted(answers.keys() - slots.keys())
     if missing:
         raise UnsupportedTorch(f"PyTorch {torch.__version__}: its CUDA hooks have no {', '.join(missing)}")
@@ -334,6 +359,10 @@ def _hooks(profile: Profile, *, pinned: bool) -> Iterator[None]:
         yield
     finally:
         hooks[0] = before
+
+
+#: Hooks that give the number of the device that is current.
+_CURRENT: Final = ("getCurrentDevice", "exchangeDevice", "maybeExchangeDevice", "current_device")
 
 
 def _answers(profile: Profile) -> dict[str, Any]:

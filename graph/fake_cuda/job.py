@@ -1,8 +1,9 @@
 """One rank of a job that a program starts itself, by `torch.distributed.init_process_group` of any backend.
 
 Rank and world are what the program says, or those of the environment (RANK, WORLD_SIZE), as launchers set them. Where
-it starts ranks itself (`torch.multiprocessing.spawn`), this process is the first of them. Collectives do nothing but
-take part (`graph.fake_cuda.collectives`); those of Python objects give every rank's object as this rank's.
+it starts ranks itself (`torch.multiprocessing.spawn`), this process is one of them: that of the environment, else the
+first. Collectives do nothing but take part (`graph.fake_cuda.collectives`); those of Python objects give every rank's
+object as this rank's.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ def joined(runtime: Runtime, recorder: Any) -> Iterator[Collectives]:
                 if hasattr(module, name):
                     stack.enter_context(mock.patch.object(module, name, function))
         for name in ("spawn", "start_processes"):
-            stack.enter_context(mock.patch.object(torch.multiprocessing, name, _first_rank))
+            stack.enter_context(mock.patch.object(torch.multiprocessing, name, _own_rank))
         stack.enter_context(mock.patch.object(dist, "is_nccl_available", return_value=True))
         stack.enter_context(mock.patch.object(torch.cuda.nccl, "version", return_value=_NCCL))
         stack.enter_context(lone_replicas())
@@ -84,11 +85,11 @@ class _Ended:
         return True
 
 
-def _first_rank(
+def _own_rank(
     fn: Callable[..., Any], args: tuple[Any, ...] = (), nprocs: int = 1, join: bool = True, *how: object, **also: object
 ) -> _Ended | None:
-    """`torch.multiprocessing.spawn` and `start_processes`: the first process's work, done in this one."""
-    fn(0, *args)
+    """`torch.multiprocessing.spawn` and `start_processes`: one process's work, that of this rank, done in this one."""
+    fn(int(os.environ.get("RANK", "0")) % nprocs, *args)
     return None if join else _Ended()
 
 

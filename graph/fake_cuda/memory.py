@@ -160,6 +160,7 @@ class Memory:
     """
 
     def __init__(self) -> None:
+        self.index = 0  # of the device
         self.freed: Callable[[int], None] = ignore
         self.live: dict[int, int] = {}
         self.values: dict[int, torch.UntypedStorage] = {}  # what storages hold, of those that have values
@@ -171,7 +172,7 @@ class Memory:
         self._next = 1
 
     def new(self, layout: Layout, born: list[int]) -> torch.Tensor:
-        """A tensor of `layout` on CUDA device 0, with a storage of its own, whose number is appended to `born`."""
+        """A tensor of `layout` on the device, with a storage of its own, whose number is appended to `born`."""
         record = layout._record
         nbytes = layout.nbytes
         if nbytes:
@@ -186,6 +187,7 @@ class Memory:
         else:
             record.data = 0
             record.owner = None
+        record.device_id = self.index
         place = _take(_RECORD_BYTES)
         _copy(place, layout._address, _RECORD_BYTES)
         tensor = from_dlpack(_capsule(place, _CAPSULE, None))

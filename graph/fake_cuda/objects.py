@@ -6,7 +6,7 @@ from typing import Any, Final
 
 import torch
 
-_CUDA: Final = torch.device("cuda", 0)
+_CUDA: Final = torch.device("cuda")
 #: Bytes of the state of a generator on CUDA: a seed and an offset.
 _STATE: Final = 16
 _plain: Final[Any] = torch.Generator
@@ -32,8 +32,8 @@ class Generator(torch.Generator, metaclass=_Named):
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
-        """The one device."""
-        return _CUDA
+        """The one device that is in use."""
+        return torch.device("cuda", torch.cuda.current_device())
 
     def get_state(self) -> torch.Tensor:
         """A copy of the state, on the host as PyTorch has it."""

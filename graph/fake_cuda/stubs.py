@@ -36,9 +36,9 @@ class Stream:
             Stream._made += 1
         self.stream_id = Stream._made if number is None else number
         self.cuda_stream = self.stream_id
-        self.device_index = 0
+        self.device = self.runtime.device
+        self.device_index = self.device.index
         self.device_type = 1
-        self.device = torch.device("cuda", 0)
         self.priority = priority
 
     def query(self) -> bool:
@@ -100,7 +100,7 @@ class Event:
     """
 
     def __init__(self, *args: object, **kwargs: object) -> None:
-        self.device = torch.device("cuda", 0)
+        self.device = Stream.runtime.device
         self._point = 0
         self._points = Stream.runtime.points
 
@@ -202,11 +202,10 @@ def _moved(plain: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Device:
-    """`torch.cuda.device`: there is only device 0."""
+    """`torch.cuda.device`: only one device is in use."""
 
     def __init__(self, device: object = None) -> None:
-        self.idx = 0
-        self.prev_idx = 0
+        self.idx = self.prev_idx = Stream.runtime.device.index
 
     def __enter__(self) -> None:
         pass
@@ -266,9 +265,9 @@ def _each(names: str, answer: Callable[..., Any]) -> dict[str, Callable[..., Any
 def attributes(runtime: Runtime) -> dict[str, Any]:
     """What replaces the attributes of these names in `torch.cuda`."""
     card = runtime.profile
-    default = Stream(number=0)
-    generator = objects.Generator("cuda")
     Stream.runtime, Stream._made = runtime, 0
+    default, index = Stream(number=0), runtime.device.index
+    generator = objects.Generator("cuda")
     runtime.default_stream = default
     quiet = "_lazy_init init set_device ipc_collect set_rng_state set_rng_state_all manual_seed "
     quiet += "manual_seed_all seed seed_all _lazy_call"
@@ -278,11 +277,11 @@ def attributes(runtime: Runtime) -> dict[str, Any]:
         "is_initialized": lambda: True,
         "_is_in_bad_fork": lambda: False,
         "is_current_stream_capturing": lambda: False,
-        "device_count": lambda: 1,
-        "_device_count_nvml": lambda: 1,
-        "current_device": lambda: 0,
-        "_exchange_device": lambda device: 0,
-        "_maybe_exchange_device": lambda device: 0,
+        "device_count": lambda: runtime.count,
+        "_device_count_nvml": lambda: runtime.count,
+        "current_device": lambda: index,
+        "_exchange_device": lambda device: index,
+        "_maybe_exchange_device": lambda device: index,
         "device": _Device,
         "device_of": _Device,
         "_DeviceGuard": _Device,
@@ -293,9 +292,9 @@ def attributes(runtime: Runtime) -> dict[str, Any]:
         "get_arch_list": lambda: [f"sm_{card.arch[0]}{card.arch[1]}"],
         "synchronize": lambda device=None: runtime.synchronized(),
         "get_rng_state": lambda device="cuda": generator.get_state(),
-        "get_rng_state_all": lambda: [generator.get_state()],
+        "get_rng_state_all": lambda: [generator.get_state() for _ in range(runtime.count)],
         "initial_seed": lambda: 0,
-        "default_generators": (generator,),
+        "default_generators": (generator,) * runtime.count,
         "Stream": Stream,
         "Event": Event,
         "ExternalStream": Stream,
@@ -342,6 +341,7 @@ def patched(runtime: Runtime) -> Iterator[None]:
         (fake_tensor.log, "disabled", True),  # it logs errors that are raised as well
         (torch.version, "cuda", torch.version.cuda or "13.0"),
         (*RAW_STREAM, lambda device: 0),
+        (torch._C, "_accelerator_deviceCount", lambda: runtime.count),
     ]
     changes += _Storages(runtime).changes()
     changes += objects.changes()

@@ -62,7 +62,8 @@ def _steps(text: str | None) -> int:
 @click.option("--context", metavar="SIZE", help="Memory of the GPU that is not PyTorch's (default: none).")
 @click.option("--alloc-conf", metavar="CONF", help="Allocator settings (default: PYTORCH_ALLOC_CONF).")
 @click.option("--release", metavar="R", default="2.13", show_default=True, help="PyTorch release of the allocator.")
-@click.option("--nproc-per-node", metavar="N", type=click.IntRange(1), help="Ranks, as torchrun starts them.")
+@click.option("--nproc-per-node", metavar="N", type=click.IntRange(1), help="Ranks on a node, as torchrun's.")
+@click.option("--nnodes", metavar="N", type=click.IntRange(1), help="Nodes, as torchrun's.")
 @click.option("--ranks", metavar="0,3-5|all", default="all", show_default=True, help="Ranks to run.")
 @click.option("--steps", metavar="N|all", help="End after N optimizer steps (default: when two do the same).")
 @click.option("--json", "document", metavar="FILE", help="Write figures, steps and assumptions as JSON.")
@@ -77,6 +78,7 @@ def command(
     alloc_conf: str | None,
     release: str,
     nproc_per_node: int | None,
+    nnodes: int | None,
     ranks: str,
     steps: str | None,
     document: str | None,
@@ -86,11 +88,13 @@ def command(
     """Run PROGRAM (a script, or a module with -m) unmodified on a GPU that is not there; report what its memory did."""
     from simulator.allocator.conf import parse_conf
     from simulator.engine.ranks import parse_ranks
-    from simulator.recording.launch import program_of, record
+    from simulator.recording.launch import record
+    from simulator.recording.launchers import program_of
     from simulator.recording.result import document as document_of
 
-    found = program_of(program, module)
-    world = nproc_per_node or found.world
+    found = program_of(program, module, nproc_per_node)
+    processes = nproc_per_node or found.processes
+    world = processes * (nnodes or found.nodes)
     chosen = sorted(range(world) if ranks == "all" else parse_ranks(ranks, range(world)))
     behaviour = parse_release(release)
     if alloc_conf is not None:
@@ -107,6 +111,9 @@ def command(
         steps=_steps(steps),
         world=world,
         watched=not quiet and sys.stderr.isatty(),
+        processes=processes,
+        environment=found.environment,
+        local=found.local,
     )
     written.check(found.words[0])
     if document is not None:

@@ -12,24 +12,20 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final, Literal
+from typing import Final
 
 import traces
 from simulator.recording.request import FACTS, TRACE, Request
 from simulator.recording.trace import together
-from traces.errors import ConfigError, LLMemError
+from traces.errors import LLMemError
 from traces.model import Trace
-from traces.text import path_text, quoted
+from traces.text import quoted
 
 _ROOT: Final = str(Path(__file__).resolve().parents[2])
 #: Our folder comes first until our own modules are there: the program's may have their names.
 _START: Final = (
     "import sys; sys.path[0] = {root!r}; from simulator.recording.process import main; sys.exit(main({text!r}))"
 )
-
-
-#: Modules that start programs as torchrun does.
-_LAUNCHERS: Final = ("torch.distributed.run", "torch.distributed.launch")
 
 
 class RecordError(LLMemError):
@@ -46,52 +42,6 @@ class Recorded:
     assumptions: tuple[str, ...]
     notices: tuple[str, ...]
     trace: Trace
-
-
-@dataclass(frozen=True)
-class Program:
-    """A script or a module (`kind`), its path or name with its arguments, and how many ranks its launcher starts."""
-
-    kind: Literal["script", "module"]
-    words: tuple[str, ...]
-    world: int = 1
-
-
-def program_of(words: Sequence[str], module: str | None) -> Program:
-    """What stands behind `record`'s options: a program, `python` and a program, or `torchrun`, options and a program.
-
-    ConfigError for what is none of these.
-    """
-    words = tuple(words)
-    if module in _LAUNCHERS:
-        return _launched(words)
-    if module is not None:
-        return Program("module", (module, *words))
-    first = Path(words[0]).name if words else ""
-    if first == "torchrun":
-        return _launched(words[1:])
-    if first.startswith("python"):
-        words = words[1:]
-        if words[:1] == ("-m",):
-            return program_of(words[2:], words[1] if len(words) > 1 else "")
-    if not words:
-        raise ConfigError("no program is given: llmem record [OPTIONS] train.py ARGS...")
-    if not Path(words[0]).is_file():
-        what = "is not a file" if words[0].endswith(".py") else "is not a Python program, nor a launcher that is known"
-        raise ConfigError(f"{path_text(words[0])}: {what}: llmem record [OPTIONS] train.py ARGS...")
-    return Program("script", words)
-
-
-def _launched(words: tuple[str, ...]) -> Program:
-    """The program that `torchrun` would start, by its own parser; nodes are as many as it says, at most."""
-    from torch.distributed.run import get_args_parser, parse_min_max_nnodes
-
-    given = get_args_parser().parse_args(list(words))
-    if not given.nproc_per_node.isdecimal():
-        raise ConfigError(f"--nproc-per-node {given.nproc_per_node}: give a number: there is no GPU to count")
-    found = program_of((given.training_script, *given.training_script_args), None) if not given.module else None
-    program = found or Program("module", (given.training_script, *given.training_script_args))
-    return replace(program, world=int(given.nproc_per_node) * parse_min_max_nnodes(given.nnodes)[1])
 
 
 def record(request: Request, ranks: Sequence[int] = (0,)) -> Recorded:
@@ -140,10 +90,25 @@ def _run(request: Request) -> int:
 
 
 def _environment(request: Request) -> dict[str, str]:
-    """That of this process; of a job, with what launchers set, where each rank has a node and its GPU for itself."""
+    """That of this process, with what the launcher adds, and for a rank of a job its places, as torchrun sets them."""
+    environment = {**os.environ, **request.environment}
     if request.world == 1:
-        return dict(os.environ)
-    alone = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
-    places = dict.fromkeys(("RANK", "GROUP_RANK", "ROLE_RANK"), str(request.rank))
-    worlds = dict.fromkeys(("WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE"), str(request.world))
-    return {**os.environ, **alone, **places, **worlds, "TORCHELASTIC_RUN_ID": "none"}
+        return environment
+    node, local = divmod(request.rank, request.processes)
+    nodes = request.world // request.processes
+    torchrun: dict[str, object] = {
+        "RANK": request.rank,
+        "WORLD_SIZE": request.world,
+        "LOCAL_RANK": local,
+        "LOCAL_WORLD_SIZE": request.processes,
+        "GROUP_RANK": node,
+        "GROUP_WORLD_SIZE": nodes,
+        "ROLE_RANK": request.rank,
+        "ROLE_WORLD_SIZE": request.world,
+        "ROLE_NAME": "default",
+        "TORCHELASTIC_RESTART_COUNT": 0,
+        "TORCHELASTIC_MAX_RESTARTS": 0,
+        "TORCHELASTIC_RUN_ID": "none",
+    }
+    meeting = {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
+    return {**meeting, **environment, **{name: str(value) for name, value in torchrun.items()}}

@@ -40,6 +40,8 @@ _OURS: Final = str(Path(__file__).resolve().parents[2])
 INTERRUPTED: Final = 130
 #: What runs the code of a program's first module: the outermost frame that is not the program's.
 _BASE: Final[types.CodeType] = runpy._run_code.__code__  # type: ignore[attr-defined]
+#: So many devices of a node have numbers of their own (c10's FakeGuardImpl); ranks beyond have the first one's.
+_DEVICES: Final = 8
 
 
 def main(text: str) -> int:
@@ -51,7 +53,8 @@ def main(text: str) -> int:
     device = Device(card.name, request.memory or card.total_bytes, request.context)
     allocator = LiveAllocator(device, parse_release(request.release), request.conf, OutOfMemoryError)
     card = dataclasses.replace(card, total_bytes=device.total_bytes)
-    with fake_cuda(card, allocator) as runtime:
+    index = request.local_rank if request.local_rank < _DEVICES else 0
+    with fake_cuda(card, allocator, index, min(request.processes, _DEVICES)) as runtime:
         sdpa.install(runtime)
         recorder = ProgramRecorder(runtime, allocator, _BASE)
         end = _End(request, allocator)
@@ -169,7 +172,8 @@ def _run(request: Request) -> tuple[int, BaseException | None]:
     _forget_our_folder()
     try:
         with own_modules.of(folder).first():
-            sys.argv = list(request.program)
+            local = [request.local.format(request.local_rank)] if request.local else []
+            sys.argv = [request.program[0], *local, *request.program[1:]]
             if request.kind == "script":
                 runpy.run_path(request.program[0], run_name="__main__")
             else:

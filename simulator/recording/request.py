@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from typing import Final, Literal
 
 #: What that process leaves in the request's folder.
@@ -19,8 +20,9 @@ class Request:
 
     `program` is a script's path (`kind` script) or a module's name, and its arguments. `memory` and `context` are bytes
     (memory 0: the card's own); `conf` None: as the environment says. `steps` 0: to the program's end; `REPEATS`: until
-    two steps do the same. Each rank of a
-    job has a process of its own, `rank` of `world`. `watched`: somebody looks at standard error.
+    two steps do the same. Each rank of a job has a process of its own, `rank` of `world`, of which each node has
+    `processes`; `environment` is what their launcher adds to it, and `local` an argument with the local rank that it
+    puts before the program's own. `watched`: somebody looks at standard error.
     """
 
     program: tuple[str, ...]
@@ -35,6 +37,14 @@ class Request:
     rank: int = 0
     world: int = 1
     watched: bool = False
+    processes: int = 1
+    environment: Mapping[str, str] = field(default_factory=dict)
+    local: str = ""
+
+    @property
+    def local_rank(self) -> int:
+        """The rank's place on its node."""
+        return self.rank % self.processes
 
     def text(self) -> str:
         """As JSON."""

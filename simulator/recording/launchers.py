@@ -1,0 +1,209 @@
+"""What stands behind `record`'s options: a program, or a launcher with its own options, read by its own parser.
+
+A launcher decides which processes there are and what their environment is; nothing of it runs but that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Final, Literal
+from unittest import mock
+
+from traces.errors import ConfigError
+from traces.text import path_text
+
+_USAGE: Final = "llmem record [OPTIONS] train.py ARGS..."
+#: Flags of Python that change nothing here.
+_FLAGS: Final = ("-u", "-B", "-O", "-s", "-E", "-I")
+
+
+@dataclass(frozen=True)
+class Program:
+    """A script or a module (`kind`), its path or name with its arguments, and the processes that its launcher starts.
+
+    There are `nodes` nodes with `processes` each. `environment` is what the launcher adds to it, beside the ranks;
+    `local` an argument that goes before the program's own, with the local rank in it.
+    """
+
+    kind: Literal["script", "module"]
+    words: tuple[str, ...]
+    processes: int = 1
+    nodes: int = 1
+    environment: Mapping[str, str] = field(default_factory=dict)
+    local: str = ""
+
+
+def program_of(words: Sequence[str], module: str | None = None, gpus: int | None = None) -> Program:
+    """The program that `words` start; `module` is what stood behind -m, `gpus` how many there are on a node, if told.
+
+    ConfigError for what is no program and no known launcher.
+    """
+    words = tuple(words)
+    if module is not None:
+        launcher = _MODULES.get(module)
+        return Program("module", (module, *words)) if launcher is None else launcher(words, gpus)
+    first = Path(words[0]).name if words else ""
+    if first in _COMMANDS:
+        return _COMMANDS[first](words[1:], gpus)
+    if not words:
+        raise ConfigError(f"no program is given: {_USAGE}")
+    if first.startswith("python") and not first.endswith(".py"):
+        return _python(words[1:], gpus)
+    if not Path(words[0]).is_file():
+        what = "is not a file" if words[0].endswith(".py") else "is not a Python program, nor a launcher that is known"
+        raise ConfigError(f"{path_text(words[0])}: {what}: {_USAGE}")
+    return Program("script", words)
+
+
+def _python(words: tuple[str, ...], gpus: int | None) -> Program:
+    while words and words[0] in _FLAGS:
+        words = words[1:]
+    if words[:1] == ("-m",):
+        return program_of(words[2:], words[1] if len(words) > 1 else "", gpus)
+    return program_of(words, None, gpus)
+
+
+def _torchrun(words: tuple[str, ...], gpus: int | None, local: str = "") -> Program:
+    """torchrun: as many nodes as it allows at most."""
+    from torch.distributed.run import get_args_parser
+
+    return _elastic(get_args_parser().parse_args(list(words)), gpus, local)
+
+
+def _elastic(given: Any, gpus: int | None, local: str = "") -> Program:
+    """The program of torchrun's arguments."""
+    from torch.distributed.run import parse_min_max_nnodes
+
+    count = str(given.nproc_per_node)
+    if not count.isdecimal() and gpus is None:
+        raise ConfigError(f"--nproc-per-node {count}: give a number: there is no GPU to count")
+    return replace(
+        _started(given.module, (given.training_script, *given.training_script_args)),
+        processes=int(count) if count.isdecimal() else gpus or 1,
+        nodes=parse_min_max_nnodes(str(given.nnodes))[1],
+        local=local,
+    )
+
+
+def _started(module: bool, words: Sequence[str]) -> Program:
+    return Program("module", tuple(words)) if module else program_of(words)
+
+
+def _launch(words: tuple[str, ...], gpus: int | None) -> Program:
+    """`python -m torch.distributed.launch`, which gives the program --local-rank."""
+    from torch.distributed.launch import parse_args
+
+    given = parse_args(list(words))
+    return _elastic(given, gpus, "" if given.use_env else "--local-rank={}")
+
+
+def _deepspeed(words: tuple[str, ...], gpus: int | None) -> Program:
+    """DeepSpeed's launcher (deepspeed/launcher/runner.py and launch.py)."""
+    with _on_stderr(), _needed("deepspeed"):
+        from deepspeed.launcher import runner  # type: ignore[import-untyped]
+
+        given = runner.parse_args(list(words))
+        pool = runner.fetch_hostfile(given.hostfile) or {"localhost": list(range(gpus or 8))}
+        pool = {host: list(range(slots)) if isinstance(slots, int) else slots for host, slots in pool.items()}
+        pool = runner.parse_resource_filter(pool, include_str=given.include, exclude_str=given.exclude)
+    if given.num_gpus <= 0 and gpus is None and not given.include:
+        raise ConfigError("deepspeed: give --num_gpus: there is no GPU to count")
+    processes = given.num_gpus if given.num_gpus > 0 else min(len(slots) for slots in pool.values())
+    return replace(
+        _started(given.module, (given.user_script, *given.user_args)),
+        processes=processes,
+        nodes=given.num_nodes if given.num_nodes > 0 else len(pool),
+        environment={"LOCAL_SIZE": str(processes)},
+        local="" if given.no_local_rank else "--local_rank={}",
+    )
+
+
+def _accelerate(words: tuple[str, ...], gpus: int | None) -> Program:
+    """`accelerate launch`: it does all that it does, up to where it would start processes."""
+    if words[:1] != ("launch",):
+        raise ConfigError("accelerate: of its commands, launch starts a program: accelerate launch [OPTIONS] train.py")
+    return _accelerate_launch(words[1:], gpus)
+
+
+def _accelerate_launch(words: tuple[str, ...], gpus: int | None) -> Program:
+    import torch
+    from torch.distributed import run
+
+    with _on_stderr(), _needed("accelerate"):
+        from accelerate.commands import launch
+    count = gpus or 1
+    changes: list[tuple[Any, str, Any]] = [
+        (torch.cuda, "is_available", lambda: True),
+        (torch.cuda, "device_count", lambda: count),
+        (launch, "check_cuda_p2p_ib_support", lambda: True),
+        (run, "run", _Starts.elastic),
+        (subprocess, "Popen", _Starts.process),
+    ]
+    before = dict(os.environ)
+    try:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(_on_stderr())
+            for owner, name, answer in changes:
+                stack.enter_context(mock.patch.object(owner, name, answer))
+            launch.launch_command(launch.launch_command_parser().parse_args(list(words)))
+    except _Starts as starts:
+        environment = {name: value for name, value in starts.environment.items() if before.get(name) != value}
+        found = starts.found
+        program = _python(tuple(found[1:]), gpus) if isinstance(found, list) else _elastic(found, gpus)
+        return replace(program, environment=environment)
+    except ValueError as error:
+        raise ConfigError(f"accelerate launch: {error}") from error
+    raise ConfigError("accelerate launch: it starts no program on a GPU here")
+
+
+class _Starts(BaseException):
+    """A launcher would start processes now: torchrun's arguments, or a command, and its environment."""
+
+    def __init__(self, found: Any, environment: Mapping[str, str]) -> None:
+        super().__init__()
+        self.found = found
+        self.environment = dict(environment)
+
+    @staticmethod
+    def elastic(arguments: Any) -> None:
+        raise _Starts(arguments, os.environ)
+
+    @staticmethod
+    def process(command: list[str], env: Mapping[str, str] | None = None, **options: object) -> None:
+        raise _Starts(command, os.environ if env is None else env)
+
+
+@contextlib.contextmanager
+def _on_stderr() -> Iterator[None]:
+    """What a launcher says is not the program's standard output."""
+    with contextlib.redirect_stdout(sys.stderr):
+        yield
+
+
+@contextlib.contextmanager
+def _needed(package: str) -> Iterator[None]:
+    try:
+        yield
+    except ImportError as error:
+        raise ConfigError(f"{package} is not installed here ({error}); its launcher's options are read by it") from error
+
+
+_COMMANDS: Final[Mapping[str, Callable[[tuple[str, ...], int | None], Program]]] = {
+    "torchrun": _torchrun,
+    "accelerate": _accelerate,
+    "accelerate-launch": _accelerate_launch,
+    "deepspeed": _deepspeed,
+}
+_MODULES: Final[Mapping[str, Callable[[tuple[str, ...], int | None], Program]]] = {
+    "torch.distributed.run": _torchrun,
+    "torch.distributed.launch": _launch,
+    "accelerate.commands.launch": _accelerate_launch,
+    "deepspeed": _deepspeed,
+    "deepspeed.launcher.runner": _deepspeed,
+}
