@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
 from simulator.engine.result import PhasePeak, RankResult, Result
 from simulator.recording.launch import Recorded
+
+#: Version of the layout of the document.
+SCHEMA_VERSION: Final = 1
 
 
 def document(recorded: Recorded, result: Result) -> dict[str, Any]:
     """Exit code, steps, figures by rank and assumptions; bytes are integers."""
     return {
+        "schema_version": SCHEMA_VERSION,
         "exit_code": recorded.exit_code,
         "steps": recorded.steps,
         "ranks": [_rank(rank) for rank in result.ranks],

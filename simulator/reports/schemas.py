@@ -15,7 +15,9 @@ from typing import Annotated, Any, Final, Literal
 import msgspec
 from msgspec import Meta, Struct
 
+from graph.analysis import Saved, Tensor, Total
 from graph.case import KEYS
+from graph.summary import Parameters
 from traces.errors import ConfigError
 
 Bytes = Annotated[int, Meta(ge=0)]
@@ -249,7 +251,7 @@ class CapturedPhase(_Part):
     """A phase of a captured graph: allocated bytes, and the work of its operators."""
 
     name: str
-    step: int | None
+    step: int
     peak: Bytes
     left: Bytes
     event: int
@@ -259,42 +261,168 @@ class CapturedPhase(_Part):
     allocated: int
 
 
+class LastStep(_Part):
+    """The work of the last step."""
+
+    step: int
+    flops: int
+    moved: int
+
+
+class Path(_Part):
+    """The longest chain of operators that wait for each other."""
+
+    flops: int
+    operators: int
+
+
+class CapturedPeak(_Part):
+    """What is alive at the peak."""
+
+    bytes: Bytes
+    event: int
+    phase: str | None
+    step: int
+    by_category: dict[str, Bytes]
+    largest: list[Tensor]
+
+
+class Kept(_Part):
+    """What forward keeps for backward."""
+
+    bytes: Bytes
+    rows: list[Saved]
+
+
 class Capture(_Document):
     """A captured graph; bytes and counts."""
 
     case: dict[str, Any]
     environment: dict[str, Any]
-    parameters: dict[str, int]
+    parameters: Parameters
     operators: int
     storages: int
     events: int
     flops: int
     moved: int
-    last_step: dict[str, int]
-    critical_path: dict[str, int]
-    peak: dict[str, Any]
+    last_step: LastStep
+    critical_path: Path
+    peak: CapturedPeak
     phases: list[CapturedPhase]
-    modules: list[dict[str, Any]]
-    saved_for_backward: dict[str, Any]
+    modules: list[Total]
+    saved_for_backward: Kept
     assumptions: list[str]
 
 
-class Select(Struct):
+class Left(_Part):
+    """Bytes that are left of a GPU, by what lies outside the allocator."""
+
+    likely: int
+    low: int
+    high: int
+
+
+class Method(_Part):
+    """A method at its micro-batch (0: not one sample fits): peaks in bytes, time and speed; `tried` are micro-batches
+    and whether they fit, `short` the bytes that one sample lacks."""
+
+    method: str
+    verdict: Literal["fits", "tight", "oom", "error"]
+    case: dict[str, Any]
+    batch: int
+    largest: int
+    accum: int
+    samples: int
+    peak_allocated: Bytes
+    peak_reserved: Bytes
+    worst_ranks: list[int]
+    limit: Bytes
+    left: Left
+    retries: int
+    step_retries: int
+    step_seconds: float
+    tokens_per_second: float
+    score: float
+    tried: dict[str, bool]
+    short: Bytes
+    seconds: float
+    error: str = ""
+
+
+class Spared(_Part):
+    """A method that cannot win, and so was not tried."""
+
+    method: str
+    at_most_tokens_per_second: float
+
+
+class Term(_Part):
+    """Bytes outside the allocator, with their range and source."""
+
+    name: str
+    bytes: Bytes
+    low: Bytes | None
+    high: Bytes | None
+    source: str
+
+
+class Select(_Document):
     """Methods for a model on given GPUs, best first, and why the winner is it."""
 
-    schema_version: Literal[1]
     model: str | None
-    gpus: list[Any]
+    gpus: list[str]
     policy: str
+    global_batch: int | None
+    margin: float
     winner: str | None
     runner_up: str | None
     reason: str
-    methods: list[dict[str, Any]]
+    advice: str
+    remedies: list[Remedy]
+    methods: list[Method]
+    within: float
+    not_tried: list[Spared]
+    unfinished: list[str]
+    outside: list[Term]
     seconds: float
+
+
+class RecordedPhase(_Part):
+    """A phase of a recorded program, in bytes."""
+
+    name: str
+    step: int | None
+    peak_allocated: Bytes
+    peak_reserved: Bytes
+    left: Bytes
+
+
+class RecordedRank(_Part):
+    """Ranks of a recorded program that did the same, in bytes and counts."""
+
+    ranks: list[int]
+    peak_allocated: Bytes
+    peak_reserved: Bytes
+    end_allocated: Bytes
+    end_reserved: Bytes
+    allocations: int
+    num_alloc_retries: int
+    num_ooms: int
+    phases: list[RecordedPhase]
+
+
+class Record(_Document):
+    """A program that ran on a GPU that is not there."""
+
+    exit_code: int
+    steps: int
+    ranks: list[RecordedRank]
+    assumptions: list[str]
 
 
 #: Commands with a document of their own record.
 _RECORDS: Final[Mapping[str, type[Struct]]] = {
+    "record": Record,
     "capture": Capture,
     "select": Select,
     "sweep": Sweep,
@@ -365,7 +493,7 @@ def _line() -> dict[str, Any]:
     }
     return {
         "type": "object",
-        "required": ["schema_version", "seconds"],
+        "required": ["schema_version"],
         "anyOf": [{"required": ["error"]}, {"required": ["model", *answer["required"]]}],
         "properties": {**answer["properties"], **own},
         "$defs": {**parts, **more},
