@@ -123,6 +123,11 @@ def transformers_config(document: Mapping[str, Any], place: str) -> Any:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     kind = document.get("model_type")
+    if isinstance(own := document.get("_class_name"), str):
+        raise ConfigError(
+            f"{place}: a configuration of diffusers ({own[:60]}), whose inputs it does not say; write a function that "
+            "makes the model and its inputs, and name it as module:function"
+        )
     if not isinstance(kind, str):
         raise ConfigError(f"{place}: key 'model_type' is missing; it names the architecture, such as 'llama'")
     if kind not in CONFIG_MAPPING:

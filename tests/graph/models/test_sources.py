@@ -295,6 +295,8 @@ def test_bad_configurations(configured: Any, tmp_path: Path) -> None:
     folder = configured('{\n "model_type": "llama",\n oops}')
     assert "config.json, line 3, column 2: not JSON" in said(ConfigError, model=folder)
     assert "a JSON object, not list" in said(ConfigError, model=configured([1]))
+    diffusers = configured({"_class_name": "FluxTransformer2DModel", "in_channels": 64})
+    assert "a configuration of diffusers (FluxTransformer2DModel)" in said(ConfigError, model=diffusers)
     assert "key 'model_type' is missing" in said(ConfigError, model=configured({"hidden_size": 1}))
     assert "knows no model_type 'lama'; the nearest is 'llama'" in said(
         ConfigError, model=configured({"model_type": "lama"})
