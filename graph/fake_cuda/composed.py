@@ -6,6 +6,7 @@ the runtime before its arguments; the file that it follows is named (below aten/
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
@@ -82,10 +83,103 @@ def _no_row(source: torch.Tensor) -> Any:
     return _aten.any.default(_aten.eq.Scalar(sums, 0))
 
 
+def _median(runtime: Runtime, source: torch.Tensor) -> Any:
+    """cuda/Sorting.cpp, `median_impl`: the middle of the sorted values, or the last where that is no number."""
+    if not source.numel():
+        return torch.full((), float("nan"), dtype=source.dtype, device=source.device)
+    ordered = _ordered(source)
+    last = ordered[-1]
+    return _aten.where.self(_aten.isnan.default(last), last, ordered[(source.numel() - 1) // 2])
+
+
+def _nanmedian(runtime: Runtime, source: torch.Tensor) -> Any:
+    """As `_median`: the middle of those that are numbers, whose place is reckoned on the device."""
+    if not source.numel():
+        return _median(runtime, source)
+    ordered = _ordered(source)
+    lacking = _aten.isnan.default(ordered)
+    number = _aten.sum.default(lacking)
+    others = source.numel() - 1 - number
+    half = _aten.div.Tensor(others, 2)
+    place = half.long()
+    del half, others, number, lacking
+    found = _aten.index.Tensor(ordered, [place])
+    del place, ordered
+    return found
+
+
+def _ordered(source: torch.Tensor) -> torch.Tensor:
+    """All values, sorted."""
+    flat = source.flatten()
+    values, places = _aten.sort.default(flat, 0, False)
+    del places, flat
+    found: torch.Tensor = values
+    return found
+
+
+def _normal(runtime: Runtime, mean: Any, std: Any = 1.0, *, generator: object = None) -> Any:
+    """DistributionTemplates.h, `normal_impl` and `normal_out_impl`: deviations are checked twice."""
+    if not isinstance(std, torch.Tensor):
+        out = torch.empty_like(mean, memory_format=torch.contiguous_format)
+        torch.empty_like(out)
+        return out
+    _check_positive(runtime, std)
+    if isinstance(mean, torch.Tensor):
+        out = torch.empty(_broadcast(mean.shape, std.shape), dtype=mean.dtype, device=mean.device)
+        _check_positive(runtime, std)
+        return out
+    out = torch.empty_like(std, memory_format=torch.contiguous_format)
+    _check_positive(runtime, std)
+    torch.full((), mean, dtype=out.dtype, device=out.device)
+    return out
+
+
+def _check_positive(runtime: Runtime, std: torch.Tensor) -> None:
+    if std.numel():
+        least = _aten.min.default(std)
+        _aten.ge.Scalar(least, 0)
+        runtime.synchronized()
+
+
+def _repeat_interleave(runtime: Runtime, repeats: torch.Tensor, *, output_size: int | None = None) -> Any:
+    """cuda/Repeat.cu and native/Repeat.h: as many as the repeats add up to."""
+    if not repeats.numel():
+        return torch.empty_like(repeats)
+    known = runtime.values.of(repeats)
+    sums = _aten.cumsum.default(repeats, 0)
+    if output_size is None:
+        enough = _aten.ge.Scalar(repeats, 0)
+        _aten.all.default(enough)
+        del enough
+        runtime.synchronized()
+        if known is None:
+            runtime.assume("how often values are repeated", "once each")
+        output_size = repeats.numel() if known is None else int(known.sum())
+    out = torch.empty(output_size, dtype=repeats.dtype, device=repeats.device)
+    if known is not None and int(known.sum()) == output_size:
+        runtime.values.put(out, torch.repeat_interleave(known).to(repeats.dtype))
+    del sums
+    return out
+
+
+def jitted(function: Any, *tensors: torch.Tensor, **kwargs: object) -> Any:
+    """A function of `torch.cuda.jiterator`: results of the shape and type that its operands have together."""
+    shape = _broadcast(*(tensor.shape for tensor in tensors))
+    dtype = functools.reduce(torch.promote_types, (tensor.dtype for tensor in tensors))
+    made = tuple(torch.empty(shape, dtype=dtype, device=tensors[0].device) for _ in range(function.num_outputs))
+    return made if len(made) > 1 else made[0]
+
+
 #: By operator.
 COMPOSED: Final[Mapping[str, Callable[..., Any]]] = {
     "masked_select": _masked_select,
     "count_nonzero.dim_IntList": _count_nonzero,
     "bincount": _bincount,
     "multinomial": _multinomial,
+    "median": _median,
+    "nanmedian": _nanmedian,
+    "normal.Tensor_Tensor": _normal,
+    "normal.Tensor_float": _normal,
+    "normal.float_Tensor": _normal,
+    "repeat_interleave.Tensor": _repeat_interleave,
 }

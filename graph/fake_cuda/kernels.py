@@ -49,6 +49,9 @@ _METADATA_ONLY: Final = (
     "is_set_to",
 )
 
+#: Operators whose one kernel for CPU and CUDA is made of others (LinearAlgebra.cpp, TensorAdvancedIndexing.cpp).
+_GENERIC: Final = ("linalg_matrix_exp", "_unsafe_masked_index", "_unsafe_masked_index_put_accumulate")
+
 #: Operators that ask the device's DispatchStub without an entry for CUDA in native_functions.yaml.
 _ALSO: Final = ("copy_",)
 
@@ -279,7 +282,7 @@ class Kernels:
             return self._special[name](func)
         if name in COMPOSED:
             return functools.partial(COMPOSED[name], self.runtime)
-        if name in _METADATA_ONLY:
+        if name in _METADATA_ONLY or name in _GENERIC:
             return functools.partial(func.redispatch, BY_CPU_KERNEL)
         return self._dynamic(func) if torch.Tag.dynamic_output_shape in func.tags else self._usual(func)
 

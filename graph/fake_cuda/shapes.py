@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 _CUDA: Final = torch.device("cuda", 0)
 #: Most elements of operands for which an operator without a rule for shapes is run on the CPU instead.
 _COMPUTED: Final = 1 << 24
+_HALF: Final = frozenset({torch.float16, torch.bfloat16})
 
 
 class Shapes:
@@ -57,7 +59,10 @@ class Shapes:
                 raise CaptureError(
                     f"operator {func}: the shape of its result depends on values on the device"
                 ) from error
-            except (UnsupportedOperatorException, NotImplementedError, FakeTensorDeviceMismatchError):
+            except FakeTensorDeviceMismatchError:
+                if _of_two_devices(fake_args):
+                    raise
+            except (UnsupportedOperatorException, NotImplementedError):
                 pass
         return self._compute(func, args, kwargs)
 
@@ -66,12 +71,33 @@ class Shapes:
         tensors = [value for value in tree_leaves((args, kwargs)) if isinstance(value, torch.Tensor)]
         if sum(tensor.numel() for tensor in tensors) > _COMPUTED:
             raise CaptureError(f"operator {func}: PyTorch has no rule for the shape of its result")
-        cpu_args, cpu_kwargs = tree_map(_zeros, (args, kwargs))
         try:
-            made, written = tree_map(_on_meta, (func(*cpu_args, **cpu_kwargs), cpu_kwargs))
-            return made, written
+            return _on_cpu(func, args, kwargs)
         except (NotImplementedError, RuntimeError) as error:
             raise CaptureError(f"operator {func}: PyTorch has no rule for the shape of its result") from error
+
+
+def _on_cpu(func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """What `func` makes of zeros on the CPU; of fp32 where it has a CPU kernel for no other floating-point numbers."""
+    try:
+        return _made(func, *tree_map(_zeros, (args, kwargs)))
+    except (NotImplementedError, RuntimeError):
+        half = {value.dtype for value in tree_leaves((args, kwargs)) if isinstance(value, torch.Tensor)} & _HALF
+        if len(half) != 1:
+            raise
+        made = _made(func, *tree_map(lambda value: _cast(_zeros(value), _HALF, torch.float32), (args, kwargs)))
+        narrow: tuple[Any, dict[str, Any]] = tree_map(lambda value: _cast(value, {torch.float32}, *half), made)
+        return narrow
+
+
+def _made(func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    made: tuple[Any, dict[str, Any]] = tree_map(_on_meta, (func(*args, **kwargs), kwargs))
+    return made
+
+
+def _cast(value: object, dtypes: Collection[torch.dtype], dtype: torch.dtype) -> Any:
+    """A tensor of one of `dtypes` as one of `dtype`."""
+    return value.to(dtype) if isinstance(value, torch.Tensor) and value.dtype in dtypes else value
 
 
 def _grouped(
@@ -96,7 +122,7 @@ def _stand_in(
     if func is aten.cudnn_convolution_transpose.default:
         image, weight, padding, more, stride, dilation, groups = args[:7]
         return aten.convolution.default, (image, weight, None, stride, padding, dilation, True, more, groups), {}
-    if func is aten._conv_depthwise2d.default:
+    if func in (aten._conv_depthwise2d.default, aten.conv_depthwise3d.default):
         image, weight, _, *rest = args
         return aten.convolution.default, (image, weight, *rest, False, [0], image.shape[1]), {}
     if func is aten.cudnn_grid_sampler.default:
@@ -130,6 +156,12 @@ def numbers_as_tensors(func: Operator, args: tuple[Any, ...]) -> tuple[Any, ...]
     for place in places:
         tensors[place] = torch.scalar_tensor(args[place], dtype=torch.result_type(alike, args[place]))
     return tuple(tensors)
+
+
+def _of_two_devices(args: tuple[Any, ...]) -> bool:
+    """Whether tensors with dimensions are on the host and on the device, which is an error of the caller."""
+    tensors = [value for value in tree_leaves(args) if isinstance(value, torch.Tensor) and value.ndim]
+    return len({tensor.device.type for tensor in tensors}) > 1
 
 
 def _zeros(value: object) -> Any:

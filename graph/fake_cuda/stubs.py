@@ -13,7 +13,8 @@ import torch
 from torch.profiler import ProfilerActivity
 
 from graph.fake_cuda import objects, served
-from graph.fake_cuda.torch_private import RAW_STREAM, fake_tensor
+from graph.fake_cuda.composed import jitted
+from graph.fake_cuda.torch_private import JITTED, RAW_STREAM, fake_tensor
 
 if TYPE_CHECKING:
     from graph.fake_cuda.device import Runtime
@@ -342,6 +343,7 @@ def patched(runtime: Runtime) -> Iterator[None]:
         (torch.version, "cuda", torch.version.cuda or "13.0"),
         (*RAW_STREAM, lambda device: 0),
         (torch._C, "_accelerator_deviceCount", lambda: runtime.count),
+        (JITTED, "__call__", jitted),
     ]
     changes += _Storages(runtime).changes()
     changes += objects.changes()

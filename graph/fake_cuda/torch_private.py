@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "BY_CPU_KERNEL",
+    "JITTED",
     "NVTX",
     "RAW_STREAM",
     "DataDependentOutputException",
@@ -88,6 +89,7 @@ with _needed():
     )
     from torch._utils import _flatten_dense_tensors as flatten_dense
     from torch._utils import _unflatten_dense_tensors as unflatten_dense
+    from torch.cuda import jiterator
     from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils._pytree import tree_flatten, tree_flatten_with_path, tree_leaves, tree_map, tree_unflatten
 
@@ -109,6 +111,8 @@ with _needed():
     #: The derivative of softmax, from (gradient, result, dimension, dtype of the input).
     softmax_backward: Callable[[torch.Tensor, torch.Tensor, int, torch.dtype], torch.Tensor]
     softmax_backward = torch._softmax_backward_data
+    #: A function that `torch.cuda.jiterator` made of CUDA source.
+    JITTED: Final[type[Any]] = jiterator._JittedFunction
     #: Sets all tensors of a list to zero.
     zero_all: Callable[[list[torch.Tensor]], None] = torch._foreach_zero_
 

@@ -83,7 +83,7 @@ def _needed(operands: Sequence[tuple[str, _Operand]], channels_last: bool) -> li
 
 
 def cudnn_convolution(call: Call) -> Plan | None:
-    """`cudnn_convolution`: weight, then input, in cuDNN's format, after the output (`cudnn_convolution_forward`)."""
+    """`cudnn_convolution`, also transposed: weight, then input, in its format, after the output (ConvShared.cpp)."""
     source, weight = (_Operand.of(tensor) for tensor in call.args[:2])
     last = _last(source, weight, dtype(call.args[0]) == "float64")
     return after(_needed([("weight", weight), ("input", source)], last))
@@ -105,17 +105,26 @@ def convolution_backward(call: Call) -> Plan | None:
     gradient, source, weight = (_Operand.of(tensor) for tensor in call.args[:3])
     sequence = _needed([("sequence", source)] if len(shape(call.args[1])) == 3 else [], False)
     source = source.put(False) if sequence else source
-    depthwise = _is_depthwise(call, source, weight)
     wide = dtype(call.args[1]) == "float64"
-    steps = (_depthwise_backward if depthwise else _cudnn_backward)(gradient, source, weight, wanted, wide)
-    if wanted[2]:
-        steps += (("out", sum(wanted[:2])),)
-        given = call.args[0]
-        item = width(given)
-        if elements(given):
-            loop = merged(given, [place for place in range(len(shape(given))) if place != 1], item, item)
-            steps += scratch(call.profile, loop, item, max(item, 4), item, is_half(given))
-    return within(sequence, *steps)
+    bias = _bias(call, sum(wanted[:2])) if wanted[2] else ()
+    if not _is_depthwise(call, source, weight):
+        way = _transposed_backward if call.args[7] else _cudnn_backward
+    elif len(source.sizes) == 4:
+        way = _depthwise_backward
+    else:  # of volumes: a strided gradient is copied when its results are there (DepthwiseConv3d.cu)
+        births = [("out", number) for number in range(sum(wanted[:2]))]
+        return (*births, *within(_needed([("gradient", gradient)], False), *bias))
+    return within(sequence, *way(gradient, source, weight, wanted, wide), *bias)
+
+
+def _bias(call: Call, number: int) -> Plan:
+    """The gradient of the bias, the output of this number: a sum over all but channels."""
+    given, births = call.args[0], (("out", number),)
+    if not elements(given):
+        return births
+    item = width(given)
+    loop = merged(given, [place for place in range(len(shape(given))) if place != 1], item, item)
+    return (*births, *scratch(call.profile, loop, item, max(item, 4), item, is_half(given)))
 
 
 def _cudnn_backward(gradient: _Operand, source: _Operand, weight: _Operand, wanted: Sequence[bool], wide: bool) -> Plan:
@@ -138,6 +147,16 @@ def _cudnn_backward(gradient: _Operand, source: _Operand, weight: _Operand, want
     return within(kept, *steps)
 
 
+def _transposed_backward(
+    gradient: _Operand, source: _Operand, weight: _Operand, wanted: Sequence[bool], wide: bool
+) -> Plan:
+    """`cudnn_convolution_transpose_backward`: the gradient is put into the format of the input first."""
+    last = source.channels_last
+    return within(
+        _needed([("gradient", gradient)], last), *_cudnn_backward(gradient.put(last), source, weight, wanted, wide)
+    )
+
+
 def _depthwise_backward(
     gradient: _Operand, source: _Operand, weight: _Operand, wanted: Sequence[bool], wide: bool
 ) -> Plan:
@@ -152,10 +171,17 @@ def _depthwise_backward(
 def _is_depthwise(call: Call, source: _Operand, weight: _Operand) -> bool:
     """Whether a convolution goes around cuDNN: one filter a channel, channels first (`use_cudnn_depthwise`)."""
     channels, groups = source.sizes[1], int(call.args[9])
-    if bool(call.args[7]) or len(source.sizes) != 4 or not 1 < groups == channels or weight.sizes[0] % channels:
+    if (
+        bool(call.args[7])
+        or len(source.sizes) not in (4, 5)
+        or not 1 < groups == channels
+        or weight.sizes[0] % channels
+    ):
         return False
     if _last(source, weight, dtype(call.args[1]) == "float64"):
         return False
+    if len(source.sizes) == 5:
+        return True
     stride, dilation = ([*values] * 2 if len(values) == 1 else [*values] for values in (call.args[4], call.args[6]))
     even = stride[0] == stride[-1] or source.sizes[2] == 1
     if dtype(call.args[1]) != "float16" or max(dilation) > 1 or not even or channels < 32:
@@ -182,6 +208,7 @@ def _fast_in_cudnn(source: _Operand, weight: _Operand, stride: int) -> bool:
 
 RULES: Mapping[str, Rule] = {
     "aten.cudnn_convolution.default": cudnn_convolution,
+    "aten.cudnn_convolution_transpose.default": cudnn_convolution,
     "aten._conv_depthwise2d.default": depthwise_convolution,
     "aten.convolution_backward.default": convolution_backward,
 }

@@ -88,6 +88,12 @@ def modulus(call: Call) -> Plan | None:
     return within([("complex", size(source))], *(() if "out" in call.kwargs else (REST,)))
 
 
+def pdist_backward(call: Call) -> Plan | None:
+    """`_pdist_backward`: a part of the gradient for each other row (cuda/DistanceKernel.cu)."""
+    source = call.args[1]
+    return after([("parts", (shape(source)[0] - 1) * size(source))]) if shape(source)[0] > 1 else None
+
+
 def unfold_backward(call: Call) -> Plan | None:
     """`unfold_backward` where windows overlap: the places along the dimension (UnfoldBackward.h)."""
     sizes, place, window, step = call.args[1:5]
@@ -105,5 +111,6 @@ RULES: Mapping[str, Rule] = {
     "aten.abs.out": modulus,
     "aten.angle.out": modulus,
     "aten.angle.default": modulus,
+    "aten._pdist_backward.default": pdist_backward,
     "aten.unfold_backward.default": unfold_backward,
 }

@@ -67,12 +67,14 @@ def index(call: Call) -> Plan | None:
     return within(copies, REST) if copies else None
 
 
-def _bounds(call: Call, number: int, count: int) -> list[Step]:
-    """The smallest and largest index are read to check them: one reduction from 2.12, two before."""
+def _bounds(call: Call, number: int, count: int, strided: bool) -> list[Step]:
+    """The smallest and largest index are read to check them: one reduction from 2.12, two before; of a contiguous copy
+    where an index is broadcast to others."""
     low, high, flag = f"least {number}", f"most {number}", f"flag {number}"
     flagged = within([(flag, 1)])
     recent = call.profile.release >= (2, 12)
-    stage = scratch(call.profile, flat(count, 8), 8, 16 if recent else 8, 8, False)
+    copies = [(f"all of {number}", count * 8)] if strided else []
+    stage = within(copies, *scratch(call.profile, flat(count, 8), 8, 16 if recent else 8, 8, False))
     if recent:
         return [("alloc", low, 8), ("alloc", high, 8), *stage, *flagged, *flagged, ("free", low), ("free", high)]
     first = [("alloc", low, 8), *stage, *flagged, ("free", low)]
@@ -102,14 +104,16 @@ def _put(call: Call) -> Plan | None:
         return after(_copies(indices))
     unsafe = "_impl_" in call.name and bool(argument(call, 4, "unsafe", False))
     given = [(place, index) for place, index in enumerate(indices) if index is not None]
-    count = prod(broadcast_shapes(*(shape(index) for _, index in given)))
+    target_shape = broadcast_shapes(*(shape(index) for _, index in given))
+    count = prod(target_shape)
     if not count:
         return None
     steps: list[Step] = [("rest",)]
-    for number in range(len(given)):
+    for number, (_, index) in enumerate(given):
         nbytes = count * 8
         if not unsafe:
-            steps += _bounds(call, number, count)
+            strided = shape(index) != target_shape or not is_contiguous(index)
+            steps += _bounds(call, number, count, strided)
         steps += [("alloc", f"wrapped {number}", nbytes), ("alloc", f"linear {number}", nbytes)]
         steps.append(("free", f"wrapped {number}"))
         if number:
@@ -157,6 +161,27 @@ def masked_scatter(call: Call) -> Plan | None:
     return within([("places", count * 8)], *steps)
 
 
+def scattered_mean(call: Call) -> Plan | None:
+    """`scatter_reduce` with `mean`: how many come to each element (TensorAdvancedIndexing.cpp, `scatter_reduce_two`).
+
+    Arguments: self, dim, index, source, reduce.
+    """
+    target = call.args[0]
+    if argument(call, 4, "reduce") != "mean" or not elements(target):
+        return None
+    counts = [("ones", size(call.args[3])), ("counts", size(target)), ("none", elements(target))]
+    return after(counts)
+
+
+def index_mean(call: Call) -> Plan | None:
+    """`index_reduce` with `mean`: how many come to each element (cuda/Indexing.cu, `index_reduce_func_cuda_impl`)."""
+    target, source = call.args[0], call.args[3]
+    if argument(call, 4, "reduce") != "mean" or not elements(target):
+        return None
+    ones, none = within([("ones", size(source))]), within([("none", elements(target))])
+    return (REST, *within([("counts", size(target))], *ones, *none))
+
+
 def _slice(target: torch.Tensor, places: Sequence[int]) -> int:
     """How many values an index selects."""
     return prod([extent for place, extent in enumerate(shape(target)) if place not in places])
@@ -167,6 +192,8 @@ RULES: Mapping[str, Rule] = {
     "aten._unsafe_index.Tensor": index,
     "aten.nonzero.default": nonzero,
     "aten.masked_scatter_.default": masked_scatter,
+    **dict.fromkeys(("aten.scatter_reduce.two", "aten.scatter_reduce_.two"), scattered_mean),
+    **dict.fromkeys(("aten.index_reduce.default", "aten.index_reduce_.default"), index_mean),
     **dict.fromkeys(
         ("aten.index_put.default", "aten.index_put_.default", "aten._index_put_impl_.default"),
         index_put,

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from graph.workspaces.metadata import argument, elements, is_contiguous, is_half, size, tensors, width
+from graph.workspaces.metadata import argument, elements, is_contiguous, is_half, shape, size, tensors, width
 from graph.workspaces.reduction import flat, scratch
 from graph.workspaces.rules import REST, Call, Plan, Rule, after, within
 
@@ -25,6 +25,40 @@ def nll_loss_forward(call: Call) -> Plan | None:
 def nll_loss2d_forward(call: Call) -> Plan | None:
     """`nll_loss2d_forward`: the total weight is born before the loss."""
     return (("out", 1), ("out", 0))
+
+
+def nll_loss_backward(call: Call) -> Plan | None:
+    """`nll_loss_backward`: strided log-probabilities, then a strided gradient are copied."""
+    return after(_strided(call, 1, 0))
+
+
+def _strided(call: Call, *places: int) -> list[tuple[str, int]]:
+    """Copies of the arguments at these places that are strided, in this order."""
+    return [(f"argument {i}", size(call.args[i])) for i in places if not is_contiguous(call.args[i])]
+
+
+def multi_margin_loss(call: Call) -> Plan | None:
+    """`multi_margin_loss`: strided scores are copied, and a loss for each row made to be reduced (MultiMarginLoss.cu).
+
+    Arguments: self, target, p, margin, weight, reduction.
+    """
+    source = call.args[0]
+    rows = elements(source) // max(shape(source)[-1], 1) if len(shape(source)) > 1 else 0
+    reduced = [("loss", rows * width(source))] if argument(call, 5, "reduction", 1) and rows else []
+    return after([*_strided(call, 0), *reduced])
+
+
+def multi_margin_loss_backward(call: Call) -> Plan | None:
+    """`multi_margin_loss_backward`, `multilabel_margin_loss_backward`: strided operands are copied."""
+    return after(_strided(call, 1, 0))
+
+
+def multilabel_margin_loss(call: Call) -> Plan | None:
+    """`multilabel_margin_loss_forward`: the targets are born before the loss (MultiLabelMarginCriterion.cu)."""
+    source = call.args[0]
+    rows = elements(source) // max(shape(source)[-1], 1) if len(shape(source)) > 1 else 0
+    made = [("loss", rows * width(source))] if argument(call, 2, "reduction", 1) and rows else []
+    return within(_strided(call, 0, 1), ("out", 1), *within(made, ("out", 0)))
 
 
 def _reduced(call: Call, source: torch.Tensor, like: torch.Tensor) -> Plan:
@@ -60,6 +94,11 @@ def huber_loss(call: Call) -> Plan | None:
 RULES: Mapping[str, Rule] = {
     "aten.nll_loss_forward.default": nll_loss_forward,
     "aten.nll_loss_forward.output": nll_loss_forward,
+    "aten.nll_loss_backward.default": nll_loss_backward,
+    "aten.multi_margin_loss.default": multi_margin_loss,
+    "aten.multi_margin_loss_backward.default": multi_margin_loss_backward,
+    "aten.multilabel_margin_loss_forward.default": multilabel_margin_loss,
+    "aten.multilabel_margin_loss_backward.default": multi_margin_loss_backward,
     "aten.nll_loss2d_forward.default": nll_loss2d_forward,
     "aten.binary_cross_entropy.default": binary_cross_entropy,
     "aten.mse_loss.default": elementwise_loss,

@@ -15,9 +15,11 @@ from graph.workspaces.metadata import (
     dimension,
     dtype,
     elements,
+    in_order,
     is_contiguous,
     shape,
     size,
+    strides,
     tensors,
     up,
     width,
@@ -115,6 +117,24 @@ def cumsum(call: Call) -> Plan | None:
     return after(made)
 
 
+def median(call: Call) -> Plan | None:
+    """`median(dim)`, `nanmedian(dim)`: a strided input is copied before the outputs are made (cuda/Sorting.cpp)."""
+    source = call.args[0]
+    return None if is_contiguous(source) else within([("input", size(source))], REST)
+
+
+def mode(call: Call) -> Plan | None:
+    """`mode`: rows are copied together, after the outputs (cuda/TensorModeKernel.cpp)."""
+    source = call.args[0]
+    sizes, steps = list(shape(source)), list(strides(source))
+    if not sizes or not elements(source):
+        return None
+    along = dimension(int(argument(call, 1, "dim", -1)), len(sizes))
+    for values in (sizes, steps):
+        values[along], values[-1] = values[-1], values[along]
+    return None if in_order(sizes, steps) else after([("rows", size(source))])
+
+
 def isin(call: Call) -> Plan | None:
     """`isin` with few test elements (fewer than 10 n^0.145): all are compared, and the comparisons reduced by `any`.
 
@@ -129,6 +149,8 @@ def isin(call: Call) -> Plan | None:
 
 RULES: Mapping[str, Rule] = {
     "aten.isin.Tensor_Tensor": isin,
+    **dict.fromkeys((f"aten.{name}.dim{out}" for name in ("median", "nanmedian") for out in ("", "_values")), median),
+    "aten.mode.default": mode,
     "aten.sort.stable": sort,
     "aten.sort.default": sort,
     "aten.topk.default": topk,

@@ -191,7 +191,9 @@ def _needed(package: str) -> Iterator[None]:
     try:
         yield
     except ImportError as error:
-        raise ConfigError(f"{package} is not installed here ({error}); its launcher's options are read by it") from error
+        raise ConfigError(
+            f"{package} is not installed here ({error}); its launcher's options are read by it"
+        ) from error
 
 
 _COMMANDS: Final[Mapping[str, Callable[[tuple[str, ...], int | None], Program]]] = {

@@ -41,6 +41,8 @@ OPERATORS_BY_SOURCE = {  # variants with `out=` or in place take the rule of the
     "aten.argmin.out",
     "aten.cumsum.out",
     "aten.topk.values",
+    "aten.median.dim_values",
+    "aten.nanmedian.dim_values",
 }
 
 
