@@ -1,10 +1,13 @@
 """Whole programs, run unmodified by `record`, beside what real PyTorch did when they ran.
 
     python -m tests.accuracy programs [NAME]... [--folder FOLDER] [--assets FOLDER] [--sample N] [--results FILE]
+                                      [--as-recorded]
 
 FOLDER has `programs.csv` and the programs (default: tests/data/programs, whose README says what the columns are). They
 run in a scratch copy of it, with `assets` linked there to what `--assets` names. Programs that are compiled are left
 out. A program of several ranks has a row for each. `--results` keeps what was found, and does not run it again.
+`--as-recorded` has programs read whole numbers and booleans as where they were recorded (0, or what FAKEGPU_D2H_BOOL
+says): what differs then is not of the values.
 """
 
 from __future__ import annotations
@@ -70,9 +73,12 @@ def copied(folder: Path, assets: Path | None, where: Path) -> Path:
     return where
 
 
-def run(row: Mapping[str, str], where: Path, *options: str) -> tuple[dict[str, Any], subprocess.CompletedProcess[str]]:
+def run(
+    row: Mapping[str, str], where: Path, *options: str, as_recorded: bool = False
+) -> tuple[dict[str, Any], subprocess.CompletedProcess[str]]:
     """What `record --json` says of a program that runs in `where`, and the finished process."""
     settings = dict(word.split("=", 1) for word in row["env"].split())
+    valueless = (str(Path(__file__).with_name("as_recorded.py")), settings.get("FAKEGPU_D2H_BOOL", "1"))
     memory = settings.pop("FAKEGPU_MEM", None)
     own = {name: value for name, value in settings.items() if not name.startswith("FAKEGPU_")}
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", **own}
@@ -80,7 +86,7 @@ def run(row: Mapping[str, str], where: Path, *options: str) -> tuple[dict[str, A
     command = [sys.executable, "-m", "simulator", "record", "--gpu", row["device"], "--steps", "all"]
     launcher = ["--", "torchrun", "--nproc-per-node", row["ranks"]] if row["start"] == "torchrun" else []
     command += ["--json", str(answer), "--force", *options, *(("--memory", memory) if memory else ())]
-    command += [*launcher, *shlex.split(row["command"])]
+    command += [*launcher, *(valueless if as_recorded else ()), *shlex.split(row["command"])]
     answer.unlink(missing_ok=True)
     done = subprocess.run(
         command, cwd=where, env=environment, capture_output=True, text=True, timeout=LIMIT, check=False
@@ -91,7 +97,7 @@ def run(row: Mapping[str, str], where: Path, *options: str) -> tuple[dict[str, A
     return json.loads(answer.read_text()), done
 
 
-def runs(rows: list[dict[str, str]], where: Path, results: Path | None) -> Iterator[Run]:
+def runs(rows: list[dict[str, str]], where: Path, results: Path | None, as_recorded: bool) -> Iterator[Run]:
     """All of them, one after another; a program that raises where the recorded one did not has an error."""
     known: dict[str, dict[str, Any]] = {}
     if results is not None and results.exists():
@@ -101,7 +107,7 @@ def runs(rows: list[dict[str, str]], where: Path, results: Path | None) -> Itera
         if answer is None:
             started = time.perf_counter()
             try:
-                answer, done = run(row, where)
+                answer, done = run(row, where, as_recorded=as_recorded)
             except subprocess.TimeoutExpired:
                 answer = {"error": f"not done in {LIMIT} s"}
             else:
@@ -138,6 +144,7 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--sample", type=int, default=0, help="so many programs, drawn at random")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--results", type=Path)
+    parser.add_argument("--as-recorded", action="store_true", help="values as where the programs were recorded")
     options = parser.parse_args(arguments)
     rows = [row for row in chosen(options.folder) if not options.names or row["name"] in options.names]
     names = sorted({row["name"] for row in rows})
@@ -147,7 +154,7 @@ def main(arguments: list[str]) -> None:
     found = []
     with tempfile.TemporaryDirectory() as scratch:
         where = copied(options.folder, options.assets, Path(scratch) / "programs")
-        for one in runs(rows, where, options.results):
+        for one in runs(rows, where, options.results, options.as_recorded):
             print(line(one), flush=True)
             found.append(one)
     print(summary(found))
