@@ -19,7 +19,7 @@ from graph.recorder.phases import Phases  # noqa: E402
 from graph.recorder.program import ProgramRecorder  # noqa: E402
 from simulator.allocator.releases import parse_release  # noqa: E402
 from simulator.recording.allocator import LiveAllocator  # noqa: E402
-from traces.model import Device  # noqa: E402
+from traces.model import Device, Op  # noqa: E402
 
 MIB = 1 << 20
 TOTAL = 200 * MIB
@@ -177,3 +177,13 @@ def test_no_generated_token_ends_its_sequence(runtime: Runtime) -> None:
     tokens = torch.randn(3, 50, device="cuda").argmax(1)
     ended = torch.isin(tokens, torch.tensor([2, 7]).cuda())
     assert (ended | torch.tensor([False] * 3).cuda()).tolist() == [False] * 3
+
+
+@pytest.mark.parametrize(("rows", "asked"), [(10, [70, 4, 1, 1023]), (5000, [35000, 4, 17663, 1023])])
+def test_a_masked_selection_looks_for_places(runtime: Runtime, rows: int, asked: list[int]) -> None:
+    """By a mask that is broadcast and has nothing set: what the CUDA build of 2.13 asks for on an A100."""
+    source, mask = torch.empty(rows, 7, device="cuda"), torch.zeros(rows, 1, dtype=torch.bool, device="cuda")
+    before = len(runtime.allocator.history)  # type: ignore[union-attr]
+    assert source.masked_select(mask).shape == (0,)
+    events = runtime.allocator.history[before:]  # type: ignore[union-attr]
+    assert [size for op, _, size, _ in events.tolist() if op == Op.ALLOC] == asked
