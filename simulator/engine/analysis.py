@@ -16,7 +16,7 @@ from simulator.engine import kernels as engine
 from simulator.engine.machine import Machine
 from simulator.engine.result import Fragmentation, FreePiece, LiveTensor, OutOfMemory, Peak, PhasePeak
 from traces.model import Int64Array, Op, Strings
-from traces.timelines.timeline import PhaseSpan
+from traces.timelines.timeline import PhaseSpan, Region
 
 LARGEST = 10  # tensors listed at the peak
 _SHORT = {"load": "load", "forward": "fwd", "backward": "bwd", "optimizer": "step", "step": "step", "pipe": "pipe"}
@@ -36,6 +36,24 @@ def phase_spans(machine: Machine) -> tuple[PhaseSpan, ...]:
         PhaseSpan(names.get(mark) or "", step if step >= 0 else None, mark, stop)
         for mark, step, stop in zip(marks, steps, stops, strict=True)
     )
+
+
+def regions(machine: Machine) -> tuple[Region, ...]:
+    """The regions of a rank by their start. One ends with the events if nothing ends it, and an end of none is none."""
+    events = machine.program.events
+    names = events.strings("name")
+    begun: list[tuple[str, int]] = []
+    found: list[Region] = []
+    for place in np.flatnonzero((events.op == Op.REGION_BEGIN) | (events.op == Op.REGION_END)).tolist():
+        name = names.get(place) or ""
+        if events.op[place] == Op.REGION_BEGIN:
+            begun.append((name, place))
+            continue
+        depth = next((depth for depth in reversed(range(len(begun))) if begun[depth][0] == name), -1)
+        if depth >= 0:
+            found.append(Region(name, begun.pop(depth)[1], place, depth))
+    found += [Region(name, start, len(events), depth) for depth, (name, start) in enumerate(begun)]
+    return tuple(sorted(found, key=lambda region: region.start))
 
 
 def phase_peaks(machine: Machine, spans: tuple[PhaseSpan, ...]) -> tuple[PhasePeak, ...]:

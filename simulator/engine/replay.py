@@ -331,6 +331,7 @@ def _result_of(
             limit_bytes=device.total_bytes - device.context_bytes,
             time_ns=analysis.host_times(machine),
             ooms=tuple(watch.failed[number]),
+            regions=analysis.regions(machine),
         ),
         reports=tuple(watch.reports[number]),
         duration_ns=_duration(machine),

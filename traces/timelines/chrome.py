@@ -1,8 +1,8 @@
 """Timelines as Chrome trace events (JSON), for Perfetto and chrome://tracing.
 
 Every rank is a process with two counters, `allocated` and `reserved` (one counter of several values would stack
-them), its phases as slices, and its peaks and out-of-memory errors as instants. Times are the simulated host's
-microseconds, or the index of the event where a trace has order only.
+them), its phases and regions as slices, and its peaks and out-of-memory errors as instants. Times are the simulated
+host's microseconds, or the index of the event where a trace has order only.
 """
 
 from __future__ import annotations
@@ -72,6 +72,9 @@ def _events(timeline: Timeline) -> Iterator[dict[str, Any]]:
         begin, end = time(phase.start), time(min(phase.stop, len(timeline) - 1))
         args = {} if phase.step is None else {"step": phase.step}
         yield {"ph": "X", "name": phase.name, "pid": pid, "tid": 0, "ts": begin, "dur": end - begin, "args": args}
+    for region in timeline.regions:
+        begin, end = time(region.start), time(min(region.stop, len(timeline) - 1))
+        yield {"ph": "X", "name": region.name, "pid": pid, "tid": 1 + region.depth, "ts": begin, "dur": end - begin}
     indices = downsample(timeline, MAX_POINTS)
     yield from _counter("allocated", timeline.allocated, indices, time, pid)
     yield from _counter("reserved", timeline.reserved, indices, time, pid)

@@ -18,6 +18,16 @@ class PhaseSpan:
 
 
 @dataclass(frozen=True)
+class Region:
+    """A part of the program that it has named itself: events `start` to `stop` (exclusive), within `depth` others."""
+
+    name: str
+    start: int
+    stop: int
+    depth: int
+
+
+@dataclass(frozen=True)
 class Timeline:
     """Bytes after every event of a rank: arrays of equal length, one value an event of the trace.
 
@@ -33,6 +43,7 @@ class Timeline:
     limit_bytes: int
     time_ns: Int64Array | None = None
     ooms: tuple[int, ...] = ()
+    regions: tuple[Region, ...] = ()
 
     def __len__(self) -> int:
         return len(self.allocated)

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from traces.model import Int64Array
-from traces.timelines.timeline import PhaseSpan, Timeline
+from traces.timelines.timeline import PhaseSpan, Region, Timeline
 
 #: At most so many out-of-memory marks of a rank are drawn; the text counts all of them.
 MAX_OOMS: Final = 500
@@ -62,10 +62,23 @@ def series(timeline: Timeline, marks: tuple[int, ...], max_points: int) -> Serie
             "start": pack(_int64(phase.start for phase in phases)),
             "stop": pack(_int64(phase.stop for phase in phases)),
         },
+        "regions": _regions(timeline.regions if len(timeline.regions) <= max_points // 4 else ()),
         "phasesLeftOut": len(timeline.phases) - len(phases),
         "ooms": list(ooms),
     }
     return Series(document, len(index), index)
+
+
+def _regions(regions: tuple[Region, ...]) -> Mapping[str, Any]:
+    names = {name: code for code, name in enumerate(dict.fromkeys(region.name for region in regions))}
+    columns = {
+        "name": (names[region.name] for region in regions),
+        "start": (region.start for region in regions),
+        "stop": (region.stop for region in regions),
+        "depth": (region.depth for region in regions),
+    }
+    packed = {name: pack(_int64(column)) for name, column in columns.items()}
+    return {"count": len(regions), "names": [shorten(name, 80) for name in names], **packed}
 
 
 def shorten(text: str, length: int = 160) -> str:

@@ -21,6 +21,7 @@ from tests.places import DATA
 from tests.support.browser import Browser, find_chromium
 from tests.support.handmade import GIB, busy_trace, out_of_memory, rank_result, result, timeline
 from tests.support.pictures import alive, event_of, sums
+from traces.timelines.timeline import Region
 from traces.units import format_bytes
 
 pytestmark = pytest.mark.xdist_group("browser")
@@ -40,6 +41,7 @@ COUNT_PIXELS = """
 })(%s)
 """
 ALLOCATED, RESERVED, OOM = [0x00, 0x72, 0xB2], [0xD5, 0x5E, 0x00], [0xA3, 0x00, 0x5C]
+INK = [0x1B, 0x1F, 0x24]
 ALLOCATED_DARK = [0x56, 0xB4, 0xE9]
 OOM_DARK = [0xFF, 0x8C, 0xC6]
 
@@ -108,6 +110,20 @@ def test_a_small_result_is_drawn(browser: Browser, tmp_path: Path, width: int, h
     assert shown == format_bytes(rank.peak_allocated)
     assert f"Event {rank.peak.event:,}" in readout(browser)
     assert f"allocated {format_bytes(rank.peak_allocated)}" in readout(browser)
+
+
+def test_regions_lie_below_the_axis_and_are_told(browser: Browser, tmp_path: Path) -> None:
+    line = timeline(600)
+    regions = (Region("whole step", 0, 600, 0), Region("mixing", 100, 599, 1))
+    peak = int(line.allocated.argmax())
+    rank = rank_result(line)
+    show(browser, tmp_path, result(replace(rank, timeline=replace(line, regions=regions)), model="tiny"))
+    inside = " \u203a mixing" if 100 <= peak < 599 else ""
+    assert f" · whole step{inside} · allocated" in readout(browser)
+    bare = browser.evaluate(COUNT_PIXELS % INK)
+    show(browser, tmp_path, result(rank, model="tiny"))
+    assert bare > browser.evaluate(COUNT_PIXELS % INK) + 500
+    healthy(browser)
 
 
 def test_a_million_events_with_out_of_memory(browser: Browser, tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ from tests.support.handmade import GIB, busy_trace, out_of_memory, rank_result, 
 from tests.support.step_graphs import stub
 from traces.errors import OutputError
 from traces.model import Int64Array
-from traces.timelines.timeline import Timeline
+from traces.timelines.timeline import Region, Timeline
 from traces.units import format_bytes
 
 #: The page's scripts and the data; the lives of each rank's blocks come on top.
@@ -148,6 +148,14 @@ def test_series_holds_marks_phases_and_exact_values() -> None:
     above = [value * unit for value in unpack(document["above"])]
     assert above == (line.active - line.allocated)[index].tolist()
     assert unpack(document["phases"]["stop"]) == [span.stop for span in line.phases]
+
+
+def test_series_holds_regions() -> None:
+    regions = (Region("outer", 3, 90, 0), Region("inner", 5, 20, 1), Region("inner", 30, 31, 1))
+    found = series(replace(timeline(30_000), regions=regions), (), 2_000).document["regions"]
+    columns = [unpack(found[name]) for name in ("name", "start", "stop", "depth")]
+    assert [Region(found["names"][name], *rest) for name, *rest in zip(*columns, strict=True)] == list(regions)
+    assert series(replace(timeline(30_000), regions=regions * 200), (), 2_000).document["regions"]["count"] == 0
 
 
 def test_series_caps_marks_and_phases() -> None:

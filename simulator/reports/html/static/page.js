@@ -65,11 +65,19 @@
       active: extend(above.map((value, i) => value + allocated[i]), last(allocated) + last(above)),
       reserved: extend(reserved, last(reserved)),
       held,
+      regions: regionsOf(rank.regions),
       phases: Array.from({ length: count }, (_, i) => ({
         name: rank.names[phase.name[i]], step: phase.step[i], start: phase.start[i], stop: phase.stop[i],
       })),
     };
     return rank.columns;
+  }
+
+  function regionsOf({ count, names, ...packed }) {
+    const columns = Object.fromEntries(Object.entries(packed).map(([key, text]) => [key, unpack(text, count)]));
+    return Array.from({ length: count }, (_, i) => ({
+      name: names[columns.name[i]], start: columns.start[i], stop: columns.stop[i], depth: columns.depth[i],
+    }));
   }
 
   /** The first place in a sorted column whose value is at least `value`. */
@@ -115,6 +123,7 @@
 
   const words = (name) => name.replaceAll("_", " ");
 
+  const DEEPEST_REGION = 3; // drawn; the words have all
   const phaseText = (phase) => (phase.step < 0 ? phase.name : `${phase.name} · step ${phase.step}`);
 
   // Colours ----------------------------------------------------------------------------------------------------------
@@ -407,7 +416,7 @@
         },
         hooks: {
           drawClear: [() => this.drawBands(), () => this.drawDemand()],
-          draw: [() => this.drawMarks()],
+          draw: [() => this.drawMarks(), () => this.drawRegions()],
           setSelect: [(plot) => this.select(plot)],
         },
       }, data, this.canvas);
@@ -500,13 +509,13 @@
       this.setRange(plot.posToVal(left, "x"), plot.posToVal(left + width, "x"));
     }
 
-    /** Run `draw` with the canvas scaled to CSS pixels and clipped to the plot's area. */
-    paint(draw) {
+    /** Run `draw` with the canvas scaled to CSS pixels and clipped to the plot's area, and `below` pixels more. */
+    paint(draw, below = 0) {
       const { ctx, bbox } = this.plot, ratio = devicePixelRatio || 1;
       const area = { left: bbox.left / ratio, top: bbox.top / ratio, width: bbox.width / ratio, height: bbox.height / ratio };
       ctx.save();
       ctx.beginPath();
-      ctx.rect(bbox.left, bbox.top, bbox.width, bbox.height);
+      ctx.rect(bbox.left, bbox.top, bbox.width, bbox.height + below * ratio);
       ctx.clip();
       ctx.scale(ratio, ratio);
       ctx.font = FONT;
@@ -575,6 +584,20 @@
         ctx.fillStyle = `${this.colour.oom}1f`;
         ctx.fill();
       });
+    }
+
+    /** What the program has named itself: bars below the axis, the outermost on top. */
+    drawRegions() {
+      const [from, to] = this.range;
+      this.paint((ctx, area, x) => {
+        for (const { start, stop, depth } of this.columns.regions) {
+          const first = this.place(start), last = this.place(stop);
+          if (last < from || first > to || depth >= DEEPEST_REGION) continue;
+          const left = Math.max(x(first), area.left), right = Math.min(x(last), area.left + area.width);
+          ctx.fillStyle = depth % 2 ? this.colour.soft : this.colour.ink;
+          ctx.fillRect(left, area.top + area.height + 1 + 3 * depth, Math.max(right - left - 0.5, 0.5), 2);
+        }
+      }, 1 + 3 * DEEPEST_REGION);
     }
 
     /** The names of the phases, above the lines of the grid. */
@@ -724,10 +747,12 @@
       this.readout.textContent = parts.join(" · ");
     }
 
-    /** The phase of an event in words. */
+    /** The phase of an event in words, and the regions that it is in, outermost first. */
     phaseOf(event) {
-      const phase = this.columns.phases.findLast((one) => one.start <= event && event < one.stop);
-      return phase ? phaseText(phase) : "";
+      const within = (one) => one.start <= event && event < one.stop;
+      const phase = this.columns.phases.findLast(within);
+      const regions = this.columns.regions.filter(within).map(({ name }) => name);
+      return [phase ? phaseText(phase) : "", regions.join(" › ")].filter(Boolean).join(" · ");
     }
 
     /** Put the cursor's line where the cursor is, or away where that is out of view. */
