@@ -206,8 +206,8 @@ def fake_cuda(
 ) -> Iterator[Runtime]:
     """This process as a CUDA build on the GPU of `profile`.
 
-    All tensors are on the GPU of number `index` (0 to 7), of `count` that the process sees. `allocator` answers what programs ask of PyTorch's caching allocator (`graph.fake_cuda.served`); the observer tells
-    it what is allocated.
+    All tensors are on the GPU of number `index` (0 to 7), of `count` that the process sees. `allocator` answers what
+    programs ask of PyTorch's caching allocator (`graph.fake_cuda.served`); the observer tells it what is allocated.
 
     Raises UnsupportedTorch if the installed PyTorch cannot be used so, and CaptureError if autograd's threads have
     started in this process without one for CUDA.

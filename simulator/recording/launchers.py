@@ -97,9 +97,9 @@ def _started(module: bool, words: Sequence[str]) -> Program:
 
 def _launch(words: tuple[str, ...], gpus: int | None) -> Program:
     """`python -m torch.distributed.launch`, which gives the program --local-rank."""
-    from torch.distributed.launch import parse_args
+    from torch.distributed import launch
 
-    given = parse_args(list(words))
+    given: Any = launch.parse_args(list(words))  # type: ignore[no-untyped-call]
     return _elastic(given, gpus, "" if given.use_env else "--local-rank={}")
 
 

@@ -1,0 +1,148 @@
+"""What launchers would start: their programs, ranks and environment, and what the ranks of a job see."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+
+from simulator.recording.launchers import Program, program_of
+from tests.simulator.recording.test_record import answer, folder_of, record
+from traces.errors import ConfigError
+
+FSDP = """
+compute_environment: LOCAL_MACHINE
+distributed_type: FSDP
+mixed_precision: bf16
+num_machines: 1
+num_processes: 4
+machine_rank: 0
+fsdp_config:
+  fsdp_version: 2
+  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP
+  fsdp_reshard_after_forward: true
+  fsdp_state_dict_type: SHARDED_STATE_DICT
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A program in the current folder."""
+    monkeypatch.chdir(tmp_path)
+    folder_of(tmp_path, {"train.py": "pass\n", "fsdp.yaml": FSDP})
+    return "train.py"
+
+
+@pytest.mark.parametrize(
+    ("words", "processes", "nodes", "local"),
+    [
+        ("train.py --lr 1", 1, 1, ""),
+        ("python -u train.py --lr 1", 1, 1, ""),
+        ("torchrun --nproc-per-node 4 --nnodes 1:2 train.py --lr 1", 4, 2, ""),
+        ("python -m torch.distributed.run --nproc-per-node=4 train.py --lr 1", 4, 1, ""),
+        ("python3 -m torch.distributed.launch --nproc-per-node=2 train.py --lr 1", 2, 1, "--local-rank={}"),
+        ("python3 -m torch.distributed.launch --use-env --nproc-per-node=2 train.py --lr 1", 2, 1, ""),
+    ],
+)
+def test_programs_of_launchers(words: str, processes: int, nodes: int, local: str, script: str) -> None:
+    assert program_of(words.split()) == Program("script", (script, "--lr", "1"), processes, nodes, {}, local)
+
+
+def test_modules(script: str) -> None:
+    assert program_of(["--lr", "1"], "package.train") == Program("module", ("package.train", "--lr", "1"))
+    found = program_of(["torchrun", "--nproc-per-node=2", "-m", "package.train", "--lr", "1"])
+    assert found == Program("module", ("package.train", "--lr", "1"), 2)
+
+
+def test_gpus_are_counted_where_they_are_told(script: str) -> None:
+    words = ["torchrun", "--nproc-per-node", "gpu", script]
+    assert program_of(words, gpus=4).processes == 4
+    with pytest.raises(ConfigError, match="--nproc-per-node gpu: give a number"):
+        program_of(words)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_accelerate_gives_its_environment(script: str) -> None:
+    pytest.importorskip("accelerate")
+    found = program_of(["accelerate", "launch", "--config_file", "fsdp.yaml", script, "--lr", "1"])
+    assert (found.words, found.processes, found.nodes) == ((script, "--lr", "1"), 4, 1)
+    told = {
+        name: found.environment.get(name) for name in ("ACCELERATE_USE_FSDP", "FSDP_VERSION", "FSDP_STATE_DICT_TYPE")
+    }
+    assert told == {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT"}
+    assert found.environment["ACCELERATE_MIXED_PRECISION"] == "bf16"
+    plain = ["accelerate", "launch", "--num_processes", "1", "--num_machines", "1", "--mixed_precision", "fp16"]
+    alone = program_of([*plain, "--dynamo_backend", "no", script])
+    assert (alone.words, alone.processes) == ((script,), 1)
+    assert alone.environment["ACCELERATE_MIXED_PRECISION"] == "fp16"
+    with pytest.raises(ConfigError, match=r"accelerate launch: You can only use one of"):
+        program_of(["accelerate", "launch", "--multi_gpu", "--use_fsdp", script])
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_deepspeed_gives_the_local_rank(script: str) -> None:
+    pytest.importorskip("deepspeed")
+    found = program_of(["deepspeed", "--num_gpus", "2", script, "--deepspeed", "zero.json"])
+    assert (found.words, found.processes, found.local) == ((script, "--deepspeed", "zero.json"), 2, "--local_rank={}")
+    assert program_of(["deepspeed", "--include", "localhost:1,3,4", script]).processes == 3
+    with pytest.raises(ConfigError, match="give --num_gpus"):
+        program_of(["deepspeed", script])
+
+
+RANKS = """
+import os, sys
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+def work(local, world):
+    torch.cuda.set_device(local)
+    if world is None:
+        dist.init_process_group("nccl")
+    else:
+        dist.init_process_group("nccl", rank=local, world_size=world)
+    device = torch.device("cuda", local)
+    net = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(64, 64).to(device), device_ids=[local])
+    optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
+    for _ in range(2):
+        net(torch.ones(2, 64).to(f"cuda:{local}")).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert {p.device for p in net.parameters()} == {device}
+    assert torch.ones(1, device="cuda").device == torch.ones(1).cuda().device == device
+    extra = torch.ones(dist.get_rank(), 1 << 20, device="cuda")
+    print(dist.get_rank(), dist.get_world_size(), torch.cuda.current_device(), torch.cuda.device_count(), flush=True)
+
+if __name__ == "__main__":
+    if sys.argv[1:] == ["spawn"]:
+        mp.spawn(work, (torch.cuda.device_count(),), nprocs=torch.cuda.device_count())
+    else:
+        work(int(os.environ["LOCAL_RANK"]), None)
+"""
+
+
+@pytest.mark.parametrize(
+    ("options", "words", "said"),
+    [
+        (
+            ("--ranks", "0,3"),
+            ("torchrun", "--nproc-per-node", "2", "--nnodes", "2", "train.py"),
+            {"0 4 0 2", "3 4 1 2"},
+        ),
+        (("--nproc-per-node", "2", "--nnodes", "3", "--ranks", "5"), ("train.py",), {"5 6 1 2"}),
+        (("--nproc-per-node", "2"), ("train.py", "spawn"), {"0 2 0 2", "1 2 1 2"}),
+    ],
+)
+def test_each_rank_has_the_gpu_of_its_number(
+    options: tuple[str, ...], words: tuple[str, ...], said: set[str], tmp_path: Path
+) -> None:
+    done = record(folder_of(tmp_path, {"train.py": RANKS}), *options, "--", *words)
+    assert done.returncode == 0, done.stderr
+    assert set(done.stdout.splitlines()) == said
+    ranks = sorted(rank for one in answer(tmp_path)["ranks"] for rank in one["ranks"])
+    assert ranks == sorted(int(line.split()[0]) for line in said)
+    for one in answer(tmp_path)["ranks"]:
+        (rank,) = one["ranks"]
+        assert one["peak_allocated"] >= rank << 22
