@@ -59,8 +59,9 @@ def to_events(rows: Sequence[Row]) -> Events:
     for index, row in enumerate(rows):
         op, fields = OPS[row[0]]
         for name, value in zip(fields, row[1:], strict=True):
-            column = values.setdefault(name, [None] * len(rows))
-            column[index] = -1 if value is None and op is Op.SYNCHRONIZE else value
+            if name not in values:
+                values[name] = [None] * len(rows)
+            values[name][index] = -1 if value is None and op is Op.SYNCHRONIZE else value
     return Events(codes, {name: to_column(name, column) for name, column in values.items()})
 
 
@@ -137,4 +138,4 @@ def full_log(rank: RankResult, events: int) -> list[list[Entry]]:
     for code, event, address, size, stream in zip(*(column.tolist() for column in columns), strict=True):
         kind = LOG_KINDS[code]
         entries[event].append((kind, address, size) if kind in DEVICE_CALLS else (kind, address, size, stream))
-    return [merge_pages(of_event) for of_event in entries]
+    return [merge_pages(of_event) if len(of_event) > 1 else of_event for of_event in entries]

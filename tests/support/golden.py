@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import gzip
-import json
 import lzma
 import tarfile
 from dataclasses import dataclass
 from functools import cache
 from io import BytesIO
 from pathlib import Path
+
+import msgspec
 
 from tests.places import DATA
 from tests.support.observed import OUT_OF_MEMORY, Observed, Row, Setup
@@ -54,7 +55,7 @@ def archive(workload: str) -> dict[str, bytes]:
 
 def parse(name: str, data: bytes) -> Recording:
     """Read the lines of a recording."""
-    header, *lines = map(json.loads, data.splitlines())
+    header, *lines = msgspec.json.Decoder().decode_lines(data)
     assert header["format"] == "alloc-oracle/1"
     assert header["events"] == len(lines)
     setup = Setup(
