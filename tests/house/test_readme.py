@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import importlib
-import os
+import io
 import re
 import shlex
-import subprocess
-import sys
+from contextlib import redirect_stdout
 from functools import cache
 from pathlib import Path
 from statistics import median
@@ -69,12 +68,15 @@ def printed(line: str) -> list[str]:
     if words[0] in ("estimate", "capture", "select"):
         pytest.importorskip("torch")
         pytest.importorskip("transformers")
-    environment = {**os.environ, "COLUMNS": "80", "NO_COLOR": "1"}
-    done = subprocess.run(
-        [sys.executable, "-m", "simulator", *words], cwd=ROOT, env=environment, capture_output=True, text=True
-    )
-    assert done.returncode in (0, 3), done.stderr
-    return [row.rstrip() for row in done.stdout.strip().splitlines()]
+    out = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(out):
+        patch.chdir(ROOT)
+        patch.setenv("COLUMNS", "80")
+        patch.setenv("NO_COLOR", "1")
+        with pytest.raises(SystemExit) as done:
+            main(words)
+    assert done.value.code in (0, 3)
+    return [row.rstrip() for row in out.getvalue().strip().splitlines()]
 
 
 @pytest.mark.parametrize(
