@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import signal
+import subprocess
+import sys
 import threading
-from collections import defaultdict
-from collections.abc import Generator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Generator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+if TYPE_CHECKING:
+    from xdist.workermanage import WorkerController
 
 if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores Ctrl-C: tests send it
@@ -34,6 +39,7 @@ SLOW = Path(__file__).with_name("slow.txt")
 #: Why a test may be skipped where every package is installed. CONTRIBUTING names each.
 NAMED = ("no Chromium", "root may", "no /dev/", "POSIX permissions", "--recordings names no folder")
 
+compilation = pytest.StashKey["subprocess.Popen[bytes]"]()
 seconds: defaultdict[str, float] = defaultdict(float)
 skipped: list[str] = []
 
@@ -54,6 +60,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="measure the CPU time of each test, and put those of more than a second into tests/slow.txt",
     )
+    parser.addoption(
+        "--thin",
+        action="store_true",
+        help="run slow tests with every eighth of their parameters (scripts/test --light: the rest runs elsewhere)",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -61,9 +72,25 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
-    """Compile the replay's kernels once, before workers start: commands announce a compilation, tests expect none."""
+    """Compile the replay's kernels once, beside the collection: commands announce a compilation, tests expect none."""
     if not hasattr(session.config, "workerinput"):
-        importlib.import_module("simulator.allocator.prepared")
+        command = [sys.executable, "-m", "simulator.allocator.prepared"]
+        session.config.stash[compilation] = subprocess.Popen(command, cwd=session.config.rootpath)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_node_collection_finished(node: WorkerController) -> None:
+    """No worker is given a test before the kernels are there."""
+    _wait_for_kernels(node.config)
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    _wait_for_kernels(session.config)
+
+
+def _wait_for_kernels(config: pytest.Config) -> None:
+    if compilation in config.stash:
+        config.stash[compilation].wait()
 
 
 def function(nodeid: str) -> str:
@@ -88,11 +115,30 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark slow tests, and begin with the files that have them: a worker that ends with one keeps all waiting."""
     named = slow()
     for item in items:
         if not named.isdisjoint((function(item.nodeid), file(item.nodeid))):
             item.add_marker("slow")
+    partly = {file(name): "::" in name for name in named}
+    items.sort(key=lambda item: partly.get(file(item.nodeid), 2))
+    if config.getoption("--thin"):
+        _thin(config, items)
+
+
+def _thin(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Keep every eighth set of parameters of slow tests. What a test needs depends on its function."""
+    seen: Counter[str] = Counter()
+    left_out = []
+    for item in items:
+        name = function(item.nodeid)
+        if item.get_closest_marker("slow") and seen[name] % 8:
+            left_out.append(item)
+        seen[name] += 1
+    config.hook.pytest_deselected(items=left_out)
+    gone = set(left_out)
+    items[:] = [item for item in items if item not in gone]
 
 
 @pytest.hookimpl(wrapper=True)

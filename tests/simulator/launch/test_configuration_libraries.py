@@ -22,7 +22,7 @@ from graph.optimizers import OPTIMIZERS
 from simulator.launch.training_script import axes_of
 from tests.support.launched import METHODS, methods, model, written
 
-pytestmark = [pytest.mark.xdist_group("configurations"), pytest.mark.filterwarnings("ignore")]
+pytestmark = pytest.mark.filterwarnings("ignore")
 
 KINDS = {"ddp": "MULTI_GPU", "tp": "MULTI_GPU", "tp-megatron": "MEGATRON_LM", "tp-megatron-sp": "MEGATRON_LM"}
 STAGES = ("deepspeed-1", "deepspeed-2", "deepspeed-3")

@@ -24,8 +24,6 @@ from tests.support.pictures import alive, event_of, sums
 from traces.timelines.timeline import Region
 from traces.units import format_bytes
 
-pytestmark = pytest.mark.xdist_group("browser")
-
 #: How many of the plot's pixels are of a colour: red, green and blue within 12 of it.
 COUNT_PIXELS = """
 (([r, g, b]) => {
