@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import operator
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
@@ -31,6 +32,9 @@ _OVERWRITING: Final = frozenset({"copy_", "fill_", "zero_"})
 
 #: What is asked of floating-point numbers, and the answer where they are finite.
 _FINITE: Final = {"isnan": False, "isinf": False, "isposinf": False, "isneginf": False, "isfinite": True}
+
+#: Comparisons: of single numbers without values, as if they were 0, which they are read as.
+_COMPARING: Final = frozenset({"lt", "le", "gt", "ge", "eq", "ne"})
 
 #: Operators on booleans that have one answer as soon as one side is that.
 _DECISIVE: Final = {"bitwise_and": False, "logical_and": False, "bitwise_or": True, "logical_or": True}
@@ -109,7 +113,21 @@ class Values:
         if func._opname == "isin" and isinstance(args[0], torch.Tensor):  # is this token one that ends a sequence?
             self.assume("whether numbers are among others", False)
             return False
-        return _of_finite(func, args)
+        known = _of_finite(func, args)
+        return self._compared(func, args) if known is None and func._opname in _COMPARING else known
+
+    def _compared(self, func: Operator, args: tuple[Any, ...]) -> bool | None:
+        """How single numbers compare, those without values read as 0; None if there are several."""
+        if any(isinstance(arg, torch.Tensor) and arg.numel() != 1 for arg in args):
+            return None
+        self.assume("how a floating-point number compares", "0.0 in its place")
+        return bool(getattr(operator, func._opname)(*map(self._number, args)))
+
+    def _number(self, given: Any) -> Any:
+        if not isinstance(given, torch.Tensor):
+            return given
+        known = self.of(given)
+        return 0.0 if known is None else known.item()
 
     def _all(self, arg: object, truth: bool) -> bool:
         """Whether an argument is a tensor of booleans that are known, and all `truth`."""

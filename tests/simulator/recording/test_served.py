@@ -116,6 +116,17 @@ def test_floats_are_finite_and_masks_without_values_take_all(runtime: Runtime) -
     assert "asks for elements that are not zero: that all are not is assumed" in told
 
 
+def test_a_number_without_value_compares_as_it_reads(runtime: Runtime) -> None:
+    norm = torch.randn(100, device="cuda").norm()
+    invalid = ~torch.isfinite(norm) | (norm < 0)
+    assert not bool(invalid.any())
+    assert norm.item() == 0
+    assert bool(norm <= 0) and not bool(norm > 0) and not bool(norm == 1)
+    assert any(
+        "how a floating-point number compares: 0.0 in its place is assumed" in told for told in runtime.assumptions
+    )
+
+
 def test_phases_and_steps_are_found(runtime: Runtime) -> None:
     live = runtime.allocator
     assert live is not None
