@@ -46,14 +46,14 @@ class Shapes:
         if self._mode is None:
             self._mode = FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=False)
         self.asked += 1
-        aten = torch.ops.aten
         func, args, kwargs = _stand_in(func, args, kwargs)
         with self._mode:
             fake_args = numbers_as_tensors(func, tuple(_fake(arg) for arg in args))
             fake_kwargs = {key: _fake(value) for key, value in kwargs.items()}
             try:
-                if func is aten._grouped_mm.default:  # its rule for shapes refuses all dtypes but bfloat16
-                    return _grouped(*fake_args, **fake_kwargs), fake_kwargs
+                rule = _RULES.get(func)
+                if rule is not None:
+                    return rule(*fake_args, **fake_kwargs), fake_kwargs
                 return func(*fake_args, **fake_kwargs), fake_kwargs
             except (DynamicOutputShapeException, DataDependentOutputException) as error:
                 raise CaptureError(
@@ -109,6 +109,36 @@ def _grouped(
 ) -> Any:
     """The result of `_grouped_mm`, on CUDA for all floating-point dtypes (ATen/native/cuda/GroupedBlas.cpp)."""
     return grouped_mm_output(left, right, offs, out_dtype)  # type: ignore[no-untyped-call]
+
+
+def _of_channels(image: torch.Tensor, *rest: object) -> Any:
+    """Two statistics of each channel, as exact as sums are (cuda/Normalization.cu, `batch_norm_stats_cuda`)."""
+    dtype = torch.float64 if image.dtype is torch.float64 else torch.float32
+    return tuple(image.new_empty(image.shape[1], dtype=dtype) for _ in range(2))
+
+
+def _reduced(
+    grad: torch.Tensor, image: torch.Tensor, mean: torch.Tensor, invstd: torch.Tensor, weight: Any, *asked: bool
+) -> Any:
+    """Sums of gradients by channel, and gradients of weight and bias, as asked (`batch_norm_backward_reduce_cuda`)."""
+    sums = [torch.empty_like(mean) if asked[0] else None for _ in range(2)]
+    return (*sums, *(torch.empty_like(mean if weight is None else weight) if one else None for one in asked[1:]))
+
+
+def _like_input(image: torch.Tensor, *rest: object) -> torch.Tensor:
+    return torch.empty_like(image)
+
+
+_aten: Final = torch.ops.aten
+#: Rules of our own. That of `_grouped_mm` refuses all dtypes but bfloat16; operators of SyncBatchNorm have none.
+_RULES: Final[dict[Any, Any]] = {
+    _aten._grouped_mm.default: _grouped,
+    _aten.batch_norm_stats.default: _of_channels,
+    _aten.batch_norm_gather_stats_with_counts.default: _of_channels,
+    _aten.batch_norm_elemt.default: _like_input,
+    _aten.batch_norm_backward_reduce.default: _reduced,
+    _aten.batch_norm_backward_elemt.default: lambda grad, image, *rest: torch.empty_like(image),
+}
 
 
 def _stand_in(

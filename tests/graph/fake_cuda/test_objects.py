@@ -120,6 +120,29 @@ def test_a_program_that_spawns_its_ranks_is_the_first_of_them(runtime: Runtime) 
     assert seen == [(0, 0, 4, torch.device("cuda", 0)), 0]
 
 
+def test_batches_are_normalized_over_all_ranks(runtime: Runtime) -> None:
+    """Statistics are fp32 where images are fp16 (cuda/Normalization.cu)."""
+    norm = torch.nn.SyncBatchNorm(6, device="cuda")
+    image = torch.ones(2, 6, 4, 4, device="cuda", dtype=torch.half, requires_grad=True)
+    mean, scale = torch.batch_norm_stats(image, 1e-5)
+    assert {(one.shape, one.dtype, one.is_cuda) for one in (mean, scale)} == {((6,), torch.float32, True)}
+    with joined(runtime, _Untold()):
+        dist.init_process_group("nccl", rank=0, world_size=2)
+        norm(image).sum().backward()
+    assert image.grad is not None
+    assert (image.grad.shape, image.grad.dtype) == (image.shape, torch.half)
+    assert norm.weight.grad is not None
+    assert (norm.weight.grad.shape, norm.weight.grad.dtype) == ((6,), torch.float32)
+
+
+def test_evaluation_of_padded_texts_goes_without_nested_tensors(runtime: Runtime) -> None:
+    layer = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, device="cuda")
+    model = torch.nn.TransformerEncoder(layer, 2).eval()
+    padding = torch.tensor([[False, False, True]] * 2).to("cuda")
+    with torch.no_grad():
+        assert model(torch.ones(2, 3, 8, device="cuda"), src_key_padding_mask=padding).shape == (2, 3, 8)
+
+
 class _Untold:
     """A recorder of nothing."""
 
