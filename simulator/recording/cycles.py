@@ -45,6 +45,6 @@ def notice(recorder: ProgramRecorder, size: Int64Array) -> str:
         return ""
     (where, most), *_ = lines.most_common(1)
     return (
-        f"Python's collector freed {format_bytes(lines.total())} that cycles of references had kept alive, "
+        f"Python's collector freed {format_bytes(lines.total())} kept alive by cycles of references, "
         f"{format_bytes(most)} of it from {where}"
     )

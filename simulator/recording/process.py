@@ -103,8 +103,8 @@ class _End:
         if not self._repeats() or not stepped:
             return False
         self.notice = (
-            f"steps {steps - 1} and {steps} did the same to the allocator, event for event, and the run was ended: "
-            "what comes later (other steps, evaluation, saving) was not reached; --steps all runs to the program's end"
+            f"steps {steps - 1} and {steps} did the same, event for event, and the run was ended: "
+            "what comes later (evaluation, saving) was not reached; --steps all"
         )
         return True
 

@@ -24,13 +24,13 @@ _PACE: Final = 10.0
 
 
 class Repeats:
-    """Asked after each step whether it did what the step before did, and left the allocator as that found it."""
+    """Asked after each step whether it did what the step before did, and left as much as that in use and reserved."""
 
     def __init__(self, allocator: LiveAllocator) -> None:
         self._allocator = allocator
         self._rows = self._born = 0  # events and allocations before the step that goes on
         self._log = np.empty((0, kernels.COLUMNS), np.int64)
-        self._left = np.empty((0, 3), np.int64)
+        self._left = np.empty(0, np.int64)
 
     def __call__(self) -> bool:
         """A step has ended."""
@@ -55,13 +55,11 @@ class Repeats:
         return log
 
     def _blocks(self) -> Int64Array:
-        """Address, size and state of each block in use, and what is reserved."""
+        """The sizes of blocks in use, what is reserved, and in how many segments. Addresses may wander for ever."""
         machine = self._allocator.machine
-        blocks = machine.ids[: self._allocator.born, 0]
-        blocks = blocks[blocks > 0]
-        rows = np.stack([machine.memory[blocks + column] for column in (at.PTR, at.SIZE, at.FLAGS)], axis=1)
-        reserved = [machine.stat(stat)["all"][0] for stat in (at.RESERVED_BYTES, at.SEGMENT, at.INACTIVE_SPLIT_BYTES)]
-        return np.vstack([rows[np.argsort(rows[:, 0])], reserved])
+        ids = machine.ids[: self._allocator.born]
+        held = [machine.stat(stat)["all"][0] for stat in (at.RESERVED_BYTES, at.SEGMENT)]
+        return np.concatenate([np.sort(ids[ids[:, 0] > 0, 1]), held])
 
 
 class Progress:

@@ -175,7 +175,7 @@ def test_regions_generation_and_what_the_collector_freed(tmp_path: Path) -> None
     found = answer(tmp_path)
     line = next(number for number, text in enumerate(NAMED.splitlines(), 1) if "node.held" in text)
     freed, end = sorted(found["notices"])
-    wanted = f"freed 3.00 MiB that cycles of references had kept alive, 3.00 MiB of it from train.py:{line} (<module>)"
+    wanted = f"freed 3.00 MiB kept alive by cycles of references, 3.00 MiB of it from train.py:{line} (<module>)"
     assert wanted in freed
     assert end.startswith("steps 3 and 4 did the same")  # names of regions are no part of it
     phases = [phase["name"] for phase in found["ranks"][0]["phases"] if phase["step"] == 1]
