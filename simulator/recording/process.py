@@ -33,6 +33,7 @@ from simulator.recording.host import untouched
 from simulator.recording.repeats import Progress, Repeats
 from simulator.recording.request import FACTS, REPEATS, TRACE, Request
 from simulator.recording.trace import trace_of
+from simulator.recording.uncompiled import uncompiled
 from simulator.recording.weights import never_read
 from traces.model import Device
 
@@ -66,6 +67,7 @@ def main(text: str) -> int:
             keeper.kept_at_exit(),
             untouched(runtime),
             never_read(runtime, folder),
+            uncompiled(runtime),
             recorder.ordered_casts(),
             cycles.followed(recorder),
             joined(runtime, recorder) as job,
