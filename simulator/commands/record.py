@@ -118,7 +118,7 @@ def command(
     written.check(found.words[0])
     if document is not None:
         check_output(document, force=written.force)
-    recorded = record(request, chosen)
+    recorded = record(request, chosen, None if quiet else lambda what: print(what, file=sys.stderr))
 
     from simulator.engine.replay import replay
 

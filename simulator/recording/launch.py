@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -28,6 +30,10 @@ _START: Final = (
 )
 
 
+#: After so many signals the program is killed.
+_PATIENCE: Final = 3
+
+
 class RecordError(LLMemError):
     """Nothing was recorded of a program."""
 
@@ -44,14 +50,28 @@ class Recorded:
     trace: Trace
 
 
-def record(request: Request, ranks: Sequence[int] = (0,)) -> Recorded:
+def record(request: Request, ranks: Sequence[int] = (0,), told: Callable[[str], None] | None = None) -> Recorded:
     """Run the program of a request (its folder is chosen here) to its end, as each of `ranks` of its world.
 
-    A process each, one after another but for as many as there are cores, with this process's streams. RecordError
-    where one ended before it could leave anything.
+    A process each, one after another but for as many as there are cores, with this process's streams. Ctrl-C and
+    SIGTERM end the program, and what was recorded is the answer; ranks that have not begun then are left out. `told`
+    is called with a word where one of several ranks has ended. RecordError where one ended before it left anything.
     """
-    with ThreadPoolExecutor(max(1, min(len(ranks), os.cpu_count() or 1))) as pool:
-        found = list(pool.map(lambda rank: _recorded(replace(request, rank=rank)), ranks))
+    processes = _Processes()
+    done = 0
+
+    def one(rank: int) -> Recorded | None:
+        nonlocal done
+        found = processes.recorded(replace(request, rank=rank))
+        done += 1
+        if told is not None and len(ranks) > 1:
+            told(f"rank {rank} has ended, {done} of {len(ranks)}")
+        return found
+
+    with processes.signalled(), ThreadPoolExecutor(max(1, min(len(ranks), os.cpu_count() or 1))) as pool:
+        found = [one for one in pool.map(one, ranks) if one is not None]
+    if not found:
+        raise RecordError("the program was interrupted before it began")
     return Recorded(
         exit_code=next((one.exit_code for one in found if one.exit_code), 0),
         steps=found[0].steps,
@@ -61,32 +81,59 @@ def record(request: Request, ranks: Sequence[int] = (0,)) -> Recorded:
     )
 
 
-def _recorded(request: Request) -> Recorded:
-    """What one rank did."""
-    with tempfile.TemporaryDirectory(prefix="llmem-record-") as folder:
-        code = _run(replace(request, folder=folder))
-        facts = Path(folder) / FACTS
-        if not facts.exists():
-            name = quoted(request.program[0])
-            end = f"was ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
-            raise RecordError(f"the process of {name} {end} before anything was recorded")
-        found = json.loads(facts.read_text())
-        trace = traces.read(Path(folder) / TRACE)
-    return Recorded(found["exit_code"], found["steps"], tuple(found["assumptions"]), tuple(found["notices"]), trace)
+class _Processes:
+    """The processes of ranks that run now."""
 
+    def __init__(self) -> None:
+        self._running: set[subprocess.Popen[bytes]] = set()
+        self._ended = 0  # signals that came
 
-def _run(request: Request) -> int:
-    """The exit code of the process; Ctrl-C reaches it as well, and is waited for."""
-    command = [sys.executable, "-c", _START.format(root=_ROOT, text=request.text())]
-    process = subprocess.Popen(command, env=_environment(request))
-    try:
-        while True:
-            with contextlib.suppress(KeyboardInterrupt):
-                return process.wait()
-    finally:
-        if process.poll() is None:
-            process.kill()
-            process.wait()
+    @contextlib.contextmanager
+    def signalled(self) -> Iterator[None]:
+        """Inside, Ctrl-C is left to the program, which has it as well; SIGTERM, and Ctrl-C again, are passed on."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = {number: signal.signal(number, self._signal) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _signal(self, number: int, frame: object) -> None:
+        self._ended += 1
+        if number == signal.SIGTERM or self._ended > 1:
+            for process in tuple(self._running):
+                process.send_signal(signal.SIGTERM if self._ended <= _PATIENCE else signal.SIGKILL)
+
+    def recorded(self, request: Request) -> Recorded | None:
+        """What one rank did; None where it is not to begin any more."""
+        if self._ended:
+            return None
+        with tempfile.TemporaryDirectory(prefix="llmem-record-") as folder:
+            code = self._run(replace(request, folder=folder))
+            facts = Path(folder) / FACTS
+            if not facts.exists():
+                name = quoted(request.program[0])
+                end = f"was ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
+                raise RecordError(f"the process of {name} {end} before anything was recorded")
+            found = json.loads(facts.read_text())
+            trace = traces.read(Path(folder) / TRACE)
+        return Recorded(found["exit_code"], found["steps"], tuple(found["assumptions"]), tuple(found["notices"]), trace)
+
+    def _run(self, request: Request) -> int:
+        """The exit code of the process of a rank."""
+        command = [sys.executable, "-c", _START.format(root=_ROOT, text=request.text())]
+        process = subprocess.Popen(command, env=_environment(request))
+        self._running.add(process)
+        try:
+            return process.wait()
+        finally:
+            self._running.discard(process)
+            if process.poll() is None:
+                process.kill()
+                process.wait()
 
 
 def _environment(request: Request) -> dict[str, str]:

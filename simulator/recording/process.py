@@ -7,10 +7,12 @@ calls os._exit, or is interrupted.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import dataclasses
 import json
 import os
 import runpy
+import signal
 import sys
 import types
 from collections.abc import Iterator
@@ -39,6 +41,8 @@ from traces.model import Device
 
 _OURS: Final = str(Path(__file__).resolve().parents[2])
 INTERRUPTED: Final = 130
+#: PR_SET_PDEATHSIG of Linux (prctl.h): the signal that comes when whoever started this process is gone.
+_DIE_WITH_PARENT: Final = 1
 #: What runs the code of a program's first module: the outermost frame that is not the program's.
 _BASE: Final[types.CodeType] = runpy._run_code.__code__  # type: ignore[attr-defined]
 #: So many devices of a node have numbers of their own (c10's FakeGuardImpl); ranks beyond have the first one's.
@@ -48,6 +52,7 @@ _DEVICES: Final = 8
 def main(text: str) -> int:
     """Run what the request (`Request`, as JSON) asks for; the program's exit code."""
     request = Request.parse(text)
+    ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGTERM)
     card = profile(request.gpu, request.release, cudnn_sdp=True)
     _stand_in(Path(request.folder))
     warm_up()
@@ -153,7 +158,7 @@ class _Keeper:
 
     @contextlib.contextmanager
     def kept_at_exit(self) -> Iterator[None]:
-        """Inside, os._exit of this process leaves what was recorded; of its forks it does what it did."""
+        """Inside, os._exit of this process and SIGTERM leave what was recorded; of its forks they do what they did."""
         plain, mine = os._exit, os.getpid()
 
         def leave(status: int) -> Any:
@@ -161,11 +166,19 @@ class _Keeper:
                 self.keep(status)
             plain(status)
 
+        def terminated(number: int, frame: object) -> None:
+            if os.getpid() == mine:
+                leave(128 + number)
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+
         os._exit = leave
+        before = signal.signal(signal.SIGTERM, terminated)
         try:
             yield
         finally:
             os._exit = plain
+            signal.signal(signal.SIGTERM, before)
 
 
 def _run(request: Request) -> tuple[int, BaseException | None]:

@@ -1,0 +1,172 @@
+"""Programs with processes, threads and signals of their own: what was recorded is kept, and nothing is left running."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+
+from tests.places import ROOT
+from tests.simulator.recording.test_record import answer, folder_of, record
+
+MIB = 1 << 20
+PROGRAM = """
+import multiprocessing, os, signal, subprocess, sys, threading, time
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+class Numbers(Dataset):
+    def __len__(self):
+        return 32
+
+    def __getitem__(self, place):
+        return torch.full((4,), place)
+
+def squared(x):
+    return x * x
+
+def leave(queue):
+    queue.put("here")
+    sys.exit(5)
+
+def workers(how):
+    loader = DataLoader(Numbers(), batch_size=4, num_workers=4, multiprocessing_context=how, pin_memory=True)
+    print(sum(int(batch.cuda().sum()) for batch in loader))
+
+def threads():
+    kept = []
+
+    def work():
+        for _ in range(50):
+            torch.ones(1 << 18, device="cuda")
+        kept.append(torch.ones(1 << 18, device="cuda"))
+
+    running = [threading.Thread(target=work) for _ in range(8)]
+    for thread in running:
+        thread.start()
+    for thread in running:
+        thread.join()
+    print(torch.cuda.memory_allocated() >> 20)
+
+def processes():
+    for how in ("fork", "spawn"):
+        context = multiprocessing.get_context(how)
+        queue = context.Queue()
+        process = context.Process(target=leave, args=(queue,))
+        process.start()
+        said = queue.get()
+        process.join()
+        with context.Pool(2) as pool:
+            print(said, process.exitcode, pool.map(squared, range(4)))
+
+def forked():
+    child = os.fork()
+    if child == 0:
+        os._exit(3)
+    other = os.fork()
+    if other == 0:
+        time.sleep(60)
+    os.kill(other, signal.SIGTERM)
+    print(*(os.waitstatus_to_exitcode(os.waitpid(each, 0)[1]) for each in (child, other)))
+
+def itself():
+    print(subprocess.run([sys.executable, __file__, "nothing"], check=False).returncode)
+
+def sleeps():
+    batches = iter(DataLoader(Numbers(), batch_size=4, num_workers=2))
+    next(batches)
+    print("ready", flush=True)
+    time.sleep(60)
+
+if __name__ == "__main__" and sys.argv[1:] != ["nothing"]:
+    x = torch.ones(1 << 20, device="cuda")
+    globals()[sys.argv[1]](*sys.argv[2:])
+"""
+
+
+@pytest.mark.parametrize(
+    ("words", "said", "peak"),
+    [
+        (("workers", "fork"), ["1984"], 4 * MIB),
+        (("workers", "spawn"), ["1984"], 4 * MIB),
+        (("threads",), ["12"], 12 * MIB),
+        (("processes",), ["here 5 [0, 1, 4, 9]"] * 2, 4 * MIB),
+        (("forked",), ["3 -15"], 4 * MIB),
+        (("itself",), ["0"], 4 * MIB),
+    ],
+)
+def test_processes_and_threads_of_a_program(words: tuple[str, ...], said: list[str], peak: int, tmp_path: Path) -> None:
+    done = record(folder_of(tmp_path, {"train.py": PROGRAM}), "train.py", *words)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == said
+    (rank,) = answer(tmp_path)["ranks"]
+    assert peak <= rank["peak_allocated"] <= peak + 8 * MIB  # threads have one more each at most
+    assert words[0] == "threads" or rank["peak_allocated"] <= peak + MIB
+
+
+@pytest.mark.parametrize(
+    ("number", "whole_group", "code"),
+    [(signal.SIGINT, True, 130), (signal.SIGTERM, False, 143), (signal.SIGKILL, False, -9)],
+)
+def test_signals_end_all_and_keep_what_was_recorded(number: int, whole_group: bool, code: int, tmp_path: Path) -> None:
+    folder_of(tmp_path, {"train.py": PROGRAM})
+    words = ["-m", "simulator", "record", "--json", "answer.json", "--", "train.py", "sleeps"]
+    process = subprocess.Popen(
+        [sys.executable, *words],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        start_new_session=True,
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    (os.killpg if whole_group else os.kill)(process.pid, number)
+    assert process.wait(60) == code
+    process.stdout.close()
+    for _ in range(100):
+        if not running(process.pid):
+            break
+        time.sleep(0.1)
+    assert running(process.pid) == []
+    if number != signal.SIGKILL:
+        assert answer(tmp_path)["exit_code"] == code
+        assert answer(tmp_path)["ranks"][0]["peak_allocated"] == 4 * MIB
+
+
+def running(session: int) -> list[str]:
+    """The processes of a session, but for those that have ended."""
+    found = subprocess.run(["ps", "-eo", "sid,stat,args"], capture_output=True, text=True, check=True).stdout
+    lines = [line.split(None, 2) for line in found.splitlines()[1:]]
+    return [" ".join(words) for words in lines if words[0] == str(session) and not words[1].startswith("Z")]
+
+
+RANK = """
+import os, time, torch
+began = time.time()
+x = torch.ones(1 << 20, device="cuda")
+time.sleep(1)
+print("ran", os.environ["RANK"], began, time.time())
+"""
+
+
+def test_as_many_ranks_run_at_once_as_there_are_cores_and_equal_ones_are_one(tmp_path: Path) -> None:
+    count = 2 * (os.cpu_count() or 1)
+    done = record(folder_of(tmp_path, {"train.py": RANK}), "--nproc-per-node", str(count), "train.py")
+    assert done.returncode == 0, done.stderr
+    (found,) = answer(tmp_path)["ranks"]
+    assert found["ranks"] == list(range(count))
+    spans = [tuple(map(float, line.split()[2:])) for line in done.stdout.splitlines()]
+    at_once = max(sum(begin <= other[0] < end for begin, end in spans) for other in spans)
+    assert (len(spans), at_once <= (os.cpu_count() or 1)) == (count, True)
+    ended = re.findall(r"rank (\d+) has ended, (\d+) of (\d+)", done.stderr)
+    assert sorted(int(rank) for rank, _, _ in ended) == list(range(count))
