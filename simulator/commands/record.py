@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import click
 
@@ -16,10 +16,6 @@ from simulator.recording.request import REPEATS, Request
 from simulator.reports.outputs import Outputs, check_output
 from traces.errors import ConfigError
 from traces.files import write_atomically
-from traces.units import format_bytes
-
-if TYPE_CHECKING:
-    from simulator.engine.result import RankResult
 
 _EPILOG: Final = (
     "Options stand before the program; what follows it is the program's own. Standard output is the program's, and so "
@@ -59,7 +55,7 @@ def _steps(text: str | None) -> int:
 @click.option("-m", "module", metavar="MODULE", help="Run a module, as `python -m MODULE ARGS...` does.")
 @click.option("--gpu", metavar="GPU", default="A100-80GB", show_default=True, help="The GPU (`llmem gpus`).")
 @click.option("--memory", metavar="SIZE", help="Total memory of the GPU (default: the card's own).")
-@click.option("--context", metavar="SIZE", help="Memory of the GPU that is not PyTorch's (default: none).")
+@click.option("--context", metavar="SIZE", help="Memory of the GPU that is not PyTorch's, or auto (default: none).")
 @click.option("--alloc-conf", metavar="CONF", help="Allocator settings (default: PYTORCH_ALLOC_CONF).")
 @click.option("--release", metavar="R", default="2.13", show_default=True, help="PyTorch release of the allocator.")
 @click.option("--nproc-per-node", metavar="N", type=click.IntRange(1), help="Ranks on a node, as torchrun's.")
@@ -88,9 +84,11 @@ def command(
     """Run PROGRAM (a script, or a module with -m) unmodified on a GPU that is not there; report what its memory did."""
     from simulator.allocator.conf import parse_conf
     from simulator.engine.ranks import parse_ranks
+    from simulator.estimator.outside import bytes_of, communicator_terms, outside_terms
     from simulator.recording.launch import record
     from simulator.recording.launchers import program_of
     from simulator.recording.result import document as document_of
+    from simulator.recording.result import told
 
     found = program_of(program, module, nproc_per_node)
     processes = nproc_per_node or found.processes
@@ -99,14 +97,16 @@ def command(
     behaviour = parse_release(release)
     if alloc_conf is not None:
         parse_conf(alloc_conf, behaviour)
+    card = gpu_of(gpu)
+    outside = outside_terms(card) + communicator_terms(int(world > 1))
     request = Request(
         program=found.words,
         kind=found.kind,
         folder="",
-        gpu=gpu_of(gpu).name,
+        gpu=card.name,
         release=behaviour.text,
         memory=size_option("--memory", memory) or 0,
-        context=size_option("--context", context) or 0,
+        context=bytes_of(outside) if context == "auto" else size_option("--context", context) or 0,
         conf=alloc_conf,
         steps=_steps(steps),
         world=world,
@@ -130,13 +130,8 @@ def command(
         with write_atomically(document, force=written.force) as file:
             file.write(json.dumps(document_of(recorded, result), indent=1).encode())
     if not quiet:
-        print(f"recorded {recorded.steps} steps on {_told(result.ranks[0])}", file=sys.stderr)
+        print(f"recorded {recorded.steps} steps on {card.name}", file=sys.stderr)
+        for rank in result.ranks:
+            print(told(rank, 0 if request.context else bytes_of(outside)), file=sys.stderr)
     announce((*recorded.notices, *recorded.assumptions), quiet)
     return recorded.exit_code
-
-
-def _told(rank: RankResult) -> str:
-    """The peaks of a rank, in words."""
-    peaks = f"{format_bytes(rank.peak_allocated)} allocated, {format_bytes(rank.peak_reserved)} reserved"
-    ooms = rank.memory_stats["num_ooms"]
-    return f"{rank.device.name}: at most {peaks}" + (f"; out of memory {ooms} times" if ooms else "")

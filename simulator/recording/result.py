@@ -1,4 +1,4 @@
-"""What `record --json` says of a program."""
+"""What `record` says of a program: as JSON, and in a line for each kind of rank."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from typing import Any, Final
 
 from simulator.engine.result import PhasePeak, RankResult, Result
 from simulator.recording.launch import Recorded
+from simulator.reports.verdict import label_of
+from traces.units import format_bytes
 
 #: Version of the layout of the document.
 SCHEMA_VERSION: Final = 1
@@ -21,6 +23,18 @@ def document(recorded: Recorded, result: Result) -> dict[str, Any]:
         "assumptions": list(recorded.assumptions),
         "notices": list(recorded.notices),
     }
+
+
+def told(rank: RankResult, outside: int) -> str:
+    """The peaks of a rank, and what the card would hold with so many bytes more (`outside` the allocator; 0: none)."""
+    total, held = rank.device.total_bytes, rank.peak_reserved + outside
+    text = f"{label_of(rank.ranks)}: at most {format_bytes(rank.peak_allocated)} allocated, "
+    text += f"{format_bytes(rank.peak_reserved)} reserved"
+    if outside:
+        text += f", {format_bytes(held)} of {format_bytes(total)} with the CUDA context and its like"
+        text += "; that is more than there is: --context auto counts them" * (held > total)
+    ooms = rank.memory_stats["num_ooms"]
+    return text + (f"; out of memory {ooms} times" if ooms else "")
 
 
 def _rank(rank: RankResult) -> dict[str, Any]:
