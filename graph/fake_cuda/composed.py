@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
+from graph.fake_cuda.rnn import RECURRENT
+
 if TYPE_CHECKING:
     from graph.fake_cuda.device import Runtime
 
@@ -182,4 +184,5 @@ COMPOSED: Final[Mapping[str, Callable[..., Any]]] = {
     "normal.Tensor_float": _normal,
     "normal.float_Tensor": _normal,
     "repeat_interleave.Tensor": _repeat_interleave,
+    **RECURRENT,
 }

@@ -26,8 +26,8 @@ import torch._dynamo  # optimizers import it: not under a torch.cuda that is our
 
 from graph.errors import CaptureError, UnsupportedTorch
 from graph.fake_cuda import leftovers as fake_leftovers
+from graph.fake_cuda import rnn, served
 from graph.fake_cuda import self_check as fake_check
-from graph.fake_cuda import served
 from graph.fake_cuda import stubs as fake_stubs
 from graph.fake_cuda.kernels import Kernels, Kind, names
 from graph.fake_cuda.memory import ADDRESS_BITS, Memory, ignore
@@ -225,6 +225,7 @@ def fake_cuda(
         stack.enter_context(_current(index))
         _check_autograd()
         stack.enter_context(_kernels(runtime))
+        rnn.install(runtime)
         if not _verified:
             fake_check.verify(runtime)
             _verified.append(True)

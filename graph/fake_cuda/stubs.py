@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch.profiler import ProfilerActivity
 
-from graph.fake_cuda import objects, served
+from graph.fake_cuda import objects, rnn, served
 from graph.fake_cuda.composed import jitted
 from graph.fake_cuda.torch_private import JITTED, RAW_STREAM, fake_tensor
 
@@ -344,6 +344,8 @@ def patched(runtime: Runtime) -> Iterator[None]:
         (*RAW_STREAM, lambda device: 0),
         (torch._C, "_accelerator_deviceCount", lambda: runtime.count),
         (JITTED, "__call__", jitted),
+        (torch.backends.cudnn, "is_acceptable", rnn.acceptable),
+        (importlib.import_module("torch.backends.cudnn.rnn"), "get_cudnn_mode", rnn.mode_number),
     ]
     changes += _Storages(runtime).changes()
     changes += objects.changes()

@@ -7,12 +7,13 @@ such a table with `--kind TABLE`. Finished cases are kept in --results and not r
 errors on recorded runs of Gemini beside those of LLMem's own estimator, by setting; `gemini_fit [MODEL]...` the largest
 batches on a 16 GB card; `table2 [MODEL]...` the paper's Table 2; `published` peaks that others measured on real GPUs;
 `programs [NAME]...` whole programs that `record` runs; `scripts [NAME]...` the training scripts that are written for
-cases, beside the estimates of those cases.
+cases, beside the estimates of those cases; `opinfo [NAME]...` PyTorch's own operator database.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
 import random
@@ -28,6 +29,8 @@ import numpy as np
 
 from tests.accuracy.recordings import TABLES, Recording, recordings
 
+#: What is printed by a module of its own.
+MODULES: Final = frozenset({"gemini", "gemini_fit", "opinfo", "programs", "published", "scripts", "table2"})
 #: median, 95th percentile and worst relative error that are allowed, by table and figure
 GOALS: Final[Mapping[str, Mapping[str, tuple[float, float, float]]]] = {
     "single": {"peak_allocated": (0.001, 0.005, 0.015), "peak_reserved": (0.003, 0.015, 0.04), "phases": (0.01, 1, 1)},
@@ -183,30 +186,9 @@ def _matches(recording: Recording, where: list[str]) -> bool:
 
 def main() -> None:
     """Run the chosen recordings through `estimate` and print the errors."""
-    if sys.argv[1:2] == ["table2"]:
-        from tests.accuracy import table2
-
-        return table2.main(sys.argv[2:])
-    if sys.argv[1:2] == ["published"]:
-        from tests.accuracy import published
-
-        return published.main(sys.argv[2:])
-    if sys.argv[1:2] == ["programs"]:
-        from tests.accuracy import programs
-
-        return programs.main(sys.argv[2:])
-    if sys.argv[1:2] == ["scripts"]:
-        from tests.accuracy import scripts
-
-        return scripts.main(sys.argv[2:])
-    if sys.argv[1:2] == ["gemini_fit"]:
-        from tests.accuracy import gemini_fit
-
-        return gemini_fit.main(sys.argv[2:])
-    if sys.argv[1:2] == ["gemini"]:
-        from tests.accuracy import gemini as gemini_accuracy
-
-        return gemini_accuracy.main(sys.argv[2:])
+    if sys.argv[1:2] and sys.argv[1] in MODULES:
+        importlib.import_module(f"tests.accuracy.{sys.argv[1]}").main(sys.argv[2:])
+        return
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("tables", nargs="*", metavar="TABLE")
     parser.add_argument("--kind", default="single", help="what kind of table a path is")

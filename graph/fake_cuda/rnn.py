@@ -1,0 +1,161 @@
+"""LSTM, GRU and plain recurrent networks by cuDNN, as PyTorch calls it (aten/src/ATen/native/cudnn/RNN.cpp).
+
+Weights lie in one buffer (`RNNBase.flatten_parameters`), gradients of weights too. What cuDNN asks for itself is known
+to the library alone (cudnnGetRNNTempSpaceSizes): of the reserve space, which lives from forward to backward, what the
+derivative needs at the least is taken, of the workspace, which does not, nothing; a range is told.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from math import prod
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+
+from graph.fake_cuda.torch_private import BY_CPU_KERNEL
+
+if TYPE_CHECKING:
+    from graph.fake_cuda.device import Runtime
+
+#: Numbers of the kinds (`cudnnRNNMode_t`), and for each how many values a unit keeps for its derivative, gates first.
+_MODES: Final[Mapping[str, int]] = {"rnn_relu": 0, "rnn_tanh": 1, "lstm": 2, "gru": 3}
+_NAMES: Final = ("RNN", "RNN", "LSTM", "GRU")
+_KEPT: Final = (1, 1, 5, 4)
+
+
+def install(runtime: Runtime) -> None:
+    """Have `lstm`, `gru`, `rnn_tanh` and `rnn_relu` go to cuDNN where PyTorch would."""
+    for name in _MODES:
+        for overload in ("input", "data"):
+            kernel = functools.partial(_recurrent, getattr(getattr(torch.ops.aten, name), overload), name)
+            runtime.override(f"aten::{name}.{overload}", kernel, ("AutogradCUDA", "CUDA"))
+
+
+def acceptable(tensor: torch.Tensor) -> bool:
+    """`torch.backends.cudnn.is_acceptable`."""
+    return bool(torch.cudnn_is_acceptable(tensor))
+
+
+def mode_number(name: str) -> int:
+    """`torch.backends.cudnn.rnn.get_cudnn_mode`, of `RNNBase.mode`."""
+    return _MODES[name.lower()]
+
+
+def _recurrent(func: Any, name: str, data: torch.Tensor, *args: Any) -> Any:
+    """`_cudnn_impl`: without padding (`.data`) sizes of batches come before the state, and no batch comes first."""
+    if not torch.cudnn_is_acceptable(data):
+        return func.redispatch(BY_CPU_KERNEL, data, *args)
+    packed = func._overloadname == "data"
+    sizes = args[0].tolist() if packed else []
+    state, weights, biases, layers, dropout, train, both, *first = args[packed:]
+    hidden, cell = state if name == "lstm" else (state, None)
+    size = (hidden if cell is None else cell).shape[2]
+    projected = 0 if cell is None or hidden.shape[2] == size else hidden.shape[2]
+    each = (4 if biases else 2) + (projected > 0)
+    options = (size, projected, layers, bool(first and first[0]), dropout, train, both, sizes, None)
+    made = torch.ops.aten._cudnn_rnn.default(data, weights, each, _flat(weights), hidden, cell, _MODES[name], *options)
+    return made[:2] if cell is None else made[:3]
+
+
+def _flat(weights: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The buffer of the weights; a new one, into which they are copied, where they lie apart (`try_get_weight_buf`)."""
+    first = weights[0].detach()
+    count = sum(weight.numel() for weight in weights)
+    if first.untyped_storage().nbytes() == count * first.itemsize:
+        return torch.as_strided(first, (count,), (1,), 0)
+    return torch.zeros(count, dtype=first.dtype, device=first.device)
+
+
+def flatten_weight(runtime: Runtime, weights: Sequence[torch.Tensor], *args: object) -> torch.Tensor:
+    """`_cudnn_rnn_flatten_weight`: the weights become parts of one new buffer."""
+    buffer = torch.zeros(sum(weight.numel() for weight in weights), dtype=weights[0].dtype, device=weights[0].device)
+    for weight, part in zip(weights, _parts(buffer, weights), strict=True):
+        torch.ops.aten.set_.source_Tensor(weight, part)
+    return buffer
+
+
+def _parts(buffer: torch.Tensor, weights: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The buffer as tensors like the weights, one after the other."""
+    parts, place = [], 0
+    for weight in weights:
+        strides = [prod(weight.shape[dim + 1 :]) for dim in range(weight.ndim)]
+        parts.append(torch.ops.aten.as_strided.default(buffer, weight.shape, strides, place))
+        place += weight.numel()
+    return parts
+
+
+def forward(
+    runtime: Runtime,
+    source: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    stride: int,
+    buffer: torch.Tensor | None,
+    hidden: torch.Tensor,
+    cell: torch.Tensor | None,
+    mode: int,
+    size: int,
+    projected: int,
+    layers: int,
+    batch_first: bool,
+    dropout: float,
+    train: bool,
+    both: bool,
+    sizes: Sequence[int],
+    dropout_state: torch.Tensor | None,
+) -> tuple[torch.Tensor | None, ...]:
+    """`_cudnn_rnn`: output, last hidden state, last cell, reserve space, and the weights' buffer."""
+    steps = source.transpose(0, 1).contiguous() if batch_first and not sizes else source.contiguous()
+    width = (projected or size) * (1 + both)
+    out = torch.empty((*steps.shape[:-1], width), dtype=source.dtype, device=source.device)
+    last = torch.empty_like(hidden)
+    end = torch.empty_like(hidden if cell is None else cell) if cell is not None else torch.empty(0, device=out.device)
+    units = prod(steps.shape[:-1]) * size * (1 + both) * layers
+    least = units * _KEPT[mode] * source.itemsize
+    reserve = torch.empty(least if train else 0, dtype=torch.uint8, device=source.device)
+    _tell(runtime, mode, least if train else 0, units * _KEPT[mode] * source.itemsize)
+    return out.transpose(0, 1) if batch_first and not sizes else out, last, end, reserve, buffer
+
+
+def _tell(runtime: Runtime, mode: int, reserved: int, gates: int) -> None:
+    """The range of what cuDNN asks for itself: from what the derivative needs to as much again, and a workspace."""
+    most = 2 * reserved + 2 * gates
+    what = (
+        f"cuDNN's reserve space and workspace of a call of {_NAMES[mode]} are taken as {reserved} bytes; "
+        f"cuDNN alone knows them (cudnnGetRNNTempSpaceSizes), from {reserved} to {most} are likely"
+    )
+    runtime.assumptions[what] = runtime.assumptions.get(what, 0) + 1
+
+
+def backward(
+    runtime: Runtime,
+    source: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    stride: int,
+    buffer: torch.Tensor,
+    hidden: torch.Tensor,
+    cell: torch.Tensor | None,
+    out: torch.Tensor,
+    gradient: torch.Tensor | None,
+    last: torch.Tensor | None,
+    end: torch.Tensor | None,
+    *rest: Any,
+) -> tuple[Any, ...]:
+    """`_cudnn_rnn_backward`: gradients that are not there count as zeros; those of weights are parts of one buffer."""
+    mask = rest[-1]
+    pairs = ((out, gradient), (hidden, last), (cell, end))
+    zeros = [torch.zeros_like(like) for like, given in pairs if given is None and like is not None]
+    made = zip((source, hidden, cell), mask, strict=False)
+    found = [torch.empty_like(like) if wanted and like is not None else None for like, wanted in made]
+    weight_gradients = _parts(torch.zeros_like(buffer), weights) if mask[3] else [None] * len(weights)
+    del zeros
+    return (*found, weight_gradients)
+
+
+#: Kernels by operator, called as those of `graph.fake_cuda.composed`.
+RECURRENT: Final[Mapping[str, Callable[..., Any]]] = {
+    "_cudnn_rnn": forward,
+    "_cudnn_rnn_backward": backward,
+    "_cudnn_rnn_flatten_weight": flatten_weight,
+}
