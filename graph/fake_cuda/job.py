@@ -55,6 +55,10 @@ def joined(runtime: Runtime, recorder: Any) -> Iterator[Collectives]:
         world = world_size if world_size > 0 else int(os.environ.get("WORLD_SIZE", "1"))
         plain("fake", rank=rank, world_size=world, store=fake_store())
         collectives.install()
+        from torch.distributed.checkpoint import default_planner  # only jobs need it
+
+        # plans of the other ranks are taken to be this one's, and leave gaps
+        stack.enter_context(mock.patch.object(default_planner, "_validate_global_plan", return_value=[]))
 
     new_group = _without_backend(dist.new_group)
     changes: dict[str, Callable[..., Any]] = {"init_process_group": start, "new_group": new_group, **_OBJECTS}
@@ -119,8 +123,13 @@ def _gather_object(obj: object, object_gather_list: list[Any] | None = None, *wh
         object_gather_list[:] = [obj] * len(object_gather_list)
 
 
-def _scatter_object_list(output: list[Any], given: list[Any] | None = None, *where: object, **named: object) -> None:
-    output[0] = (given or [None])[0]
+def _scatter_object_list(
+    scatter_object_output_list: list[Any],
+    scatter_object_input_list: list[Any] | None = None,
+    *where: object,
+    **named: object,
+) -> None:
+    scatter_object_output_list[0] = (scatter_object_input_list or [None])[0]
 
 
 def _broadcast_object_list(object_list: list[Any], *where: object, **named: object) -> None:

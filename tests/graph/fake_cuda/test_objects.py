@@ -5,12 +5,16 @@ from __future__ import annotations
 import copy
 import io
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
 import torch.distributed as dist  # noqa: E402
+from torch.distributed import checkpoint  # noqa: E402
+from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
+from torch.distributed.tensor import Shard, distribute_tensor  # noqa: E402
 from torch.profiler import ProfilerActivity, profile, record_function  # noqa: E402
 
 from graph.fake_cuda.device import Runtime, fake_cuda  # noqa: E402
@@ -111,6 +115,9 @@ def test_a_program_that_spawns_its_ranks_is_the_first_of_them(runtime: Runtime) 
         dist.init_process_group("nccl", rank=rank, world_size=world)
         total = torch.ones(2, device=rank)
         dist.all_reduce(total)
+        given: list[object] = [None]
+        dist.scatter_object_list(scatter_object_output_list=given, scatter_object_input_list=["plan"], src=0)
+        assert given == ["plan"]
         seen.append((rank, dist.get_rank(), dist.get_world_size(), total.device))
 
     with joined(runtime, _Untold()):
@@ -141,6 +148,15 @@ def test_evaluation_of_padded_texts_goes_without_nested_tensors(runtime: Runtime
     padding = torch.tensor([[False, False, True]] * 2).to("cuda")
     with torch.no_grad():
         assert model(torch.ones(2, 3, 8, device="cuda"), src_key_padding_mask=padding).shape == (2, 3, 8)
+
+
+def test_a_rank_saves_its_shards(runtime: Runtime, tmp_path: Path) -> None:
+    with joined(runtime, _Untold()):
+        dist.init_process_group("nccl", rank=0, world_size=4)
+        mesh = init_device_mesh("cuda", (4,))
+        weight = distribute_tensor(torch.ones(8, 3, device="cuda"), mesh, [Shard(0)])
+        checkpoint.save({"weight": weight}, checkpoint_id=tmp_path / "saved")
+    assert (tmp_path / "saved" / ".metadata").exists()
 
 
 class _Untold:
