@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
 from traces.model import Int64Array
+from traces.timelines.downsampling import downsample
 from traces.timelines.timeline import PhaseSpan, Region, Timeline
 
 #: At most so many out-of-memory marks of a rank are drawn; the text counts all of them.
@@ -89,30 +90,6 @@ def shorten(text: str, length: int = 160) -> str:
     return f"{text[:half]}…{text[-half:]}"
 
 
-def thin(timeline: Timeline, max_points: int) -> Int64Array:
-    """Indices, sorted, of the events that keep the lows and highs of every bucket of the timeline.
-
-    Buckets are equally many events each; all events are kept where they are at most `max_points`.
-    """
-    count = len(timeline)
-    if count <= max_points:
-        return np.arange(count, dtype=np.int64)
-    columns = (timeline.allocated, timeline.active, timeline.reserved)
-    buckets = max(1, max_points // (2 * len(columns)))
-    width = -(-count // buckets)
-    whole = count // width * width
-    kept = [np.array([0, count - 1], dtype=np.int64)]
-    starts = np.arange(0, whole, width, dtype=np.int64)
-    for column in columns:
-        rows = column[:whole].reshape(-1, width)
-        rest = column[whole:]
-        for pick in (np.argmin, np.argmax):
-            kept.append(starts + pick(rows, axis=1))
-            if len(rest):
-                kept.append(np.array([whole + int(pick(rest))], dtype=np.int64))
-    return np.unique(np.concatenate(kept))
-
-
 def pack(values: Int64Array) -> str:
     """The varints of `values` as base64."""
     return base64.b64encode(varints(values)).decode("ascii")
@@ -137,12 +114,13 @@ def varints(values: Int64Array) -> bytes:
 
 
 def _kept(timeline: Timeline, phases: tuple[PhaseSpan, ...], marks: tuple[int, ...], max_points: int) -> Int64Array:
-    """The events to draw: the thinned ones, and every phase boundary and mark."""
+    """The events to draw: those that keep all peaks, and every phase boundary and mark."""
     count = len(timeline)
     edges = [edge for phase in phases for edge in (phase.start, phase.stop)]
     fixed: npt.NDArray[np.int64] = np.array([*edges, *marks], dtype=np.int64)
     fixed = fixed[(fixed >= 0) & (fixed < count)]
-    return np.unique(np.concatenate([thin(timeline, max_points), fixed]))
+    peaks = downsample(replace(timeline, phases=(), ooms=()), max_points)
+    return np.unique(np.concatenate([peaks, fixed]))
 
 
 def _int64(values: Iterable[int]) -> Int64Array:

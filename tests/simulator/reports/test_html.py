@@ -28,7 +28,7 @@ from simulator.reports.html import page as pages
 from simulator.reports.html.lives import lives
 from simulator.reports.html.overlay import COLUMNS, LINES, overlay
 from simulator.reports.html.page import MAX_LIVES, MAX_PAGE, MAX_RANKS, render, render_html, write, write_html
-from simulator.reports.html.series import MAX_OOMS, pack, series, shorten, thin
+from simulator.reports.html.series import MAX_OOMS, pack, series, shorten
 from simulator.reports.run import CAUSES
 from simulator.selector.select import Asked, Outcome, Selection
 from simulator.snapshots.reader import read
@@ -37,7 +37,7 @@ from tests.support.handmade import GIB, busy_trace, out_of_memory, rank_result, 
 from tests.support.step_graphs import stub
 from traces.errors import OutputError
 from traces.model import Int64Array
-from traces.timelines.timeline import Region, Timeline
+from traces.timelines.timeline import Region
 from traces.units import format_bytes
 
 #: The page's scripts and the data; the lives of each rank's blocks come on top.
@@ -98,10 +98,6 @@ def int64(values: list[int]) -> Int64Array:
     return np.array(values, dtype=np.int64)
 
 
-def line_of(allocated: list[int], reserved: list[int]) -> Timeline:
-    return Timeline((0,), int64(allocated), int64(allocated), int64(reserved), (), 10**12)
-
-
 @given(st.lists(st.integers(0, 1 << 60)))
 def test_pack_can_be_unpacked(values: list[int]) -> None:
     assert unpack(pack(int64(values))) == values
@@ -110,30 +106,6 @@ def test_pack_can_be_unpacked(values: list[int]) -> None:
 def test_pack_takes_few_bytes() -> None:
     assert pack(int64([0, -1, 1])) == base64.b64encode(bytes([0, 1, 4])).decode()
     assert len(base64.b64decode(pack(np.arange(1000)))) == 1000
-
-
-@given(st.lists(st.integers(0, 50), min_size=1, max_size=300), st.integers(1, 400))
-def test_thin_keeps_ends_peak_and_trough(values: list[int], most: int) -> None:
-    line = line_of(values, [value * 2 for value in values])
-    kept = thin(line, most)
-    assert list(kept) == sorted(set(kept))
-    assert kept[0] == 0
-    assert kept[-1] == len(values) - 1
-    assert line.allocated[kept].max() == max(values)
-    assert line.allocated[kept].min() == min(values)
-    if len(values) <= most:
-        assert len(kept) == len(values)
-
-
-def test_thin_keeps_every_bucket_of_each_column() -> None:
-    allocated = np.zeros(100_000, dtype=np.int64)
-    reserved = np.full(100_000, 7, dtype=np.int64)
-    allocated[31_415] = 5
-    reserved[27_182] = 3
-    line = Timeline((0,), allocated, allocated, reserved, (), 100)
-    kept = set(thin(line, 600).tolist())
-    assert {31_415, 27_182} <= kept
-    assert len(kept) <= 606
 
 
 def test_series_holds_marks_phases_and_exact_values() -> None:
