@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
@@ -19,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Final
 from graph.case import Case
 from graph.errors import CaptureError
 from strategies.parallel.native import Native, layers, place_all
-from strategies.parallel.tp import COLUMNS, ROWS, check_heads, divides, fewer_heads, role_of
+from strategies.parallel.tp import COLUMNS, ROWS, check_heads, divides, fewer_heads, give_positions, role_of
 from strategies.strategy import Kind, Launch, Share, Strategy
 
 if TYPE_CHECKING:
@@ -54,7 +53,7 @@ class Megatron(Native):
         shared = Shared(self.rank, self.case.world, sequence=sequence)
         module: PreTrainedModel = built.module
         if sequence and not _learned(module):
-            _positions(built, self.case.seq)
+            give_positions(built, self.case.seq)
         split_layers(module, layers(module), shared)
         _split_ends(module, shared)
         built.loss = functools.partial(_loss, {"use_cache": self.case.use_cache}, shared)
@@ -172,17 +171,6 @@ def _learned(module: PreTrainedModel) -> bool:
 
     vocabulary = module.get_input_embeddings()
     return any(isinstance(part, torch.nn.Embedding) and part is not vocabulary for part in module.modules())
-
-
-def _positions(built: Built, tokens: int) -> None:
-    """Give positions, for a model that would otherwise count its own part of the sequence."""
-    import torch
-
-    from graph.loop.inputs import Input
-
-    if "position_ids" in inspect.signature(built.module.forward).parameters:
-        numbers = torch.arange(tokens, device="cpu")[None]
-        built.batch = (*built.batch, Input(("position_ids",), (1, tokens), torch.long, "values", numbers))
 
 
 def _whole(module: torch.nn.Module) -> list[torch.nn.Parameter]:

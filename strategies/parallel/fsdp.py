@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from graph.case import Case
-from strategies.parallel.native import Native, layers, without_autocast
+from strategies.parallel.native import Native, layers, synchronized, without_autocast
 from strategies.strategy import FSDP, Kind, Launch, Strategy
 
 if TYPE_CHECKING:
@@ -51,10 +51,7 @@ class FullyShardedDataParallel(Native):
 
     def micro_step(self, module: Any, micro: int, last: bool) -> contextlib.AbstractContextManager[Any]:
         """Gradients stay whole on each rank before the last micro-batch, where the case says so."""
-        if self.case.grad_sync == "last" and not last:
-            quiet: contextlib.AbstractContextManager[Any] = module.no_sync()
-            return quiet
-        return contextlib.nullcontext()
+        return synchronized(self.case, module, last)
 
 
 def _empty(part: torch.nn.Module, device: torch.device) -> None:

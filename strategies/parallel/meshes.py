@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any, Final
@@ -21,9 +21,9 @@ from graph.case import Case
 from graph.loop.method import Method
 from strategies.parallel.fsdp import FSDP1
 from strategies.parallel.mesh import Mesh
-from strategies.parallel.native import Native, layers, place_all, tied, without_autocast
+from strategies.parallel.native import Native, layers, place_all, synchronized, tied, without_autocast
 from strategies.parallel.pp import Pipeline, check_schedule, refused
-from strategies.parallel.tp import apart, parallelize
+from strategies.parallel.tp import apart, give_positions, parallelize
 from strategies.strategy import FSDP, Axis, Groups, Kind, Launch, Ranks, Share, Strategy
 from traces.errors import ConfigError
 
@@ -119,15 +119,15 @@ class MeshRank(Pipeline):
         if names:
             self.mesh = init_device_mesh("cuda", tuple(size for _, size in self.layout.axes), mesh_dim_names=names)
         module: torch.nn.Module = built.module
-        blocks: Callable[[], list[torch.nn.Module]] = lambda: layers(module)  # noqa: E731
+        blocks: Callable[[], Iterable[torch.nn.Module]] = functools.partial(layers, module)
         if self.staged:
             base, name = decoder(module)
             module = built.module = cut(module, self.stage, self.stages)
             self.group = self.mesh["pp"].get_group()
-            blocks = lambda: list(base.get_submodule(name).children())  # noqa: E731
+            blocks = base.get_submodule(name).children
         whole = not self.sharded or tied(module) or built.loader is not None
         if self.split:
-            self._split(built, module, blocks())
+            self._split(built, module, list(blocks()))
         if whole:
             module = place_all(recorder, built)
         if self.sharded:
@@ -138,15 +138,9 @@ class MeshRank(Pipeline):
 
     def _split(self, built: Built, module: torch.nn.Module, blocks: list[torch.nn.Module]) -> None:
         """Tensor parallelism; tied embedding and head are split each for itself."""
-        import torch
-
-        from graph.loop.inputs import Input
-
         built.loss = functools.partial(self._forward, built.loss)
-        if self.strategy.sequence:  # the model would count its own part of the sequence
-            numbers = torch.arange(self.case.seq, device="cpu")[None]
-            positions = Input(("position_ids",), (1, self.case.seq), torch.long, "values", numbers)
-            built.batch = (*built.batch, positions)
+        if self.strategy.sequence:
+            give_positions(built, self.case.seq)
         parallelize(module, self.mesh["tp"], self.strategy.sequence, blocks, local=not self.case.tp_loss)
 
     def _shard(self, units: list[torch.nn.Module]) -> None:
@@ -200,14 +194,12 @@ class MeshRank(Pipeline):
 
     def micro_step(self, module: Any, micro: int, last: bool) -> contextlib.AbstractContextManager[Any]:
         """Gradients are not synchronized before the last micro-batch, where the case says so."""
-        if self.case.grad_sync == "last":
-            if self.sharded:
-                module.set_requires_gradient_sync(last)
-                if not self.case.reshard_backward:
-                    module.set_reshard_after_backward(last)
-            elif self.replicated and not last:
-                quiet: contextlib.AbstractContextManager[Any] = module.no_sync()
-                return quiet
+        if self.replicated:
+            return synchronized(self.case, module, last)
+        if self.sharded and self.case.grad_sync == "last":
+            module.set_requires_gradient_sync(last)
+            if not self.case.reshard_backward:
+                module.set_reshard_after_backward(last)
         return contextlib.nullcontext()
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from graph.case import Case
 from graph.errors import CaptureError
@@ -117,6 +117,14 @@ def tied(module: torch.nn.Module) -> bool:
     """Whether two names of the model are one parameter."""
     names = sum(1 for _ in module.named_parameters(remove_duplicate=False))
     return names != sum(1 for _ in module.named_parameters())
+
+
+def synchronized(case: Case, module: Any, last: bool) -> contextlib.AbstractContextManager[None]:
+    """A micro-batch of DDP or FSDP1: without synchronization before the last, where the case says so."""
+    if case.grad_sync != "last" or last:
+        return contextlib.nullcontext()
+    quiet: contextlib.AbstractContextManager[None] = module.no_sync()
+    return quiet
 
 
 def without_autocast(case: Case) -> Case:

@@ -6,6 +6,7 @@ by columns, those that take them by rows; embedding by rows, head by columns, th
 
 from __future__ import annotations
 
+import inspect
 from typing import TYPE_CHECKING, Any, Final
 
 from graph.case import Case
@@ -14,6 +15,8 @@ from graph.errors import CaptureError
 if TYPE_CHECKING:
     import torch
     from torch.distributed.device_mesh import DeviceMesh
+
+    from graph.models.sources import Built
 
 #: Last names of linear layers that are split by columns (their output), and by rows (their input).
 COLUMNS: Final = frozenset(
@@ -73,6 +76,17 @@ def parallelize(
     top = model_plan(module, sequence, local)
     absent = [path for path in top if path in parts and not any(True for _ in parts[path].parameters())]
     parallelize_module(module, mesh, {path: style for path, style in top.items() if path not in absent})
+
+
+def give_positions(built: Built, tokens: int) -> None:
+    """Give positions to a model whose activations are split along the sequence: it would count its own part of it."""
+    import torch
+
+    from graph.loop.inputs import Input
+
+    if "position_ids" in inspect.signature(built.module.forward).parameters:
+        numbers = torch.arange(tokens, device="cpu")[None]
+        built.batch = (*built.batch, Input(("position_ids",), (1, tokens), torch.long, "values", numbers))
 
 
 def layer_plan(layer: torch.nn.Module, sequence: bool, size: int) -> dict[str, Any]:
