@@ -12,7 +12,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import torch.distributed as dist  # noqa: E402
-from torch.distributed import checkpoint  # noqa: E402
+from torch.distributed.checkpoint.state_dict_saver import save  # noqa: E402
 from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
 from torch.distributed.tensor import Shard, distribute_tensor  # noqa: E402
 from torch.profiler import ProfilerActivity, profile, record_function  # noqa: E402
@@ -155,7 +155,7 @@ def test_a_rank_saves_its_shards(runtime: Runtime, tmp_path: Path) -> None:
         dist.init_process_group("nccl", rank=0, world_size=4)
         mesh = init_device_mesh("cuda", (4,))
         weight = distribute_tensor(torch.ones(8, 3, device="cuda"), mesh, [Shard(0)])
-        checkpoint.save({"weight": weight}, checkpoint_id=tmp_path / "saved")
+        save({"weight": weight}, checkpoint_id=tmp_path / "saved")
     assert (tmp_path / "saved" / ".metadata").exists()
 
 
