@@ -418,6 +418,7 @@ class Record(_Document):
     steps: int
     ranks: list[RecordedRank]
     assumptions: list[str]
+    notices: list[str]
 
 
 #: Commands with a document of their own record.
