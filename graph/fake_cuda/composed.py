@@ -164,6 +164,39 @@ def _repeat_interleave(runtime: Runtime, repeats: torch.Tensor, *, output_size: 
     return out
 
 
+def _ctc_loss(
+    runtime: Runtime, scores: torch.Tensor, targets: torch.Tensor, inputs: Any, lengths: Any, *rest: object
+) -> Any:
+    """cuda/LossCTC.cu, `ctc_loss_gpu_template`: the loss of each of a batch, and the likelihoods of all alignments."""
+    time, batch = scores.shape[:2]
+    offsets = [torch.empty(batch, dtype=torch.int64, device=scores.device) for _ in range(3)]
+    paths = torch.empty((batch, time, 2 * _longest(runtime, lengths) + 1), dtype=scores.dtype, device=scores.device)
+    losses = torch.empty(batch, dtype=scores.dtype, device=scores.device)
+    del offsets
+    return losses, paths
+
+
+def _longest(runtime: Runtime, lengths: Any) -> int:
+    if not isinstance(lengths, torch.Tensor):
+        return int(max(lengths))
+    known = runtime.values.of(lengths)
+    if known is None:
+        runtime.assume("the lengths of targets", "0")
+    runtime.synchronized()
+    return 0 if known is None else int(known.max())
+
+
+def _ctc_loss_backward(
+    runtime: Runtime, gradient: torch.Tensor, scores: torch.Tensor, targets: object, *rest: Any
+) -> torch.Tensor:
+    """cuda/LossCTC.cu, `ctc_loss_backward_gpu_template`: the likelihoods from behind, and the gradient."""
+    offsets = [torch.empty(scores.shape[1], dtype=torch.int64, device=scores.device) for _ in range(3)]
+    behind = torch.empty_like(rest[3])
+    out = torch.empty_like(scores, memory_format=torch.contiguous_format)
+    del behind, offsets
+    return out
+
+
 def jitted(function: Any, *tensors: torch.Tensor, **kwargs: object) -> Any:
     """A function of `torch.cuda.jiterator`: results of the shape and type that its operands have together."""
     shape = _broadcast(*(tensor.shape for tensor in tensors))
@@ -184,5 +217,7 @@ COMPOSED: Final[Mapping[str, Callable[..., Any]]] = {
     "normal.Tensor_float": _normal,
     "normal.float_Tensor": _normal,
     "repeat_interleave.Tensor": _repeat_interleave,
+    **dict.fromkeys(("_ctc_loss", "_ctc_loss.Tensor"), _ctc_loss),
+    **dict.fromkeys(("_ctc_loss_backward", "_ctc_loss_backward.Tensor"), _ctc_loss_backward),
     **RECURRENT,
 }

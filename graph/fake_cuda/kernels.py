@@ -272,8 +272,10 @@ class Kernels:
             "_unique2": self._unique,
             "unique_consecutive": self._unique,
             "_use_cudnn_ctc_loss": self._never,
+            "_use_cudnn_ctc_loss.Tensor": self._never,
             "_use_miopen_ctc_loss": self._never,
             "_nested_tensor_from_mask_left_aligned": self._never,  # evaluation goes on with padded tensors
+            "_use_miopen_ctc_loss.Tensor": self._never,
         }
 
     def of(self, name: str) -> Kernel:

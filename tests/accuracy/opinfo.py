@@ -35,7 +35,7 @@ LIMIT: Final = 20  # seconds for an operator
 #: Operators whose recording follows from values that were read back as 0.
 BY_VALUE: Final = (
     *("argwhere", "combinations", "index_put", "masked_fill", "masked_scatter"),
-    *("masked_select", "nonzero", "prod", "repeat_interleave"),
+    *("masked_select", "nonzero", "prod", "repeat_interleave", "nn.functional.ctc_loss"),
 )
 
 #: [bytes, number], of those in BY_VALUE also whether shapes are the CPU's (1); or why there is none.
