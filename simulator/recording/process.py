@@ -31,6 +31,7 @@ from graph.recorder.program import ProgramRecorder
 from simulator.allocator.releases import parse_release
 from simulator.recording import cycles
 from simulator.recording.allocator import LiveAllocator, warm_up
+from simulator.recording.extensions import launching_nothing, way_out
 from simulator.recording.host import untouched
 from simulator.recording.repeats import Progress, Repeats
 from simulator.recording.request import FACTS, REPEATS, TRACE, Request
@@ -70,6 +71,7 @@ def main(text: str) -> int:
         folder = Path(request.folder)
         with (
             keeper.kept_at_exit(),
+            launching_nothing(),
             untouched(runtime),
             never_read(runtime, folder),
             uncompiled(runtime),
@@ -225,6 +227,8 @@ def _tell(error: BaseException) -> None:
         frames = frames.tb_next
     error = error.with_traceback(frames or error.__traceback__)
     sys.excepthook(type(error), error, error.__traceback__)
+    if hint := way_out(error):
+        print(f"llmem: {hint}", file=sys.stderr)
 
 
 def _is_ours(frames: types.TracebackType) -> bool:
