@@ -64,11 +64,6 @@ def write(document: Document, path: str | os.PathLike[str], *, force: bool = Fal
         file.write(render(document).encode("utf-8", "backslashreplace"))
 
 
-def render_html(result: Result) -> str:
-    """The page of `result` as text."""
-    return render(document_of(result))
-
-
 def render(document: Document) -> str:
     """The page of a document as text: a pure function, with as much of each rank as keeps it below `MAX_PAGE`."""
     drawn = [section for section in document.sections if section.rank is not None]

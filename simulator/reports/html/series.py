@@ -119,7 +119,7 @@ def _kept(timeline: Timeline, phases: tuple[PhaseSpan, ...], marks: tuple[int, .
     edges = [edge for phase in phases for edge in (phase.start, phase.stop)]
     fixed: npt.NDArray[np.int64] = np.array([*edges, *marks], dtype=np.int64)
     fixed = fixed[(fixed >= 0) & (fixed < count)]
-    peaks = downsample(replace(timeline, phases=(), ooms=()), max_points)
+    peaks = downsample(replace(timeline, phases=(), ooms=()), max(1, max_points))
     return np.unique(np.concatenate([peaks, fixed]))
 
 

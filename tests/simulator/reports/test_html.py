@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 from simulator.comparison.compare import compare, side_of_replay
 from simulator.engine.replay import replay
+from simulator.engine.result import Result
 from simulator.estimator import estimate as estimation
 from simulator.estimator.devices import device
 from simulator.reports import compare as comparison
@@ -27,7 +28,7 @@ from simulator.reports.document import Bar, Chart, Document, Size, Table
 from simulator.reports.html import page as pages
 from simulator.reports.html.lives import lives
 from simulator.reports.html.overlay import COLUMNS, LINES, overlay
-from simulator.reports.html.page import MAX_LIVES, MAX_PAGE, MAX_RANKS, render, render_html, write, write_html
+from simulator.reports.html.page import MAX_LIVES, MAX_PAGE, MAX_RANKS, document_of, render, write, write_html
 from simulator.reports.html.series import MAX_OOMS, pack, series, shorten
 from simulator.reports.run import CAUSES
 from simulator.selector.select import Asked, Outcome, Selection
@@ -94,6 +95,10 @@ def unpack(text: str) -> list[int]:
     return values
 
 
+def render_html(found: Result) -> str:
+    return render(document_of(found))
+
+
 def int64(values: list[int]) -> Int64Array:
     return np.array(values, dtype=np.int64)
 
@@ -106,6 +111,13 @@ def test_pack_can_be_unpacked(values: list[int]) -> None:
 def test_pack_takes_few_bytes() -> None:
     assert pack(int64([0, -1, 1])) == base64.b64encode(bytes([0, 1, 4])).decode()
     assert len(base64.b64decode(pack(np.arange(1000)))) == 1000
+
+
+def test_a_series_of_no_points_has_ends_and_peaks() -> None:
+    line = timeline(5_000)
+    index = unpack(series(line, (), 0).document["event"])
+    assert {0, len(line) - 1, int(line.reserved.argmax())} <= set(index)
+    assert len(index) <= 8
 
 
 def test_series_holds_marks_phases_and_exact_values() -> None:
