@@ -289,9 +289,3 @@ def _of_layers(base: Any, share: range, layers: int) -> Any:
         if isinstance(entries, list) and len(entries) == layers:
             setattr(config, key, [entries[number] for number in share])
     return config
-
-
-def layers_of(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
-    """The layers of a model that `cut` could cut."""
-    base, name = decoder(module)
-    yield from getattr(base, name)

@@ -17,7 +17,8 @@ from graph.case import Case
 from graph.model import Role, StepGraph
 from simulator.estimator.estimate import captured, estimate
 from strategies import lower, registry
-from strategies.parallel.stages import cut, layers_of, shares
+from strategies.parallel.native import layers
+from strategies.parallel.stages import cut, shares
 from traces.check import check
 from traces.errors import ConfigError
 from traces.model import Op
@@ -114,7 +115,7 @@ def test_the_ends_hold_embedding_and_head_and_an_untied_head_is_a_tensor_of_its_
 
     tied = {**LLAMA, "tie_word_embeddings": True}
     case = Case.of({"model": model(tmp_path, tied), "seq": SEQ})
-    layer = sum(p.numel() for p in next(iter(layers_of(build(case).module))).parameters())
+    layer = sum(p.numel() for p in layers(build(case).module)[0].parameters())
     table = VOCABULARY * WIDTH
     counts = []
     for stage in range(3):
