@@ -82,9 +82,11 @@ def command(
     quiet: bool,
 ) -> int:
     """Run PROGRAM (a script, or a module with -m) unmodified on a GPU that is not there; report what its memory did."""
+    from graph.hardware.profile import profile
     from simulator.allocator.conf import parse_conf
     from simulator.engine.ranks import parse_ranks
-    from simulator.estimator.outside import bytes_of, communicator_terms, outside_terms
+    from simulator.engine.result import OutsideTerm
+    from simulator.estimator.outside import bytes_of, communicator_terms, process_terms
     from simulator.recording.launch import record
     from simulator.recording.launchers import program_of
     from simulator.recording.result import document as document_of
@@ -98,7 +100,9 @@ def command(
     if alloc_conf is not None:
         parse_conf(alloc_conf, behaviour)
     card = gpu_of(gpu)
-    outside = outside_terms(card) + communicator_terms(int(world > 1))
+    outside = process_terms(profile(card.name, behaviour.text)) + communicator_terms(int(world > 1))
+    if context not in (None, "auto"):
+        outside = (OutsideTerm("context", size_option("--context", context) or 0, "as given"),)
     request = Request(
         program=found.words,
         kind=found.kind,
@@ -106,7 +110,7 @@ def command(
         gpu=card.name,
         release=behaviour.text,
         memory=size_option("--memory", memory) or 0,
-        context=bytes_of(outside) if context == "auto" else size_option("--context", context) or 0,
+        context=0 if context is None else bytes_of(outside),
         conf=alloc_conf,
         steps=_steps(steps),
         world=world,
@@ -131,7 +135,7 @@ def command(
             file.write(json.dumps(document_of(recorded, result), indent=1).encode())
     if not quiet:
         print(f"recorded {recorded.steps} steps on {card.name}", file=sys.stderr)
-        for rank in result.ranks:
-            print(told(rank, 0 if request.context else bytes_of(outside)), file=sys.stderr)
+        for line in told(recorded.trace, result, outside):
+            print(line, file=sys.stderr)
     announce((*recorded.notices, *recorded.assumptions), quiet)
     return recorded.exit_code

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Final, Literal
 
 from graph.hardware.gpus import Gpu, Measured, gpu
-from graph.hardware.profile import profile
+from graph.hardware.profile import Profile, profile
 from graph.workspaces.gemm import workspace_bytes
 from simulator.engine.result import OutsideTerm
 from traces.errors import ConfigError
@@ -90,9 +90,13 @@ def least_of(terms: Iterable[OutsideTerm]) -> tuple[OutsideTerm, ...]:
 
 def _of_card(case: Case) -> tuple[OutsideTerm, ...]:
     """The table's terms for a process of a case on its card."""
-    card = profile(case.gpu, case.release, case.cudnn_sdp)
-    trains = case.task == "train" and card.release < (2, 15)  # from then on workspaces do not stay
-    return outside_terms(gpu(case.gpu), second_workspace=workspace_bytes(card) if trains else 0)
+    return process_terms(profile(case.gpu, case.release, case.cudnn_sdp), trains=case.task == "train")
+
+
+def process_terms(card: Profile, *, trains: bool = True) -> tuple[OutsideTerm, ...]:
+    """The table's terms for one process on a card; the backward of one that trains may have a second cuBLAS handle."""
+    stays = trains and card.release < (2, 15)  # from then on workspaces do not stay
+    return outside_terms(gpu(card.name), second_workspace=workspace_bytes(card) if stays else 0)
 
 
 def communicators(trace: Trace) -> int:

@@ -113,7 +113,7 @@ class _End:
             return False
         self.notice = (
             f"steps {steps - 1} and {steps} did the same, event for event, and the run was ended: "
-            "what comes later (evaluation, saving) was not reached; --steps all"
+            "what comes later (evaluation, saving) is reached with --steps all"
         )
         return True
 

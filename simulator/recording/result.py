@@ -1,12 +1,15 @@
-"""What `record` says of a program: as JSON, and in a line for each kind of rank."""
+"""What `record` says of a program: as JSON, and in a few lines."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, Final
 
-from simulator.engine.result import PhasePeak, RankResult, Result
+from simulator.engine.result import OutsideTerm, PhasePeak, RankResult, Result
+from simulator.estimator.judging import judged
 from simulator.recording.launch import Recorded
-from simulator.reports.verdict import label_of
+from simulator.reports.verdict import headline, label_of
+from traces.model import Trace
 from traces.units import format_bytes
 
 #: Version of the layout of the document.
@@ -25,16 +28,14 @@ def document(recorded: Recorded, result: Result) -> dict[str, Any]:
     }
 
 
-def told(rank: RankResult, outside: int) -> str:
-    """The peaks of a rank, and what the card would hold with so many bytes more (`outside` the allocator; 0: none)."""
-    total, held = rank.device.total_bytes, rank.peak_reserved + outside
-    text = f"{label_of(rank.ranks)}: at most {format_bytes(rank.peak_allocated)} allocated, "
-    text += f"{format_bytes(rank.peak_reserved)} reserved"
-    if outside:
-        text += f", {format_bytes(held)} of {format_bytes(total)} with the CUDA context and its like"
-        text += "; that is more than there is: --context auto counts them" * (held > total)
-    ooms = rank.memory_stats["num_ooms"]
-    return text + (f"; out of memory {ooms} times" if ooms else "")
+def told(trace: Trace, result: Result, outside: tuple[OutsideTerm, ...]) -> Iterator[str]:
+    """The verdict, with what lies outside the allocator in its limit, and the peaks of every kind of rank."""
+    failed = any(rank.oom for rank in result.ranks)
+    yield headline(result if failed else judged(trace, outside, analyse=False))
+    for rank in result.ranks:
+        peaks = f"{format_bytes(rank.peak_allocated)} allocated, {format_bytes(rank.peak_reserved)} reserved"
+        ooms = rank.memory_stats["num_ooms"]
+        yield f"{label_of(rank.ranks)}: at most {peaks}" + (f"; out of memory {ooms} times" if ooms else "")
 
 
 def _rank(rank: RankResult) -> dict[str, Any]:

@@ -6,6 +6,8 @@ import importlib
 import io
 import re
 import shlex
+import subprocess
+import sys
 from contextlib import redirect_stdout
 from functools import cache
 from pathlib import Path
@@ -65,9 +67,13 @@ def shown() -> list[tuple[str, str, str]]:
 def printed(line: str) -> list[str]:
     """What a command prints, 80 columns wide; the files that it would write are left out."""
     words = shlex.split(re.sub(r" (?:--html|-o) \S+", "", line))
-    if words[0] in ("estimate", "capture", "select"):
+    if words[0] in ("estimate", "capture", "select", "record"):
         pytest.importorskip("torch")
         pytest.importorskip("transformers")
+    if words[0] == "record":  # what the program prints, then what is told of it
+        command = [sys.executable, "-m", "simulator", *words]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+        return [*done.stdout.splitlines(), *done.stderr.splitlines()]
     out = io.StringIO()
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(out):
         patch.chdir(ROOT)
