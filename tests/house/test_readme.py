@@ -72,8 +72,8 @@ def printed(line: str) -> list[str]:
         pytest.importorskip("transformers")
     if words[0] == "record":  # what the program prints, then what is told of it
         command = [sys.executable, "-m", "simulator", *words]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-        return [*done.stdout.splitlines(), *done.stderr.splitlines()]
+        ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+        return [*ran.stdout.splitlines(), *ran.stderr.splitlines()]
     out = io.StringIO()
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(out):
         patch.chdir(ROOT)
