@@ -87,10 +87,9 @@ def command(
     from simulator.engine.ranks import parse_ranks
     from simulator.engine.result import OutsideTerm
     from simulator.estimator.outside import bytes_of, communicator_terms, process_terms
+    from simulator.recording import result as result_of
     from simulator.recording.launch import record
     from simulator.recording.launchers import program_of
-    from simulator.recording.result import document as document_of
-    from simulator.recording.result import told
 
     found = program_of(program, module, nproc_per_node)
     processes = nproc_per_node or found.processes
@@ -127,15 +126,16 @@ def command(
     from simulator.engine.replay import replay
 
     with working("replaying", quiet, compiles=True):
-        result = replay(recorded.trace, **written.kept, analyse=False, after_oom="continue")  # as the program did
+        result = replay(recorded.trace, analyse=False, after_oom="continue")  # as the program did
+        told = result_of.shown(recorded.trace, result, outside, **written.kept)
     with working("writing", quiet):
-        written.write(result, recorded.trace)
+        written.write(told, recorded.trace)
     if document is not None:
         with write_atomically(document, force=written.force) as file:
-            file.write(json.dumps(document_of(recorded, result), indent=1).encode())
+            file.write(json.dumps(result_of.document(recorded, result), indent=1).encode())
     if not quiet:
         print(f"recorded {recorded.steps} steps on {card.name}", file=sys.stderr)
-        for line in told(recorded.trace, result, outside):
+        for line in result_of.told(told):
             print(line, file=sys.stderr)
     announce((*recorded.notices, *recorded.assumptions), quiet)
     return recorded.exit_code

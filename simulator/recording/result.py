@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, Final
 
+from simulator.engine.replay import replay
 from simulator.engine.result import OutsideTerm, PhasePeak, RankResult, Result
 from simulator.estimator.judging import judged
 from simulator.recording.launch import Recorded
@@ -28,10 +29,17 @@ def document(recorded: Recorded, result: Result) -> dict[str, Any]:
     }
 
 
-def told(trace: Trace, result: Result, outside: tuple[OutsideTerm, ...]) -> Iterator[str]:
-    """The verdict, with what lies outside the allocator in its limit, and the peaks of every kind of rank."""
-    failed = any(rank.oom for rank in result.ranks)
-    yield headline(result if failed else judged(trace, outside, analyse=False))
+def shown(trace: Trace, result: Result, outside: tuple[OutsideTerm, ...], **kept: Any) -> Result:
+    """The result for people, with what lies outside the allocator in its limit; of a program that ran out of memory,
+    as it went on. `kept` are arguments of `simulator.replay`."""
+    if any(rank.oom for rank in result.ranks):
+        return replay(trace, analyse=False, after_oom="continue", **kept)
+    return judged(trace, outside, analyse=False, **kept)
+
+
+def told(result: Result) -> Iterator[str]:
+    """The verdict, and the peaks of every kind of rank, a line each."""
+    yield headline(result)
     for rank in result.ranks:
         peaks = f"{format_bytes(rank.peak_allocated)} allocated, {format_bytes(rank.peak_reserved)} reserved"
         ooms = rank.memory_stats["num_ooms"]
