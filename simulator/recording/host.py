@@ -1,11 +1,13 @@
 """Large floating-point tensors on the host are memory that nobody touches: what would fill them does nothing.
 
-They have no values on the device either, and memory that is never written takes none of the machine.
+They have no values on the device either, and memory that is never written takes none of the machine. What would fill
+them with random numbers draws as many and leaves them: what is drawn next, as an order of batches, is as in a real run.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import statistics
 from collections.abc import Callable, Iterator
@@ -20,6 +22,10 @@ if TYPE_CHECKING:
 
 #: Tensors of as many bytes are large.
 LARGE: Final = 4 << 20
+#: Random numbers that a program may draw for large tensors: 7 to 10 seconds of most initialisers.
+MOST_DRAWN: Final = 1 << 30
+#: As many are drawn at a time; a multiple of 16, for which `normal_` draws otherwise than for what is left over.
+_PART: Final = 1 << 16
 #: What initialisers, copies and optimizers of offloaded parameters are made of.
 _RANDOM: Final = (
     "bernoulli_.Tensor",
@@ -29,6 +35,7 @@ _RANDOM: Final = (
     "log_normal_",
     "normal_",
     "random_",
+    "uniform_",
 )
 _WRITING: Final = (
     *(
@@ -42,7 +49,7 @@ _WRITING: Final = (
         "fill_.Scalar",
         "fill_.Tensor",
     ),
-    *("lerp_.Scalar", "lerp_.Tensor", "mul_.Tensor", "sqrt_", "sub_.Tensor", "uniform_", "zero_", *_RANDOM),
+    *("lerp_.Scalar", "lerp_.Tensor", "mul_.Tensor", "sqrt_", "sub_.Tensor", "zero_", *_RANDOM),
 )
 _DTYPES: Final = {bool: torch.bool, int: torch.int64, float: torch.float64, complex: torch.complex128}
 _CPU: Final = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
@@ -56,36 +63,81 @@ def is_large(tensor: torch.Tensor) -> bool:
 @contextlib.contextmanager
 def untouched(runtime: Runtime) -> Iterator[None]:
     """Inside, what writes large tensors on the host leaves them as they are."""
+    draws = _Draws(runtime)
     for name in _WRITING:
-        runtime.override(f"aten::{name}", _kernel(name), ("CPU",))
-    truncated = _truncated(runtime, init._no_grad_trunc_normal_)
+        runtime.override(f"aten::{name}", _kernel(name, draws), ("CPU",))
+    truncated = _truncated(runtime, draws, init._no_grad_trunc_normal_)
     with mock.patch.object(init, "_no_grad_trunc_normal_", truncated):
         yield
 
 
-def _kernel(name: str) -> Callable[..., Any]:
+class _Draws:
+    """Random numbers that large tensors would be filled with: drawn and forgotten, up to `MOST_DRAWN` of them."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+        self._left = MOST_DRAWN
+
+    def parts(self, tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+        """Small tensors to be filled one after the other in a large one's place; none where that takes too long.
+
+        `normal_` draws one number for each element of contiguous tensors, and 16 more where their size is no multiple
+        of 16; of others it draws pairs (`normal_fill` and `normal_kernel`, ATen/native/cpu/DistributionTemplates.h).
+        """
+        if not self.may(tensor.numel()):
+            return
+        self._left -= tensor.numel()
+        step = 1 if tensor.is_contiguous() else 2
+        part = torch.empty(step * (_PART + 16), dtype=tensor.dtype, device="cpu")[::step]
+        wholes, rest = divmod(tensor.numel() - 16, _PART)
+        yield from itertools.repeat(part[:_PART], wholes)
+        yield part[: 16 + rest]
+
+    def stop(self) -> None:
+        """From here on the generator is where it would not be: nothing more is drawn."""
+        self._left = 0
+        what = (
+            f"large tensors on the host ask for more random numbers than are drawn here ({MOST_DRAWN}), or for others:"
+            " until it is seeded anew, what the host draws next (batches, seeds) is not what a real run draws"
+        )
+        self._runtime.assumptions[what] = 1
+
+    def may(self, count: int) -> bool:
+        """Whether as many numbers may be drawn; where they may not, none is from here on."""
+        if count > self._left:
+            self.stop()
+        return count <= self._left
+
+
+def _kernel(name: str, draws: _Draws) -> Callable[..., Any]:
     plain = torch.library.get_kernel(f"aten::{name}", "CPU").call_boxed
     takes_tensor = name.endswith(".Tensor") or name == "copy_"
 
     def kernel(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        if is_large(tensor):
-            return tensor
         if takes_tensor and args[0].__class__ in _DTYPES:  # a number comes here as Python's own
             args = (_tensor(args[0]), *args[1:])
-        return plain(_CPU, tensor, *args, **kwargs)
+        if not is_large(tensor):
+            return plain(_CPU, tensor, *args, **kwargs)
+        if name in _RANDOM:
+            if takes_tensor:  # of probabilities: any one does, of their dtype
+                args = (torch.zeros((), dtype=args[0].dtype, device="cpu"), *args[1:])
+            for part in draws.parts(tensor):
+                plain(_CPU, part, *args, **kwargs)
+        return tensor
 
     return kernel
 
 
-def _truncated(runtime: Runtime, plain: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+def _truncated(runtime: Runtime, draws: _Draws, plain: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     """trunc_normal_, which draws again until no number is outside: without values, as often as is to be expected."""
 
     def drawn(tensor: torch.Tensor, mean: float, std: float, a: float, b: float, generator: Any = None) -> torch.Tensor:
         if not tensor.is_cuda:
-            return tensor if is_large(tensor) else plain(tensor, mean, std, a, b, generator)
-        normal = statistics.NormalDist(mean, std)
-        outside = 1 - min(normal.cdf(b) - normal.cdf(a), 0.99)
-        rounds = iter(range(round(math.log(tensor.numel() + 1) / -math.log(outside))))
+            if tensor.is_meta or not is_large(tensor):
+                return plain(tensor, mean, std, a, b, generator)
+            _draw_inside(draws, tensor, mean, std, a, b, generator)
+            return tensor
+        rounds = iter(range(_rounds(tensor.numel(), _share(mean, std, a, b))))
         where = torch.where
 
         def again(*args: Any) -> torch.Tensor:
@@ -96,6 +148,49 @@ def _truncated(runtime: Runtime, plain: Callable[..., torch.Tensor]) -> Callable
             return plain(tensor, mean, std, a, b, generator)
 
     return drawn
+
+
+def _draw_inside(
+    draws: _Draws, tensor: torch.Tensor, mean: float, std: float, a: float, b: float, generator: Any
+) -> None:
+    """Draw for a large tensor on the host as often as trunc_normal_ does: every element anew while one is outside.
+
+    Of the numbers, the places of those outside are kept, part by part.
+    """
+    share, size = _share(mean, std, a, b), tensor.numel()
+    if not tensor.is_contiguous() or share <= 0.3:  # PyTorch rejects uniform numbers there
+        draws.stop()
+    if not draws.may(size if share == 1 else size * _rounds(size, share)):
+        return
+    low, high = (tensor.new_tensor(bound, device="cpu").item() for bound in (a, b))
+    outside: list[torch.Tensor] = []
+    while not outside or any(map(len, outside)):
+        before, outside = outside, []
+        for index, part in enumerate(draws.parts(tensor)):
+            part.normal_(mean, std, generator=generator)
+            places = _outside(part[before[index]] if before else part, low, high)
+            outside.append(before[index][places] if before else places)
+        if not outside:
+            return
+
+
+def _outside(numbers: torch.Tensor, low: float, high: float) -> torch.Tensor:
+    """The places of those that are below or above."""
+    least, most = torch.aminmax(numbers) if len(numbers) else (low, high)
+    if least >= low and most <= high:  # as most are, which takes a fifth of the time to see
+        return torch.empty(0, dtype=torch.int32, device="cpu")
+    return ((numbers < low) | (numbers > high)).nonzero().flatten().int()
+
+
+def _share(mean: float, std: float, a: float, b: float) -> float:
+    """Of normal numbers, the share from a to b."""
+    normal = statistics.NormalDist(mean, std)
+    return normal.cdf(b) - normal.cdf(a)
+
+
+def _rounds(size: int, share: float) -> int:
+    """How often `size` numbers are likely to be drawn until of each the last is inside, where a share of them is."""
+    return round(math.log(size + 1) / -math.log(1 - min(share, 0.99)))
 
 
 def _tensor(number: Any) -> torch.Tensor:

@@ -1,0 +1,165 @@
+"""Large tensors on the host: nothing is written, and the generator goes on as if it were."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch.nn import init  # noqa: E402
+
+from graph.fake_cuda.device import Runtime, fake_cuda  # noqa: E402
+from graph.hardware.profile import profile  # noqa: E402
+from simulator.recording import host  # noqa: E402
+
+FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+COMPLEX = (torch.complex64, torch.complex128)
+#: Elements of large tensors of float32: multiples of 16 or not, and of what is drawn at a time.
+SIZES = (1 << 20, (1 << 20) + 1, (1 << 20) + 15, (1 << 20) + (1 << 16) - 3)
+FILLS: dict[str, Callable[..., Any]] = {
+    "normal_": lambda x, **more: x.normal_(0.5, 0.02, **more),
+    "uniform_": lambda x, **more: x.uniform_(-0.1, 0.1, **more),
+    "exponential_": lambda x, **more: x.exponential_(2.0, **more),
+    "cauchy_": lambda x, **more: x.cauchy_(**more),
+    "log_normal_": lambda x, **more: x.log_normal_(**more),
+    "random_": lambda x, **more: x.random_(**more),
+    "bernoulli_.float": lambda x, **more: x.bernoulli_(0.3, **more),
+    "bernoulli_.Tensor": lambda x, **more: x.bernoulli_(torch.full_like(x, 0.3), **more),
+    "bernoulli_.Tensor, of another dtype": lambda x, **more: x.bernoulli_(torch.tensor([0.3]).double(), **more),
+}
+MAKERS: dict[str, Callable[[], Any]] = {
+    "randn": lambda: torch.randn(1025, 1024),
+    "rand": lambda: torch.rand(1025, 1024, dtype=torch.float64),
+    "rand_like": lambda: torch.rand_like(torch.empty(1025, 1024)),
+    "randint": lambda: torch.randint(5, (1025, 1024), dtype=torch.float32),
+    "bernoulli": lambda: torch.bernoulli(torch.zeros(1025, 1024)),
+    "dropout": lambda: torch.nn.functional.dropout(torch.ones(1025, 1024), 0.1),
+    "Linear": lambda: torch.nn.Linear(1025, 1023),
+    "Embedding": lambda: torch.nn.Embedding(1025, 1023),
+    "kaiming_normal_": lambda: init.kaiming_normal_(torch.empty(1025, 1023)),
+    "xavier_uniform_": lambda: init.xavier_uniform_(torch.empty(1025, 1023)),
+    "xavier_normal_, transposed": lambda: init.xavier_normal_(torch.empty(1025, 1023).t()),
+    "trunc_normal_, none outside": lambda: init.trunc_normal_(torch.empty(1025, 1023), std=0.02),
+    "trunc_normal_": lambda: init.trunc_normal_(torch.empty(1025, 1023)),
+    "trunc_normal_, most outside": lambda: init.trunc_normal_(torch.empty(1025, 1023), a=-0.2, b=0.9),
+    "trunc_normal_, bfloat16": lambda: init.trunc_normal_(torch.empty(2050, 1023, dtype=torch.bfloat16), a=-1, b=1),
+    "on meta": lambda: init.trunc_normal_(torch.nn.Linear(1025, 1023, device="meta").weight),
+}
+
+
+@contextlib.contextmanager
+def runtime() -> Iterator[Runtime]:
+    with fake_cuda(profile("A100", "2.13")) as made, host.untouched(made):
+        yield made
+
+
+def seeded(run: Callable[[], object]) -> bytes:
+    """The state of the host's generator after `run`, from a seed and a few numbers."""
+    torch.manual_seed(7)
+    torch.randn(3)  # draws pairs, and keeps one number for the next call
+    run()
+    return bytes(torch.get_rng_state().tolist())
+
+
+def same(runs: dict[str, Callable[[], object]]) -> dict[str, bool]:
+    """Which leave the generator where they do without the device that is not there."""
+    real = {name: seeded(run) for name, run in runs.items()}
+    with runtime() as made:
+        found = {name: seeded(run) == real[name] for name, run in runs.items()}
+        assert made.assumptions == {}
+    return found
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_what_fills_a_tensor_of_any_size_leaves_the_generator_as_in_a_real_run(size: int) -> None:
+    def run(fill: Callable[..., Any]) -> Callable[[], object]:
+        return lambda: fill(torch.empty(size))
+
+    assert same({name: run(fill) for name, fill in FILLS.items()}) == dict.fromkeys(FILLS, True)
+
+
+@pytest.mark.parametrize("step", [1, 2], ids=["contiguous", "strided"])
+@pytest.mark.parametrize("dtype", [*FLOATS, *COMPLEX], ids=str)
+def test_what_fills_a_tensor_of_any_dtype_leaves_the_generator_as_in_a_real_run(dtype: Any, step: int) -> None:
+    size = host.LARGE // dtype.itemsize + 1
+
+    def run(fill: Callable[..., Any]) -> Callable[[], object]:
+        return lambda: fill(torch.empty(step * size, dtype=dtype)[::step])
+
+    fills = {name: fill for name, fill in FILLS.items() if name == "normal_" or not dtype.is_complex}
+    assert same({name: run(fill) for name, fill in fills.items()}) == dict.fromkeys(fills, True)
+
+
+def test_what_is_made_of_random_numbers_leaves_the_generator_as_in_a_real_run() -> None:
+    assert same(MAKERS) == dict.fromkeys(MAKERS, True)
+
+
+def test_a_generator_of_the_programs_own_goes_on_alone() -> None:
+    def own(fill: Callable[..., Any]) -> bytes:
+        generator = torch.Generator().manual_seed(3)
+        fill(torch.empty(SIZES[1]), generator=generator)
+        return bytes(generator.get_state().tolist())
+
+    def truncated(x: Any, generator: Any) -> object:
+        return init.trunc_normal_(x, generator=generator)
+
+    fills = {**FILLS, "trunc_normal_": truncated}
+    real = {name: own(fill) for name, fill in fills.items()}
+    before = torch.get_rng_state()
+    with runtime():
+        assert {name: own(fill) == real[name] for name, fill in fills.items()} == dict.fromkeys(fills, True)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_data_is_shuffled_as_in_a_real_run() -> None:
+    def order() -> list[int]:
+        torch.manual_seed(0)
+        torch.nn.Linear(2048, 2047)
+        return [int(batch) for batch in torch.utils.data.DataLoader(range(100), shuffle=True)]
+
+    real = order()
+    with runtime():
+        assert order() == real
+
+
+def test_the_tensor_stays_as_it_was() -> None:
+    fills = {**FILLS, "trunc_normal_": init.trunc_normal_}
+    tensors = {name: torch.full((SIZES[1],), 5.0) for name in fills}
+    with runtime():
+        for name, fill in fills.items():
+            assert fill(tensors[name]) is tensors[name]
+    assert {name for name, tensor in tensors.items() if not (tensor == 5).all()} == set()
+
+
+def test_bad_arguments_are_told_as_in_a_real_run() -> None:
+    with runtime(), pytest.raises(RuntimeError, match="expects std >= 0"):
+        torch.empty(SIZES[0]).normal_(0, -1)
+
+
+def test_too_many_numbers_are_not_drawn_and_it_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host, "MOST_DRAWN", 5 << 20)
+    fill = FILLS["normal_"]
+    once = seeded(lambda: fill(torch.empty(4 << 20)))
+    with runtime() as made:
+
+        def thrice() -> None:
+            fill(torch.empty(4 << 20))
+            assert made.assumptions == {}
+            fill(torch.empty(2 << 20))
+            fill(torch.empty(1 << 20))  # there would be time for it, to no avail
+
+        assert seeded(thrice) == once
+        (told,) = made.assumptions
+    assert "not what a real run draws" in told
+
+
+@pytest.mark.parametrize("b", [0.1, 9.0], ids=["uniform numbers", "many rounds"])
+def test_truncated_numbers_that_are_not_drawn_are_told(b: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host, "MOST_DRAWN", 2 << 20)
+    with runtime() as made:
+        init.trunc_normal_(torch.empty(1 << 20), a=0, b=b)
+        assert len(made.assumptions) == 1
