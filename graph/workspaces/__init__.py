@@ -1,8 +1,8 @@
 """What CUDA kernels allocate beyond what dispatch shows: a table of rules by operator, and `plan`, which asks it.
 
-Each module exports `RULES`, operator name to rule; rules are pure functions of a call (`rules.Call`) but for the
-persistent workspaces they note in `Call.state`. Sources are named rule by rule; all are checked against recordings of
-CUDA builds (tests/graph/workspaces/test_workspaces.py).
+Each module exports `RULES`, operator name to rule; those of kernels that call CUB are in the room `cub`. Rules are pure
+functions of a call (`rules.Call`) but for the persistent workspaces they note in `Call.state`. Sources are named rule
+by rule; all are checked against recordings of CUDA builds (tests/graph/workspaces/test_workspaces.py).
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ _MODULES: Final = (
     "attention",
     "chunking",
     "convolution",
+    "cub.embedding",
+    "cub.indexing",
+    "cub.segments",
+    "cub.sorting",
+    "cub.unique",
     "elementwise",
-    "embedding",
     "foreach",
     "gemm",
-    "indexing",
     "linalg",
     "loss",
     "norm",
     "reduction",
     "resampling",
-    "segments",
     "softmax",
-    "sorting",
-    "unique",
 )
 
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Final
 
 from graph.hardware.profile import Profile
-from graph.workspaces.cub import extra, sort_pairs, storage, total
+from graph.workspaces.cub.temporary import extra, sort_pairs, storage, total
 from graph.workspaces.metadata import argument, dtype, elements, is_contiguous, is_half, size, up, width
 from graph.workspaces.rules import Call, Plan, Rule, Step, within
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from numpy import broadcast_shapes
 
-from graph.workspaces.cub import scan, selected, sort_pairs, total
+from graph.workspaces.cub.temporary import scan, selected, sort_pairs, total
 from graph.workspaces.metadata import (
     argument,
     dtype,

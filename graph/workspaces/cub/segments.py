@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from math import prod
 from typing import Any
 
-from graph.workspaces.cub import scan
+from graph.workspaces.cub.temporary import scan
 from graph.workspaces.metadata import is_contiguous, shape, size
 from graph.workspaces.rules import REST, Call, Plan, Rule, Step, within
 

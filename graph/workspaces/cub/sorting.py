@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from graph.hardware.profile import Profile
-from graph.workspaces.cub import scan, segmented_sort, sort_pairs, sort_rows, storage
+from graph.workspaces.cub.temporary import scan, segmented_sort, sort_pairs, sort_rows, storage
 from graph.workspaces.metadata import (
     argument,
     dimension,

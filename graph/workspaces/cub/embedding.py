@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
-from graph.workspaces.cub import scan, sort_pairs, unique_by_key
+from graph.workspaces.cub.temporary import scan, sort_pairs, unique_by_key
 from graph.workspaces.metadata import elements, is_contiguous, shape, size, up, upper, width
 from graph.workspaces.rules import REST, Call, Plan, Rule, within
 
