@@ -26,11 +26,13 @@ import torch._dynamo  # optimizers import it: not under a torch.cuda that is our
 
 from graph.errors import CaptureError, UnsupportedTorch
 from graph.fake_cuda import leftovers as fake_leftovers
-from graph.fake_cuda import rnn, served
 from graph.fake_cuda import self_check as fake_check
+from graph.fake_cuda import served
 from graph.fake_cuda import stubs as fake_stubs
-from graph.fake_cuda.kernels import Kernels, Kind, names
+from graph.fake_cuda.kernels import Kernels, Kind
 from graph.fake_cuda.memory import ADDRESS_BITS, Memory, ignore
+from graph.fake_cuda.operators import rnn
+from graph.fake_cuda.operators.native import names
 from graph.fake_cuda.values import Values
 from graph.hardware.profile import Profile
 from graph.user_code import reader

@@ -1,7 +1,6 @@
 """A kernel for every operator that has one in a CUDA build: it makes the outputs, computes nothing, and tells.
 
-Which operators: those whose entry in PyTorch's own `native_functions.yaml` (it ships with every wheel) names a CUDA
-kernel. All others are made of these, by PyTorch's own C++. Shapes, strides and dtypes of outputs come from PyTorch's
+Which operators: `graph.fake_cuda.operators.native`. Shapes, strides and dtypes of outputs come from PyTorch's
 FakeTensorMode, once for each combination of arguments.
 """
 
@@ -9,18 +8,15 @@ from __future__ import annotations
 
 import functools
 import math
-import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
-import torchgen  # type: ignore[import-untyped]
 
-from graph.errors import CaptureError
-from graph.fake_cuda.composed import COMPOSED
 from graph.fake_cuda.memory import Layout, contiguous, set_storage
+from graph.fake_cuda.operators.composed import COMPOSED
+from graph.fake_cuda.operators.native import operator
 from graph.fake_cuda.sdpa import corrected
 from graph.fake_cuda.shapes import Shapes
 from graph.fake_cuda.torch_private import BY_CPU_KERNEL, is_dense, tree_leaves
@@ -52,9 +48,6 @@ _METADATA_ONLY: Final = (
 #: Operators whose one kernel for CPU and CUDA is made of others (LinearAlgebra.cpp, TensorAdvancedIndexing.cpp).
 _GENERIC: Final = ("linalg_matrix_exp", "_unsafe_masked_index", "_unsafe_masked_index_put_accumulate")
 
-#: Operators that ask the device's DispatchStub without an entry for CUDA in native_functions.yaml.
-_ALSO: Final = ("copy_",)
-
 #: Operators whose first result is contiguous on CUDA, whatever their operands are (SoftMax.cu, layer_norm_kernel.cu,
 #: DepthwiseConv2d.cu); PyTorch's rules for shapes have it lie as an operand does.
 _CONTIGUOUS: Final = ("aten::_log_softmax_backward_data", "aten::native_layer_norm_backward", "aten::_conv_depthwise2d")
@@ -65,51 +58,6 @@ _REDUCED_LOSSES: Final = {"aten::mse_loss": 2, "aten::smooth_l1_loss": 2, "aten:
 
 #: Copies to the host of up to so many bytes get values; larger ones keep what their memory holds.
 _FILLED: Final = 1 << 20
-
-
-# ------------------------------------------------------------------------------------------- which operators
-
-
-@functools.cache
-def cuda_operators() -> tuple[str, ...]:
-    """Names (`add.Tensor`) of the operators that have a kernel of their own in a CUDA build of this PyTorch."""
-    path = Path(torchgen.__file__).parent / "packaged" / "ATen" / "native" / "native_functions.yaml"
-    keys: dict[str, set[str]] = {}
-    delegate: dict[str, str] = {}
-    for name, entry in _entries(path.read_text()):
-        keys[name] = set()
-        inside = False
-        for line in entry:
-            if line.startswith("  dispatch:"):
-                inside = True
-            elif line.startswith("    ") and inside:
-                if not line.lstrip().startswith("#"):
-                    keys[name].update(key.strip() for key in line.partition(":")[0].split(","))
-            elif line.startswith("  ") and not line.lstrip().startswith("#"):
-                inside = False
-                if line.startswith("  ufunc_inner_loop:"):  # torchgen/dest/ufunc.py makes its CUDA kernel
-                    keys[name].add("CUDA")
-                if line.startswith("  structured_delegate:"):
-                    delegate[name] = line.partition(":")[2].strip()
-    if not delegate:
-        raise CaptureError(f"{path}: no operators found; this PyTorch is not laid out as expected")
-    return tuple(name for name in keys if "CUDA" in keys[name] or "CUDA" in keys.get(delegate.get(name, ""), ()))
-
-
-def _entries(text: str) -> Iterator[tuple[str, list[str]]]:
-    """Each operator's name, and the lines of its entry."""
-    name = ""
-    lines: list[str] = []
-    for line in text.splitlines():
-        found = re.match(r"- func: ([\w.]+)\(", line)
-        if found is not None:
-            if name:
-                yield name, lines
-            name, lines = found[1], []
-        else:
-            lines.append(line)
-    if name:
-        yield name, lines
 
 
 # ----------------------------------------------------------------------------------------------------- shapes
@@ -690,14 +638,3 @@ def _unique_layouts(
         Layout((count,), (1,), torch.int64, room * 8) if counts else Layout((0,), (1,), torch.int64),
     )
     return made[:outputs]
-
-
-def operator(name: str) -> Any:
-    """The overload called `name` (`add.Tensor`, `mm`) of aten."""
-    packet, _, overload = name.partition(".")
-    return getattr(getattr(torch.ops.aten, packet), overload or "default")
-
-
-def names() -> tuple[str, ...]:
-    """Every operator that gets a kernel."""
-    return (*cuda_operators(), *_ALSO)

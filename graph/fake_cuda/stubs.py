@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch.profiler import ProfilerActivity
 
-from graph.fake_cuda import objects, rnn, served
-from graph.fake_cuda.composed import jitted
+from graph.fake_cuda import objects, served
+from graph.fake_cuda.operators import rnn
+from graph.fake_cuda.operators.composed import jitted
 from graph.fake_cuda.torch_private import JITTED, RAW_STREAM, fake_tensor
 
 if TYPE_CHECKING:

@@ -19,10 +19,10 @@ from torch.utils.checkpoint import checkpoint
 
 from graph.errors import CaptureError, UnsupportedTorch
 from graph.fake_cuda import device as fake_cuda
-from graph.fake_cuda import kernels as fake_kernels
 from graph.fake_cuda import self_check as fake_check
 from graph.fake_cuda.device import Runtime
-from graph.fake_cuda.kernels import cuda_operators
+from graph.fake_cuda.operators import native
+from graph.fake_cuda.operators.native import cuda_operators
 from graph.fake_cuda.stubs import FIRST_POINT
 from graph.hardware.profile import profile
 from tests.support import recorded_steps
@@ -100,7 +100,7 @@ def test_the_step_that_is_checked_at_first_use(runtime: Runtime) -> None:
 
 @pytest.mark.parametrize("missing", ["silu_backward", "_fused_rms_norm", "native_dropout"])
 def test_a_missing_kernel_is_noticed(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    names = tuple(name for name in fake_kernels.names() if not name.startswith(missing))
+    names = tuple(name for name in native.names() if not name.startswith(missing))
     monkeypatch.setattr(fake_cuda, "names", lambda: names)
     monkeypatch.setattr(fake_cuda, "_verified", [])
     reason = pytest.raises(UnsupportedTorch, match=r"PyTorch 2\.\d+\S* (does not behave|cannot be captured)")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from graph.fake_cuda.rnn import RECURRENT
+from graph.fake_cuda.operators.rnn import RECURRENT
 
 if TYPE_CHECKING:
     from graph.fake_cuda.device import Runtime

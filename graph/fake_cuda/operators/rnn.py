@@ -153,7 +153,7 @@ def backward(
     return (*found, weight_gradients)
 
 
-#: Kernels by operator, called as those of `graph.fake_cuda.composed`.
+#: Kernels by operator, called as those of `graph.fake_cuda.operators.composed`.
 RECURRENT: Final[Mapping[str, Callable[..., Any]]] = {
     "_cudnn_rnn": forward,
     "_cudnn_rnn_backward": backward,

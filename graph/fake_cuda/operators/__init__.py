@@ -1,0 +1,4 @@
+"""Operators of CUDA builds: `native` says which have a kernel of their own; the others, what some kernels are made of.
+
+`composed` has kernels that are written in other operators, `rnn` those that are cuDNN's.
+"""

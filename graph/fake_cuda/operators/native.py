@@ -1,0 +1,77 @@
+"""Which operators have a kernel in a CUDA build: those with such an entry in PyTorch's own `native_functions.yaml`.
+
+The file ships with every wheel, in torchgen. All other operators are made of these, by PyTorch's own C++.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import torch
+import torchgen  # type: ignore[import-untyped]
+
+from graph.errors import CaptureError
+
+if TYPE_CHECKING:
+    from graph.fake_cuda.torch_private import Operator
+
+#: Operators that ask the device's DispatchStub without an entry for CUDA in native_functions.yaml.
+_ALSO: Final = ("copy_",)
+
+
+@functools.cache
+def cuda_operators() -> tuple[str, ...]:
+    """Names (`add.Tensor`) of the operators that have a kernel of their own in a CUDA build of this PyTorch."""
+    path = Path(torchgen.__file__).parent / "packaged" / "ATen" / "native" / "native_functions.yaml"
+    keys: dict[str, set[str]] = {}
+    delegate: dict[str, str] = {}
+    for name, entry in _entries(path.read_text()):
+        keys[name] = set()
+        inside = False
+        for line in entry:
+            if line.startswith("  dispatch:"):
+                inside = True
+            elif line.startswith("    ") and inside:
+                if not line.lstrip().startswith("#"):
+                    keys[name].update(key.strip() for key in line.partition(":")[0].split(","))
+            elif line.startswith("  ") and not line.lstrip().startswith("#"):
+                inside = False
+                if line.startswith("  ufunc_inner_loop:"):  # torchgen/dest/ufunc.py makes its CUDA kernel
+                    keys[name].add("CUDA")
+                if line.startswith("  structured_delegate:"):
+                    delegate[name] = line.partition(":")[2].strip()
+    if not delegate:
+        raise CaptureError(f"{path}: no operators found; this PyTorch is not laid out as expected")
+    return tuple(name for name in keys if "CUDA" in keys[name] or "CUDA" in keys.get(delegate.get(name, ""), ()))
+
+
+def _entries(text: str) -> Iterator[tuple[str, list[str]]]:
+    """Each operator's name, and the lines of its entry."""
+    name = ""
+    lines: list[str] = []
+    for line in text.splitlines():
+        found = re.match(r"- func: ([\w.]+)\(", line)
+        if found is not None:
+            if name:
+                yield name, lines
+            name, lines = found[1], []
+        else:
+            lines.append(line)
+    if name:
+        yield name, lines
+
+
+def operator(name: str) -> Operator:
+    """The overload called `name` (`add.Tensor`, `mm`) of aten."""
+    packet, _, overload = name.partition(".")
+    found: Operator = getattr(getattr(torch.ops.aten, packet), overload or "default")
+    return found
+
+
+def names() -> tuple[str, ...]:
+    """Every operator that gets a kernel."""
+    return (*cuda_operators(), *_ALSO)
