@@ -19,20 +19,19 @@ import torch
 import torch.cuda.nccl
 import torch.distributed as dist
 import torch.multiprocessing
-from torch.distributed import _functional_collectives as funcol
 from torch.distributed import device_mesh
 from torch.distributed import distributed_c10d as c10d
 
 from graph.fake_cuda.collectives import Collectives, lone_replicas
 from graph.fake_cuda.device import Runtime
-from graph.fake_cuda.torch_private import fake_store, graph_task
+from graph.fake_cuda.torch_private import OPERATOR_CALLS, fake_store, functional_collectives, graph_task
 from graph.recorder.list_sharding import equal_entries_once
 
 #: The version of NCCL that comes with PyTorch 2.13.
 _NCCL: Final = (2, 29, 7)
 #: Frames between whoever asks for a collective and its kernel: ours, and those of torch's operators.
 _OURS: Final = os.path.dirname(__file__)
-_OPERATORS: Final = (torch._ops.__file__, os.path.join(os.path.dirname(torch.__file__), "_library"))
+_FUNCTIONAL: Final = functional_collectives().__file__
 
 
 @contextlib.contextmanager
@@ -100,9 +99,9 @@ def _own_rank(
 def _functional() -> bool:
     """Whether a functional collective (torch/distributed/_functional_collectives.py) asks: DTensor waits for these."""
     frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith((_OURS, *_OPERATORS)):
+    while frame.f_back is not None and frame.f_code.co_filename.startswith((_OURS, *OPERATOR_CALLS)):
         frame = frame.f_back
-    return frame.f_code.co_filename == funcol.__file__
+    return frame.f_code.co_filename == _FUNCTIONAL
 
 
 def _without_backend(plain: Callable[..., Any]) -> Callable[..., Any]:

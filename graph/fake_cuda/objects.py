@@ -6,6 +6,8 @@ from typing import Any, Final
 
 import torch
 
+from graph.fake_cuda.torch_private import StorageBase
+
 _CUDA: Final = torch.device("cuda")
 #: Bytes of the state of a generator on CUDA: a seed and an offset.
 _STATE: Final = 16
@@ -91,7 +93,7 @@ def _default_type(plain: Any) -> Any:
 def _storage(cls: Any, *args: Any, device: Any = None, **kwargs: Any) -> Any:
     """`torch.UntypedStorage(bytes, device=...)`: `copy.deepcopy` and `torch.load` make them so."""
     if device is None or torch.device(device).type != "cuda":
-        return torch._C.StorageBase.__new__(cls, *args, **({} if device is None else {"device": device}), **kwargs)
+        return StorageBase.__new__(cls, *args, **({} if device is None else {"device": device}), **kwargs)
     return torch.empty(*args, dtype=torch.uint8, device=_CUDA).untyped_storage()
 
 

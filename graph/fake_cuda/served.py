@@ -11,7 +11,8 @@ from collections.abc import Callable
 from typing import Any, Final, Protocol
 
 import torch
-from torch.utils._triton import has_triton_package
+
+from graph.fake_cuda.torch_private import BINDINGS, has_triton_package
 
 #: What is raised where memory runs out.
 OutOfMemoryError: Final = torch.OutOfMemoryError
@@ -63,7 +64,7 @@ class Allocator(Protocol):
         """`torch.cuda.memory_stats_as_nested_dict`."""
 
     def snapshot(self) -> dict[str, Any]:
-        """`torch.cuda.memory._snapshot`."""
+        """A memory snapshot, as PyTorch makes them."""
 
     def memory_info(self) -> tuple[int, int]:
         """Free bytes of the device, and all."""
@@ -99,7 +100,7 @@ def changes(allocator: Allocator) -> list[tuple[Any, str, Any]]:
         cudaProfilerStart=lambda: 0,
         cudaProfilerStop=lambda: 0,
     )
-    return [(torch._C, name, answer) for name, answer in answers.items()] + [(torch.cuda, "cudart", lambda: runtime)]
+    return [(BINDINGS, name, answer) for name, answer in answers.items()] + [(torch.cuda, "cudart", lambda: runtime)]
 
 
 def unwound(kernel: Callable[..., Any]) -> Callable[..., Any]:

@@ -15,7 +15,7 @@ from torch.profiler import ProfilerActivity
 from graph.fake_cuda import objects, served
 from graph.fake_cuda.operators import rnn
 from graph.fake_cuda.operators.composed import jitted
-from graph.fake_cuda.torch_private import JITTED, RAW_STREAM, fake_tensor
+from graph.fake_cuda.torch_private import BINDINGS, JITTED, RAW_STREAM, fake_tensor
 
 if TYPE_CHECKING:
     from graph.fake_cuda.device import Runtime
@@ -260,7 +260,7 @@ def _nothing(*args: object, **kwargs: object) -> None:
 
 
 def _each(names: str, answer: Callable[..., Any]) -> dict[str, Callable[..., Any]]:
-    """A function of its own for each name: torch._dynamo has a rule for every function of torch, by the function."""
+    """A function of its own for each name: Dynamo has a rule for every function of torch, by the function."""
     return {name: lambda *args, **kwargs: answer(*args, **kwargs) for name in names.split()}
 
 
@@ -336,14 +336,14 @@ def patched(runtime: Runtime) -> Iterator[None]:
     changes += [
         (fake_tensor, "init_gpu_context", _nothing),
         (importlib.import_module("torch.cuda.nvtx"), "_nvtx", _Silent()),
-        (torch._C, "_cuda_get_sync_debug_mode", lambda: 0),
-        (torch._C, "_cuda_set_sync_debug_mode", _nothing),
-        (torch._C, "_accelerator_synchronizeDevice", lambda device: runtime.synchronized()),
+        (BINDINGS, "_cuda_get_sync_debug_mode", lambda: 0),
+        (BINDINGS, "_cuda_set_sync_debug_mode", _nothing),
+        (BINDINGS, "_accelerator_synchronizeDevice", lambda device: runtime.synchronized()),
         (torch.autograd.profiler, "_supported_activities", lambda: {ProfilerActivity.CPU, ProfilerActivity.CUDA}),
         (fake_tensor.log, "disabled", True),  # it logs errors that are raised as well
         (torch.version, "cuda", torch.version.cuda or "13.0"),
         (*RAW_STREAM, lambda device: 0),
-        (torch._C, "_accelerator_deviceCount", lambda: runtime.count),
+        (BINDINGS, "_accelerator_deviceCount", lambda: runtime.count),
         (JITTED, "__call__", jitted),
         (torch.backends.cudnn, "is_acceptable", rnn.acceptable),
         (importlib.import_module("torch.backends.cudnn.rnn"), "get_cudnn_mode", rnn.mode_number),

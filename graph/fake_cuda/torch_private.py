@@ -8,6 +8,7 @@ package that is loaded late is first asked for. Elsewhere only `graph.fake_cuda.
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
@@ -18,28 +19,38 @@ from graph.errors import UnsupportedTorch
 
 if TYPE_CHECKING:
     from torch._ops import OpOverload
+    from torch.distributed.tensor._op_schema import OpSchema
 
 __all__ = [
+    "BINDINGS",
     "BY_CPU_KERNEL",
     "JITTED",
     "NVTX",
+    "OPERATOR_CALLS",
     "RAW_STREAM",
     "DataDependentOutputException",
     "DynamicOutputShapeException",
     "FakeTensor",
     "FakeTensorDeviceMismatchError",
     "FakeTensorMode",
+    "FileReader",
+    "FileWriter",
     "Operator",
+    "ShardedCall",
+    "StorageBase",
     "TorchDispatchMode",
     "UnsupportedOperatorException",
+    "cudnn_rnn",
     "current_node",
     "fake_store",
     "fake_tensor",
     "finished_work",
     "flatten_dense",
     "from_dlpack",
+    "functional_collectives",
     "graph_task",
     "grouped_mm_output",
+    "has_triton_package",
     "is_dense",
     "next_sequence_number",
     "schemas",
@@ -58,6 +69,8 @@ __all__ = [
 
 #: One overload of an operator, such as `aten.add.Tensor`; kernels and observers read its private `_schema`.
 Operator: TypeAlias = "OpOverload[..., Any]"
+#: A call whose shardings DTensor propagates: an operator and what is known of its arguments.
+ShardedCall: TypeAlias = "OpSchema"
 
 
 @contextlib.contextmanager
@@ -74,7 +87,8 @@ def _needed() -> Iterator[None]:
 
 with _needed():
     # In this order: a work of c10d that is done; shapes of results, as PyTorch's own rules say; parameters as one flat
-    # tensor and back; a mode that sees every operator; nested arguments and outputs, flat and back.
+    # tensor and back; a mode that sees every operator; nested arguments and outputs, flat and back; whether Triton is
+    # installed.
     from torch._C._distributed_c10d import _create_work_from_future as finished_work  # type: ignore[attr-defined]
     from torch._meta_registrations import _create_grouped_mm_output_tensor as grouped_mm_output
     from torch._prims_common import is_non_overlapping_and_dense_or_false as is_dense
@@ -92,7 +106,18 @@ with _needed():
     from torch.cuda import jiterator
     from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils._pytree import tree_flatten, tree_flatten_with_path, tree_leaves, tree_map, tree_unflatten
+    from torch.utils._triton import has_triton_package
 
+    #: What PyTorch has in C++: some of its functions are replaced, by name.
+    BINDINGS: Final[ModuleType] = torch._C
+    #: Reader and writer of the files of `torch.save`, and the class of all storages.
+    FileReader = torch._C.PyTorchFileReader
+    FileWriter = torch._C.PyTorchFileWriter
+    StorageBase = torch._C.StorageBase
+    #: Where the Python lies that stands between a call of an operator and its kernel: a module, and a folder.
+    OPERATOR_CALLS: Final = (torch._ops.__file__, os.path.join(os.path.dirname(torch.__file__), "_library"))
+    #: A recurrent network by cuDNN.
+    cudnn_rnn: Operator = torch.ops.aten._cudnn_rnn.default
     #: The node that autograd runs on this thread, None outside of backward; and the number that the next node gets.
     current_node: Callable[[], Any] = torch._C._current_autograd_node
     next_sequence_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
@@ -117,7 +142,7 @@ with _needed():
     zero_all: Callable[[list[torch.Tensor]], None] = torch._foreach_zero_
 
 #: Where CUDA builds have the function that gives the number of the current stream, and its name; others lack it.
-RAW_STREAM: Final[tuple[ModuleType, str]] = (torch._C, "_cuda_getCurrentRawStream")
+RAW_STREAM: Final[tuple[ModuleType, str]] = (BINDINGS, "_cuda_getCurrentRawStream")
 #: Where `torch.cuda.nvtx` has what it calls in C++, and its name; builds for the CPU have something that fails.
 NVTX: Final[tuple[ModuleType, str]] = (torch.cuda.nvtx, "_nvtx")
 
@@ -127,6 +152,13 @@ def fake_store() -> Any:
     with _needed():
         from torch.testing._internal.distributed.fake_pg import FakeStore
     return FakeStore()
+
+
+def functional_collectives() -> ModuleType:
+    """Collectives that give their result as a new tensor, such as DTensor asks for."""
+    with _needed():
+        from torch.distributed import _functional_collectives
+    return _functional_collectives
 
 
 def with_plain_parameters(module: torch.nn.Module) -> None:

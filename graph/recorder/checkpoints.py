@@ -15,6 +15,8 @@ from unittest import mock
 import torch
 from torch.serialization import skip_data
 
+from graph.fake_cuda.torch_private import BINDINGS, FileWriter
+
 #: Floating-point storages of as many bytes are holes.
 LARGE: Final = 1 << 20
 
@@ -39,7 +41,7 @@ class Saving:
 
     def __call__(self, obj: object, f: Any, *args: object, **kwargs: object) -> None:
         """Save, but for the bytes of storages, and not over a file that the program has not made itself."""
-        with skip_data(), mock.patch.object(torch._C, "PyTorchFileWriter", _Writer):
+        with skip_data(), mock.patch.object(BINDINGS, "PyTorchFileWriter", _Writer):
             if isinstance(f, str | os.PathLike):
                 self.plain(obj, f if may_write(f) else os.devnull, *args, **kwargs)
                 return
@@ -48,11 +50,11 @@ class Saving:
                 _copy(file, f)
 
 
-class _Writer(torch._C.PyTorchFileWriter):
+class _Writer(FileWriter):
     """PyTorch's writer, to be used under `skip_data`: small storages, and integers, are written all the same."""
 
     def write_record_metadata(self, name: str, size: int) -> None:
-        """Called for each storage; which one is known to the caller (`torch.serialization._save`)."""
+        """Called for each storage; which one is known to the caller (`_save` of torch.serialization)."""
         caller = sys._getframe(1).f_locals
         storage: torch.UntypedStorage = caller["storage"]
         dtype = caller["storage_dtypes"].get(storage.data_ptr())

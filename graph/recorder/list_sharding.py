@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeGuard
 from unittest import mock
 
 if TYPE_CHECKING:
-    from torch.distributed.tensor._op_schema import OpSchema
+    from graph.fake_cuda.torch_private import ShardedCall
 
 #: Operators whose lists are worked through entry by entry.
 _PREFIXES: Final = ("aten::_foreach_", "aten::_fused_")
@@ -34,7 +34,7 @@ def equal_entries_once() -> Iterator[None]:
         yield
 
 
-def propagated(schema: OpSchema, plain: Callable[[Any], Any]) -> Any:
+def propagated(schema: ShardedCall, plain: Callable[[Any], Any]) -> Any:
     """What `plain` (DTensor's own propagation) says of an operator's schema, from a shorter one where that will do."""
     kinds = _kinds(schema)
     if kinds is None:
@@ -49,7 +49,7 @@ def propagated(schema: OpSchema, plain: Callable[[Any], Any]) -> Any:
     return type(found)(specs)
 
 
-def _kinds(schema: OpSchema) -> tuple[list[int], list[int]] | None:
+def _kinds(schema: ShardedCall) -> tuple[list[int], list[int]] | None:
     """The first entry of each kind, and the kind of every entry; None where that is not another, shorter list."""
     operator: Any = schema.op  # its `name` has no types
     if not operator.name().startswith(_PREFIXES) or not _is_list(schema.args_schema[0]):
@@ -69,7 +69,7 @@ def _kinds(schema: OpSchema) -> tuple[list[int], list[int]] | None:
     return (first, numbers) if len(first) < count else None
 
 
-def _picked(schema: OpSchema, first: Sequence[int], count: int) -> Any:
+def _picked(schema: ShardedCall, first: Sequence[int], count: int) -> Any:
     """The schema with these entries of its lists only."""
 
     def picked(part: object) -> Any:

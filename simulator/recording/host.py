@@ -17,6 +17,8 @@ from unittest import mock
 import torch
 from torch.nn import init
 
+from graph.fake_cuda.torch_private import BY_CPU_KERNEL
+
 if TYPE_CHECKING:
     from graph.fake_cuda.device import Runtime
 
@@ -52,7 +54,6 @@ _WRITING: Final = (
     *("lerp_.Scalar", "lerp_.Tensor", "mul_.Tensor", "sqrt_", "sub_.Tensor", "zero_", *_RANDOM),
 )
 _DTYPES: Final = {bool: torch.bool, int: torch.int64, float: torch.float64, complex: torch.complex128}
-_CPU: Final = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 
 
 def is_large(tensor: torch.Tensor) -> bool:
@@ -117,12 +118,12 @@ def _kernel(name: str, draws: _Draws) -> Callable[..., Any]:
         if takes_tensor and args[0].__class__ in _DTYPES:  # a number comes here as Python's own
             args = (_tensor(args[0]), *args[1:])
         if not is_large(tensor):
-            return plain(_CPU, tensor, *args, **kwargs)
+            return plain(BY_CPU_KERNEL, tensor, *args, **kwargs)
         if name in _RANDOM:
             if takes_tensor:  # of probabilities: any one does, of their dtype
                 args = (torch.zeros((), dtype=args[0].dtype, device="cpu"), *args[1:])
             for part in draws.parts(tensor):
-                plain(_CPU, part, *args, **kwargs)
+                plain(BY_CPU_KERNEL, part, *args, **kwargs)
         return tensor
 
     return kernel

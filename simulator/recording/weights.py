@@ -21,6 +21,7 @@ from unittest import mock
 import torch
 
 from graph.fake_cuda.device import Runtime
+from graph.fake_cuda.torch_private import BINDINGS, FileReader
 from graph.recorder.checkpoints import may_write
 from simulator.recording.host import LARGE
 from simulator.recording.imports import changed
@@ -32,23 +33,19 @@ _NO_RESERVE: Final = 0x4000
 @contextlib.contextmanager
 def never_read(runtime: Runtime, folder: Path) -> Iterator[None]:
     """Inside, loading and saving weights costs no time; `folder` is for files that stand for others."""
-    reader, from_file = torch._C.PyTorchFileReader, torch.UntypedStorage.from_file
-    torch._C.PyTorchFileReader = _headers_only(reader)  # type: ignore[misc]
-    torch.UntypedStorage.from_file = _mapped(from_file)  # type: ignore[method-assign]
     stand_in = _StandIn(runtime, folder)
-    try:
-        with changed(
-            {
-                "safetensors": _opened_on_host,
-                "safetensors.torch": functools.partial(_safetensors, runtime),
-                "torch.distributed.checkpoint.filesystem": _checkpoints,
-                "transformers.modeling_utils": stand_in.install,
-            }
-        ):
-            yield
-    finally:
-        torch._C.PyTorchFileReader = reader  # type: ignore[misc]
-        torch.UntypedStorage.from_file = from_file  # type: ignore[method-assign]
+    reader = mock.patch.object(BINDINGS, "PyTorchFileReader", _headers_only(FileReader))
+    mapped = mock.patch.object(torch.UntypedStorage, "from_file", _mapped(torch.UntypedStorage.from_file))
+    libraries = changed(
+        {
+            "safetensors": _opened_on_host,
+            "safetensors.torch": functools.partial(_safetensors, runtime),
+            "torch.distributed.checkpoint.filesystem": _checkpoints,
+            "transformers.modeling_utils": stand_in.install,
+        }
+    )
+    with reader, mapped, libraries:
+        yield
 
 
 def _headers_only(plain: Any) -> Any:

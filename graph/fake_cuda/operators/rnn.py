@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from graph.fake_cuda.torch_private import BY_CPU_KERNEL
+from graph.fake_cuda.torch_private import BY_CPU_KERNEL, cudnn_rnn
 
 if TYPE_CHECKING:
     from graph.fake_cuda.device import Runtime
@@ -55,7 +55,7 @@ def _recurrent(func: Any, name: str, data: torch.Tensor, *args: Any) -> Any:
     projected = 0 if cell is None or hidden.shape[2] == size else hidden.shape[2]
     each = (4 if biases else 2) + (projected > 0)
     options = (size, projected, layers, bool(first and first[0]), dropout, train, both, sizes, None)
-    made = torch.ops.aten._cudnn_rnn.default(data, weights, each, _flat(weights), hidden, cell, _MODES[name], *options)
+    made = cudnn_rnn(data, weights, each, _flat(weights), hidden, cell, _MODES[name], *options)
     return made[:2] if cell is None else made[:3]
 
 

@@ -14,7 +14,13 @@ from graph.fake_cuda import torch_private  # noqa: E402
 
 
 @pytest.mark.parametrize(
-    "name", ["torch.utils._pytree.tree_map", "torch._C._from_dlpack", "torch._utils._flatten_dense_tensors"]
+    "name",
+    [
+        "torch.utils._pytree.tree_map",
+        "torch._C._from_dlpack",
+        "torch._C.PyTorchFileReader",
+        "torch._utils._flatten_dense_tensors",
+    ],
 )
 def test_a_name_that_is_gone_is_named_in_one_line(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     assert torch_private.__file__ is not None
