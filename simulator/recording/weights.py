@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import json
 import mmap
 import os
@@ -192,8 +193,9 @@ class _StandIn:
 
     def install(self, module: Any) -> None:
         """Look for weights on this machine alone, and go on without."""
-        plain = module._get_resolved_checkpoint_files
+        plain = inspect.unwrap(module._get_resolved_checkpoint_files)
 
+        @functools.wraps(plain)
         def resolve(*args: Any, **kwargs: Any) -> Any:
             kwargs["download_kwargs"] = {**(kwargs.get("download_kwargs") or {}), "local_files_only": True}
             try:
