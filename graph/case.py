@@ -528,7 +528,7 @@ def _configuration(model: str) -> dict[str, Any]:
         return {}
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> Any:
     """A value as JSON has it."""
     if isinstance(value, tuple):
         return list(value)

@@ -165,7 +165,7 @@ class Key:
         plain = [word for part in self.parts for word in _words(part)]
         return either([*plain, *map(repr, self.choices)]) if plain else f"one of {', '.join(map(repr, self.choices))}"
 
-    def checked(self, value: Any) -> Any:
+    def checked(self, value: object) -> Any:
         """The value as a case holds it. Raises ConfigError, which names the key and the nearest value."""
         given = value
         if isinstance(value, str):
@@ -182,7 +182,7 @@ class Key:
         hint = f"; the nearest is {near!r}" if near else ""
         raise ConfigError(f"key '{self.name}': {shown(given)} should be {self.wanted()}{hint}")
 
-    def unmet(self, case: Any) -> Only | None:
+    def unmet(self, case: object) -> Only | None:
         """The first condition that a case does not meet, so that the key means nothing for it."""
         return next((one for one in self.only if not one.holds(case)), None)
 

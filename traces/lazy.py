@@ -26,7 +26,7 @@ def lazy(package: str, homes: Mapping[str, str]) -> list[str]:
         def __dir__(self) -> list[str]:
             return sorted({*super().__dir__(), *homes})
 
-        def __setattr__(self, name: str, value: Any) -> None:
+        def __setattr__(self, name: str, value: object) -> None:
             if isinstance(value, ModuleType) and homes.get(name) == name:
                 value = getattr(value, name)
             super().__setattr__(name, value)

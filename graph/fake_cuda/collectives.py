@@ -126,7 +126,7 @@ class Collectives:
         names = [argument.name for argument in schema.arguments]
         results = len(schema.returns)
 
-        def kernel(*args: Any) -> Any:
+        def kernel(*args: object) -> Any:
             given = dict(zip(names, args, strict=False))
             tensors = list(_flat(args[0]))
             self._tell(name, given, args)

@@ -262,7 +262,7 @@ class Kernels:
                 return args[what.key] if what.key.__class__ is int else kwargs[what.key]
             return torch.zeros(what.shape, dtype=what.dtype) if kind is _Host else what
 
-        def kernel(*args: Any, **kwargs: Any) -> Any:
+        def kernel(*args: object, **kwargs: object) -> Any:
             key = (_kind(args, True), *kwargs, _kind(kwargs.values(), True)) if kwargs else _kind(args, True)
             kind = kinds.get(key)
             if kind is None:
@@ -286,7 +286,7 @@ class Kernels:
         runtime, kinds, written = self.runtime, dict[Any, Kind](), schema.written
         first = written[0] if len(written) == 1 else None
 
-        def kernel(*args: Any, **kwargs: Any) -> Any:
+        def kernel(*args: object, **kwargs: object) -> Any:
             if first == 0:
                 out = args[0]
             else:
@@ -459,7 +459,7 @@ class Kernels:
     def _resize(self, func: Operator) -> Kernel:
         runtime = self.runtime
 
-        def kernel(tensor: torch.Tensor, size: Sequence[int], **kwargs: Any) -> torch.Tensor:
+        def kernel(tensor: torch.Tensor, size: Sequence[int], **kwargs: object) -> torch.Tensor:
             shape = tuple(size)
             if tensor.shape != shape:
                 born: list[int] = []
@@ -558,7 +558,7 @@ class Kernels:
         """An operator whose result has a shape by values: what it makes of those, where they are known."""
         usual, kinds, runtime = self._usual(func), dict[Any, Kind](), self.runtime
 
-        def kernel(*args: Any, **kwargs: Any) -> Any:
+        def kernel(*args: object, **kwargs: object) -> Any:
             found = runtime.values.computed(func, args, kwargs)
             if found is None:
                 return usual(*args, **kwargs)
@@ -585,7 +585,7 @@ class Kernels:
         runtime, names = self.runtime, [argument.name for argument in func._schema.arguments]
         dynamic, kinds = self._dynamic(func), dict[Any, Kind]()
 
-        def kernel(source: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        def kernel(source: torch.Tensor, *args: object, **kwargs: object) -> Any:
             given = dict(zip(names[1:], args, strict=False)) | kwargs
             if given.get("dim") is not None or not source.numel():
                 return dynamic(source, *args, **kwargs)

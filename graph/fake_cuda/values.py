@@ -123,7 +123,7 @@ class Values:
         self.assume("how a floating-point number compares", "0.0 in its place")
         return bool(getattr(operator, func._opname)(*map(self._number, args)))
 
-    def _number(self, given: Any) -> Any:
+    def _number(self, given: object) -> Any:
         if not isinstance(given, torch.Tensor):
             return given
         known = self.of(given)

@@ -86,7 +86,7 @@ def _by_generate(model: Any, ids: torch.Tensor, case: Case) -> Any:
     """`model.generate`, which goes on to the last token whatever it reads (values are made up here)."""
     picked = 0
 
-    def unfinished(finished: Any, synced: bool, device: torch.device) -> bool:
+    def unfinished(finished: object, synced: bool, device: torch.device) -> bool:
         nonlocal picked
         bool(finished)  # as the real one: the host waits for the flag
         picked += 1

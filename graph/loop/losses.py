@@ -81,7 +81,7 @@ def in_parts(module: PreTrainedModel, *, checkpointed: bool) -> None:
     """
     own = weakref.ref(module)
 
-    def forward(labels: torch.Tensor, **given: Any) -> torch.Tensor:
+    def forward(labels: torch.Tensor, **given: object) -> torch.Tensor:
         return _in_parts(own(), checkpointed, labels, {key: value for key, value in given.items() if value is not None})
 
     module.forward = forward

@@ -19,7 +19,7 @@ _DTYPES: Final = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: 
 
 
 @contextmanager
-def named(module: Any, inputs: Any = None) -> Iterator[dict[str, str]]:
+def named(module: object, inputs: object = None) -> Iterator[dict[str, str]]:
     """The keys of a case of a module: `model`, a name that no other has, and `dtype`, that of its weights.
 
     `inputs` are example inputs of its forward, as those of a user's function (`graph.models.sources`); a model of

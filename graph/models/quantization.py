@@ -35,7 +35,7 @@ _CUDA_OPS: Final = "bitsandbytes.backends.cuda.ops"
 class _Function:
     """One function of the compiled library: nothing while the fake device is in use."""
 
-    def __init__(self, name: str, real: Any) -> None:
+    def __init__(self, name: str, real: Callable[..., object] | None) -> None:
         self.name, self.real = name, real
 
     def __call__(self, *arguments: object) -> Any:

@@ -447,7 +447,7 @@ def _function(name: str, function: str, model: str) -> Callable[..., Any]:
     return found  # type: ignore[no-any-return]
 
 
-def _nested(inputs: Any, case: Case) -> Any:
+def _nested(inputs: object, case: Case) -> Any:
     """Example inputs as a dict of keyword arguments or a list of positional ones; mappings inside are dicts."""
     if isinstance(inputs, torch.Tensor):
         inputs = [inputs]
@@ -456,7 +456,7 @@ def _nested(inputs: Any, case: Case) -> Any:
             f"model {case.model}: example inputs are a mapping, a sequence or a tensor, not {type(inputs).__name__}"
         )
 
-    def plain(value: Any) -> Any:
+    def plain(value: object) -> Any:
         if isinstance(value, Mapping):
             return {key: plain(one) for key, one in value.items()}
         return [plain(one) for one in value] if type(value) is list else value

@@ -39,7 +39,7 @@ class Saving:
     def __init__(self, plain: Callable[..., Any]) -> None:
         self.plain = plain
 
-    def __call__(self, obj: object, f: Any, *args: object, **kwargs: object) -> None:
+    def __call__(self, obj: object, f: object, *args: object, **kwargs: object) -> None:
         """Save, but for the bytes of storages, and not over a file that the program has not made itself."""
         with skip_data(), mock.patch.object(BINDINGS, "PyTorchFileWriter", _Writer):
             if isinstance(f, str | os.PathLike):
@@ -79,5 +79,5 @@ def _copy(file: Any, to: Any) -> None:
         stream.write(os.pread(number, place - begin, begin))
 
 
-def _seeks(stream: Any) -> bool:
+def _seeks(stream: object) -> bool:
     return bool(getattr(stream, "seekable", bool)())

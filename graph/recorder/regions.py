@@ -38,7 +38,7 @@ class Regions:
             self._say(region.name, True)
             return enter(region)
 
-        def end(region: record_function, *error: Any) -> None:
+        def end(region: record_function, *error: object) -> None:
             leave(region, *error)
             self._say(region.name, False)
 

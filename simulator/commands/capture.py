@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import click
 
 from simulator.commands.common import print_json, working
@@ -22,7 +20,7 @@ from traces.text import one_line
 @click.option("--force", is_flag=True, help="Replace FILE if it exists.")
 @click.option("-q", "--quiet", is_flag=True, help="No progress on stderr.")
 @case_options
-def command(model: str, output: str | None, as_json: bool, force: bool, quiet: bool, **options: Any) -> int:
+def command(model: str, output: str | None, as_json: bool, force: bool, quiet: bool, **options: object) -> int:
     """Capture MODEL's training steps: every operator, every tensor's birth and death, in order."""
     case = case_from(model, options)
     if case.strategy != "single":

@@ -48,7 +48,7 @@ def command(
     as_json: bool,
     as_markdown: bool,
     quiet: bool,
-    **options: Any,
+    **options: object,
 ) -> int:
     """Check TRACE|CASE against a budget and a baseline.
 

@@ -105,12 +105,12 @@ def _announced_compilation() -> Iterator[None]:
     class Announcer(event.Listener):
         said = False
 
-        def on_start(self, _: Any) -> None:
+        def on_start(self, _: object) -> None:
             if not self.said:
                 self.said = True
                 print("compiling kernels: this takes up to a minute, once ...", file=sys.stderr, flush=True)
 
-        def on_end(self, _: Any) -> None:
+        def on_end(self, _: object) -> None:
             pass
 
     with event.install_listener("numba:compile", Announcer()):

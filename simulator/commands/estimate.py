@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import click
 
 from simulator.commands.common import announce, context_size, show, working
@@ -45,7 +43,7 @@ def command(
     as_markdown: bool,
     written: Outputs,
     quiet: bool,
-    **options: Any,
+    **options: object,
 ) -> int:
     """Work out what a run of MODEL needs of its GPU: no GPU, no weights, nothing downloaded."""
     if interconnect is not None and not timing:

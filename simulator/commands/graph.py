@@ -52,7 +52,7 @@ Answer = tuple[str, str, list[dict[str, Any]]]
 @click.option("--force", is_flag=True, help="Replace OUT if it exists.")
 @click.option("-q", "--quiet", is_flag=True, help="No progress on stderr.")
 def command(
-    file: str, module: str | None, output: str | None, as_json: bool, force: bool, quiet: bool, **asked: Any
+    file: str, module: str | None, output: str | None, as_json: bool, force: bool, quiet: bool, **asked: object
 ) -> int:
     """Ask a captured graph: in what order, how long at least, what lives for what, what to recompute."""
     if output is not None:

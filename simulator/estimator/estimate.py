@@ -172,7 +172,7 @@ class Estimate(Shown):
 def estimate(
     case: Case | Mapping[str, Any] | str | Module,
     *,
-    inputs: Any = None,
+    inputs: object = None,
     context: Context = "auto",
     min_memory: bool = False,
     events: bool = False,
@@ -188,7 +188,7 @@ def estimate(
     remedies: bool = False,
     budget: int | None = None,
     trying: Callable[[str], object] | None = None,
-    **keys: Any,
+    **keys: object,
 ) -> Estimate:
     """What a training or inference run needs of its GPU, worked out without one.
 
@@ -281,7 +281,7 @@ def _with_remedies(
 
 
 @contextmanager
-def _asked(case: Any, inputs: Any, keys: Mapping[str, Any]) -> Iterator[Case]:
+def _asked(case: object, inputs: object, keys: Mapping[str, Any]) -> Iterator[Case]:
     """The case that was asked for; a module that was given is known by its name meanwhile."""
     if inputs is None and isinstance(case, str | Case | Mapping):
         found = {"model": case} if isinstance(case, str) else case.document() if isinstance(case, Case) else case

@@ -70,7 +70,7 @@ class Dispatch(Generic[AnyJob]):
     def __init__(
         self,
         work: Callable[[Sequence[Any], Any], list[dict[str, Any]]],
-        options: Any,
+        options: object,
         finished: Callable[[AnyJob, Mapping[str, Any]], None],
         jobs: int | None,
         executor: Executor | MakeExecutor | None,
@@ -230,7 +230,7 @@ def _nothing() -> None:
     """What the first process does."""
 
 
-def _begin(prepare: Callable[..., object] | None = None, *arguments: Any) -> None:
+def _begin(prepare: Callable[..., object] | None = None, *arguments: object) -> None:
     """Set up a worker: Ctrl-C is the parent's to handle, nothing goes to stdout, and it does not outlive the parent."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with contextlib.suppress(OSError):
@@ -343,7 +343,7 @@ _sampling: Final = threading.Lock()
 _calls = 0
 
 
-def _undisturbed(function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+def _undisturbed(function: Callable[..., Any], *arguments: object, **named: object) -> Any:
     """Call a function in a Dask worker while the worker's profiler pauses.
 
     The profiler holds frames of the function's thread for a moment, and with them local variables of functions that

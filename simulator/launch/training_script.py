@@ -258,7 +258,7 @@ def _plans(case: Case, size: int) -> dict[str, Any]:
     }
 
 
-def _style(style: Any) -> str:
+def _style(style: object) -> str:
     """A way to split a module as the call that makes it: arguments that differ from their defaults."""
     name, usual = type(style).__name__, type(style)()
     several = hasattr(style, "with_kwargs")  # a module has inputs; a linear layer one, in a tuple of its own
@@ -273,7 +273,7 @@ def _style(style: Any) -> str:
     )
 
 
-def _layout(value: Any) -> str:
+def _layout(value: object) -> str:
     if isinstance(value, tuple):
         return f"({', '.join(map(_layout, value))}{',' * (len(value) == 1)})"
     if isinstance(value, Mapping):

@@ -165,13 +165,13 @@ def _accelerate_launch(words: tuple[str, ...], gpus: int | None) -> Program:
 class _Starts(BaseException):
     """A launcher would start processes now: torchrun's arguments, or a command, and its environment."""
 
-    def __init__(self, found: Any, environment: Mapping[str, str]) -> None:
+    def __init__(self, found: object, environment: Mapping[str, str]) -> None:
         super().__init__()
         self.found = found
         self.environment = dict(environment)
 
     @staticmethod
-    def elastic(arguments: Any) -> None:
+    def elastic(arguments: object) -> None:
         raise _Starts(arguments, os.environ)
 
     @staticmethod

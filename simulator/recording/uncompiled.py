@@ -23,7 +23,7 @@ def uncompiled(runtime: Runtime) -> Iterator[None]:
     """Inside, what the program compiles runs as it stands; each place is noted in the runtime's assumptions."""
     plain: Callable[..., Any] = torch.compile
 
-    def compile(model: Any = None, **options: Any) -> Any:
+    def compile(model: object = None, **options: object) -> Any:
         caller = sys._getframe(1)
         if str(caller.f_globals.get("__name__")).startswith("torch."):
             return plain(model, **options)

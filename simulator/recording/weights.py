@@ -148,14 +148,14 @@ def _checkpoints(module: Any) -> None:
     system = module.FileSystem
     create, remove, rename = system.create_stream, system.rm_file, system.rename
 
-    def create_stream(self: Any, path: Any, mode: str) -> Any:
+    def create_stream(self: object, path: object, mode: str) -> Any:
         return create(self, path, mode) if "w" not in mode or may_write(path) else tempfile.TemporaryFile(mode)
 
-    def rm_file(self: Any, path: Any) -> None:
+    def rm_file(self: object, path: object) -> None:
         if may_write(path):
             remove(self, path)
 
-    def renamed(self: Any, path: Any, new_path: Any) -> None:
+    def renamed(self: object, path: object, new_path: object) -> None:
         if may_write(new_path):
             rename(self, path, new_path)
         else:

@@ -205,7 +205,7 @@ def _failure(result: Result) -> Iterator[Lines]:
 _NAMES: Final = ("name", "title", "model", "producer")
 
 
-def _words(value: Any) -> str:
+def _words(value: object) -> str:
     """A value of the trace's metadata as text; those of a mapping or a list one after the other."""
     if isinstance(value, Mapping):
         return ", ".join(f"{key} {words}" for key, one in value.items() if (words := _words(one)))

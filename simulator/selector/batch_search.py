@@ -58,7 +58,7 @@ class Probe:
         """Micro-batches that were captured, and whether they fit."""
         return {batch: found.verdict != "oom" for batch, found in sorted(self.results.items())}
 
-    def case(self, batch: int, **more: Any) -> Case:
+    def case(self, batch: int, **more: object) -> Case:
         """The case of the method at a micro-batch."""
         return Case.of({**self.keys, "batch": batch, **more}, where=self.name)
 

@@ -361,7 +361,7 @@ class _Job:
         return (self.candidate, self.course.asked, self.course.rival(self.candidate))
 
 
-def _work(jobs: Sequence[Any], _: Any) -> list[dict[str, Any]]:
+def _work(jobs: Sequence[Any], _: object) -> list[dict[str, Any]]:
     """What a worker does: the outcome of each method, or its error."""
     return [_one(*job) for job in jobs]
 

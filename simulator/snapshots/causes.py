@@ -139,7 +139,7 @@ class _Writer:
         if limits.fraction is not None:
             self.emit(Op.SET_MEMORY_FRACTION, fraction=limits.fraction)
 
-    def emit(self, op: Op, members: list[int] | tuple[int, ...] = (), **fields: Any) -> int:
+    def emit(self, op: Op, members: list[int] | tuple[int, ...] = (), **fields: object) -> int:
         """Append an event that causes the entries `members`; its index."""
         index = len(self.ops)
         self.ops.append(op)

@@ -108,7 +108,7 @@ def _recording_of(data: bytes, where: str, release: str | None) -> Recording:
         return snapshot_to_recording(load_builtins(data, where), where=where, release=release)
 
 
-def snapshot_to_recording(snapshot: Any, *, where: str, release: str | None = None) -> Recording:
+def snapshot_to_recording(snapshot: object, *, where: str, release: str | None = None) -> Recording:
     """As `read_recording`, of an unpickled snapshot (`torch.cuda.memory._snapshot()`, or its list of segments alone).
 
     `where` stands for the file's name in errors.

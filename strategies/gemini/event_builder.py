@@ -25,7 +25,7 @@ class EventBuilder:
         self._bytes: list[int] = []  # of every storage
         self._dead: set[int] = set()
 
-    def add(self, op: Op, **fields: Any) -> None:
+    def add(self, op: Op, **fields: object) -> None:
         """An event with those of the fields that say something."""
         for name, value in fields.items():
             self._fields[name][len(self._op)] = value
@@ -84,6 +84,6 @@ class EventBuilder:
         return plain.with_columns(**columns)
 
 
-def _said(**fields: Any) -> dict[str, Any]:
+def _said(**fields: object) -> dict[str, Any]:
     """The fields that are not 0 or empty."""
     return {name: value for name, value in fields.items() if value}

@@ -120,12 +120,12 @@ class _Reduce(torch.autograd.Function):
     """The sum over the ranks, in place; the gradient goes back as it is."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> Any:
+    def forward(ctx: object, x: torch.Tensor) -> Any:
         dist.all_reduce(x)
         return x
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+    def backward(ctx: object, grad: torch.Tensor) -> Any:
         return grad
 
 

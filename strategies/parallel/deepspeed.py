@@ -115,7 +115,7 @@ class Zero(Native):
         )
 
     @contextlib.contextmanager
-    def micro_step(self, module: Any, micro: int, last: bool) -> Iterator[None]:
+    def micro_step(self, module: object, micro: int, last: bool) -> Iterator[None]:
         """The engine counts micro-batches by their steps, and updates in the last one's."""
         yield
         if not last:

@@ -120,7 +120,7 @@ class _Barrier:
     def __init__(self) -> None:
         self.left: Any = None
 
-    def __call__(self, *args: Any, **kwargs: Any) -> None:
+    def __call__(self, *args: object, **kwargs: object) -> None:
         import torch
 
         if self.left is None:

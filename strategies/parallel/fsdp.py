@@ -49,7 +49,7 @@ class FullyShardedDataParallel(Native):
             **options,
         )
 
-    def micro_step(self, module: Any, micro: int, last: bool) -> contextlib.AbstractContextManager[Any]:
+    def micro_step(self, module: object, micro: int, last: bool) -> contextlib.AbstractContextManager[Any]:
         """Gradients stay whole on each rank before the last micro-batch, where the case says so."""
         return synchronized(self.case, module, last)
 

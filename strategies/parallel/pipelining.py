@@ -128,7 +128,7 @@ def schedule(
     made: Any = (Schedule1F1B if case.schedule == "1F1B" else ScheduleGPipe)(stage, case.microbatches, loss_fn=loss)
     usual = made._initialize_stage
 
-    def initialize(*args: Any, **kwargs: Any) -> None:
+    def initialize(*args: object, **kwargs: object) -> None:
         if made._stage_forward_initialized:
             return
         with traffic.unrecorded():

@@ -143,7 +143,7 @@ class _Noting(torch.nn.Module):
         self.calls = calls
         self.end = end
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: object, **kwargs: object) -> Any:
         """Hidden states as they came."""
         self.calls.append((args, kwargs))
         if len(self.calls) == self.end:
@@ -276,7 +276,7 @@ class _Nothing:
 class _Neutral(torch.nn.Module):
     """A table of positions that is on another stage."""
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: object, **kwargs: object) -> Any:
         """Nothing to add."""
         return _Nothing()
 

@@ -210,7 +210,7 @@ def _read_extra(said: Mapping[str, Any], place: str, count: int) -> dict[str, di
     return kept
 
 
-def _is_pair(pair: Any, count: int) -> bool:
+def _is_pair(pair: object, count: int) -> bool:
     return (
         isinstance(pair, list)
         and len(pair) == 2

@@ -161,18 +161,18 @@ def _value(raw: Raw, field: str) -> Any:
     return value
 
 
-def _kind(value: Any, kind: type[_T], words: str, place: str, field: str) -> _T:
+def _kind(value: object, kind: type[_T], words: str, place: str, field: str) -> _T:
     """`value`, which must be of `kind`; null only where the caller has dealt with it."""
     if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
         raise TraceError(f"{_place(place, field)}: must be {words}, not {quoted(value)}")
     return value
 
 
-def _int(value: Any, place: str, field: str) -> int:
+def _int(value: object, place: str, field: str) -> int:
     return _kind(value, int, "an integer", place, field)
 
 
-def _text(value: Any, place: str, field: str) -> str | None:
+def _text(value: object, place: str, field: str) -> str | None:
     return None if value is None else _kind(value, str, "text in quotes", place, field)
 
 
@@ -188,7 +188,7 @@ def _list(holder: dict[str, Raw], field: str, place: str) -> list[Any]:
     return [] if value is None else _kind(value, list, "a list", place, field)
 
 
-def _device(value: Any, place: str) -> Device:
+def _device(value: object, place: str) -> Device:
     fields = {name: each for name, each in _kind(value, dict, "an object", place, "devices").items()}
     known: dict[str, Any] = {"name": _text(fields.pop("name", None), place, "name") or DEFAULT_DEVICE.name}
     if fields.get("total_bytes") is None:
@@ -209,7 +209,7 @@ def _device(value: Any, place: str) -> Device:
     return Device(**known, extra=fields)
 
 
-def _group(value: Any, place: str) -> tuple[tuple[int, ...], ...]:
+def _group(value: object, place: str) -> tuple[tuple[int, ...], ...]:
     """A list of ranks, or a list of such lists."""
     ranks = _kind(value, list, "a list of ranks", place, "groups")
     parts = ranks if ranks and isinstance(ranks[0], list) else [ranks]
@@ -256,7 +256,7 @@ _SEGMENT_FIELDS: Final = (
 )
 
 
-def _initial(value: Any, where: str) -> tuple[Initial | None, set[str]]:
+def _initial(value: object, where: str) -> tuple[Initial | None, set[str]]:
     """The state at the start, and notes of fields that are not kept."""
     if value is None:
         return None, set()
@@ -290,7 +290,7 @@ def _segment(fields: dict[str, Any], place: str) -> InitialSegment:
     )
 
 
-def _block(value: Any, place: str) -> InitialBlock:
+def _block(value: object, place: str) -> InitialBlock:
     if not isinstance(value, list) or len(value) != 4:
         raise TraceError(f"{place}: write [id or null, bytes, requested bytes, state]")
     number, size, requested, state = value
@@ -336,7 +336,7 @@ def spaced(value: object) -> bytes:
     return msgspec.json.format(encode(value), indent=0)
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> Any:
     """numpy's numbers and arrays as Python's."""
     if isinstance(value, (np.generic, np.ndarray)):
         return value.tolist()

@@ -157,7 +157,7 @@ class Layout:
     until: int
 
 
-def read_layout(snapshot: Any, where: str, *, fill: bool = True) -> Layout:
+def read_layout(snapshot: object, where: str, *, fill: bool = True) -> Layout:
     """Check the layout of an unpickled snapshot; `where` names the file in errors.
 
     `fill`: where a recording has only one half of its frees (`skip_actions`), the other half is put in.
@@ -226,7 +226,7 @@ def _pool(item: dict[str, Any], key: str, place: str) -> PoolId | None:
 # Settings
 
 
-def _settings(settings: Any, place: str) -> RecordedSettings | None:
+def _settings(settings: object, place: str) -> RecordedSettings | None:
     if settings is None:
         return None
     if not isinstance(settings, dict):
@@ -252,7 +252,7 @@ def _settings(settings: Any, place: str) -> RecordedSettings | None:
     )
 
 
-def _divisions(table: Any, place: str) -> tuple[int, ...] | None:
+def _divisions(table: object, place: str) -> tuple[int, ...] | None:
     """The 16 values of `roundup_power2_divisions`, keyed "1", "2", "4" ... "32768" (MiB)."""
     if table is None:
         return None

@@ -67,7 +67,7 @@ class Namer:
                 python = label
         return python
 
-    def _of_frame(self, frame: Any) -> tuple[str | None, bool]:
+    def _of_frame(self, frame: object) -> tuple[str | None, bool]:
         """The label of a frame, and whether it is none of the user's."""
         known = self._frames.get(id(frame))
         if known is None:
@@ -84,7 +84,7 @@ class Namer:
         return (text[1:], True) if text.startswith("!") else (text, False)
 
 
-def _line_of(frame: Any) -> str:
+def _line_of(frame: object) -> str:
     """A frame as memory_viz writes it."""
     if not isinstance(frame, dict):
         return ""

@@ -76,7 +76,7 @@ class _PlainUnpickler(pickle.Unpickler):
     def find_class(self, module_name: str, global_name: str, /) -> NoReturn:
         raise _Refused(f"asks for {quoted(f'{module_name}.{global_name}')}: {_PLAIN}")
 
-    def persistent_load(self, pid: Any) -> NoReturn:
+    def persistent_load(self, pid: object) -> NoReturn:
         raise _Refused(f"asks for a persistent object: {_PLAIN}")
 
 

@@ -46,7 +46,7 @@ def _compress(data: bytes, file: IO[bytes]) -> None:
         stream.write(data)
 
 
-def plain(value: Any) -> Any:
+def plain(value: object) -> Any:
     """`value` in dict, list, tuple, str, int, float, bool and None alone; TypeError where it holds anything else."""
     if value is None or type(value) in (str, int, float, bool):
         return value

@@ -165,7 +165,7 @@ def _repeat_interleave(runtime: Runtime, repeats: torch.Tensor, *, output_size: 
 
 
 def _ctc_loss(
-    runtime: Runtime, scores: torch.Tensor, targets: torch.Tensor, inputs: Any, lengths: Any, *rest: object
+    runtime: Runtime, scores: torch.Tensor, targets: torch.Tensor, inputs: object, lengths: object, *rest: object
 ) -> Any:
     """cuda/LossCTC.cu, `ctc_loss_gpu_template`: the loss of each of a batch, and the likelihoods of all alignments."""
     time, batch = scores.shape[:2]
