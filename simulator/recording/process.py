@@ -25,19 +25,19 @@ from graph.fake_cuda.device import Runtime, fake_cuda
 from graph.fake_cuda.job import joined
 from graph.fake_cuda.served import OutOfMemoryError, has_triton
 from graph.hardware.profile import profile
+from graph.host.extensions import launching_nothing, way_out
+from graph.host.memory import untouched
+from graph.host.uncompiled import uncompiled
+from graph.host.weights import never_read
 from graph.models import own_modules
 from graph.recorder.phases import Finished, Phases
 from graph.recorder.program import ProgramRecorder
 from simulator.allocator.releases import parse_release
 from simulator.recording import cycles
 from simulator.recording.allocator import LiveAllocator, warm_up
-from simulator.recording.extensions import launching_nothing, way_out
-from simulator.recording.host import untouched
 from simulator.recording.repeats import Progress, Repeats
 from simulator.recording.request import FACTS, REPEATS, TRACE, Request
 from simulator.recording.trace import trace_of
-from simulator.recording.uncompiled import uncompiled
-from simulator.recording.weights import never_read
 from traces.model import Device
 
 _OURS: Final = str(Path(__file__).resolve().parents[2])

@@ -361,7 +361,7 @@ def frozen():
     ("function", "says"),
     [
         ("broken", ["step 0", "RuntimeError"]),
-        ("values", ["shape", "value"]),
+        ("values", ["step 0", "derivative"]),
         ("frozen", ["requires_grad"]),
     ],
 )

@@ -17,12 +17,12 @@ from torch.distributed.checkpoint import state_dict_loader, state_dict_saver  # 
 
 from graph.fake_cuda.device import Runtime, fake_cuda  # noqa: E402
 from graph.hardware.profile import profile  # noqa: E402
+from graph.host.memory import untouched  # noqa: E402
+from graph.host.weights import never_read  # noqa: E402
 from graph.recorder.checkpoints import Saving  # noqa: E402
 from graph.recorder.program import ProgramRecorder  # noqa: E402
 from simulator.allocator.releases import parse_release  # noqa: E402
 from simulator.recording.allocator import LiveAllocator  # noqa: E402
-from simulator.recording.host import untouched  # noqa: E402
-from simulator.recording.weights import never_read  # noqa: E402
 from traces.model import Device  # noqa: E402
 
 GIB = 1 << 30

@@ -8,8 +8,8 @@ import re
 from collections.abc import Iterator
 from typing import Final
 
+from graph.host.imports import changed
 from graph.models import quantization
-from simulator.recording.imports import changed
 
 #: What the error of an extension that is not here says, and what to do instead.
 _WAYS_OUT: Final = (

@@ -12,7 +12,7 @@ import torch
 
 from graph.fake_cuda.device import Runtime, fake_cuda
 from graph.hardware.profile import profile
-from simulator.recording.uncompiled import uncompiled
+from graph.host.uncompiled import uncompiled
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from torch.nn import init  # noqa: E402
 
 from graph.fake_cuda.device import Runtime, fake_cuda  # noqa: E402
 from graph.hardware.profile import profile  # noqa: E402
-from simulator.recording import host  # noqa: E402
+from graph.host import memory as host  # noqa: E402
 
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 COMPLEX = (torch.complex64, torch.complex128)

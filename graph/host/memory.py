@@ -139,7 +139,7 @@ def _truncated(runtime: Runtime, draws: _Draws, plain: Callable[..., torch.Tenso
             _draw_inside(draws, tensor, mean, std, a, b, generator)
             return tensor
         rounds = iter(range(_rounds(tensor.numel(), _share(mean, std, a, b))))
-        where = torch.where
+        where: Callable[..., torch.Tensor] = torch.where
 
         def again(*args: Any) -> torch.Tensor:
             runtime.truth = next(rounds, None) is not None

@@ -23,9 +23,9 @@ import torch
 
 from graph.fake_cuda.device import Runtime
 from graph.fake_cuda.torch_private import BINDINGS, FileReader
+from graph.host.imports import changed
+from graph.host.memory import LARGE
 from graph.recorder.checkpoints import may_write
-from simulator.recording.host import LARGE
-from simulator.recording.imports import changed
 
 #: MAP_NORESERVE of Linux (asm-generic/mman.h), which Python's mmap lacks.
 _NO_RESERVE: Final = 0x4000

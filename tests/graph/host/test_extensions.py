@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-from simulator.recording.extensions import way_out
+from graph.host.extensions import way_out
 from tests.simulator.recording.test_record import answer, folder_of, record
 
 EIGHT_BIT = """
