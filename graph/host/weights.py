@@ -140,7 +140,9 @@ def _opened_on_host(module: Any) -> None:
             else plain(filename, framework, device, **kwargs)
         )
 
-    module.safe_open = safe_open
+    for one in list(sys.modules.values()):  # those that have it by name already, too
+        if getattr(one, "__dict__", {}).get("safe_open") is plain:
+            one.safe_open = safe_open  # type: ignore[attr-defined]
 
 
 def _checkpoints(module: Any) -> None:
