@@ -117,6 +117,7 @@ def command(
         processes=processes,
         environment=found.environment,
         local=found.local,
+        launched=found.launched or nproc_per_node is not None,
     )
     written.check(found.words[0])
     if document is not None:

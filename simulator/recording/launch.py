@@ -125,7 +125,7 @@ class _Processes:
     def _run(self, request: Request) -> int:
         """The exit code of the process of a rank."""
         command = [sys.executable, "-c", _START.format(root=_ROOT, text=request.text())]
-        process = subprocess.Popen(command, env=_environment(request))
+        process = subprocess.Popen(command, env=environment(request))
         self._running.add(process)
         try:
             return process.wait()
@@ -136,11 +136,11 @@ class _Processes:
                 process.wait()
 
 
-def _environment(request: Request) -> dict[str, str]:
-    """That of this process, with what the launcher adds, and for a rank of a job its places, as torchrun sets them."""
-    environment = {**os.environ, **request.environment}
-    if request.world == 1:
-        return environment
+def environment(request: Request) -> dict[str, str]:
+    """The environment of a rank: this process's, what the launcher adds, and its places, as torchrun sets them."""
+    given = {**os.environ, **request.environment}
+    if request.world == 1 and not request.launched:
+        return given
     node, local = divmod(request.rank, request.processes)
     nodes = request.world // request.processes
     torchrun: dict[str, object] = {
@@ -158,4 +158,4 @@ def _environment(request: Request) -> dict[str, str]:
         "TORCHELASTIC_RUN_ID": "none",
     }
     meeting = {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
-    return {**meeting, **environment, **{name: str(value) for name, value in torchrun.items()}}
+    return {**meeting, **given, **{name: str(value) for name, value in torchrun.items()}}

@@ -28,7 +28,8 @@ class Program:
     """A script or a module (`kind`), its path or name with its arguments, and the processes that its launcher starts.
 
     There are `nodes` nodes with `processes` each. `environment` is what the launcher adds to it, beside the ranks;
-    `local` an argument that goes before the program's own, with the local rank in it.
+    `local` an argument that goes before the program's own, with the local rank in it. `launched`: by a launcher that
+    tells ranks their places, also where there is one.
     """
 
     kind: Literal["script", "module"]
@@ -37,6 +38,7 @@ class Program:
     nodes: int = 1
     environment: Mapping[str, str] = field(default_factory=dict)
     local: str = ""
+    launched: bool = False
 
 
 def program_of(words: Sequence[str], module: str | None = None, gpus: int | None = None) -> Program:
@@ -88,6 +90,7 @@ def _elastic(given: Any, gpus: int | None, local: str = "") -> Program:
         processes=int(count) if count.isdecimal() else gpus or 1,
         nodes=parse_min_max_nnodes(str(given.nnodes))[1],
         local=local,
+        launched=True,
     )
 
 
@@ -121,6 +124,7 @@ def _deepspeed(words: tuple[str, ...], gpus: int | None) -> Program:
         nodes=given.num_nodes if given.num_nodes > 0 else len(pool),
         environment={"LOCAL_SIZE": str(processes)},
         local="" if given.no_local_rank else "--local_rank={}",
+        launched=True,
     )
 
 

@@ -22,7 +22,8 @@ class Request:
     (memory 0: the card's own); `conf` None: as the environment says. `steps` 0: to the program's end; `REPEATS`: until
     two steps do the same. Each rank of a job has a process of its own, `rank` of `world`, of which each node has
     `processes`; `environment` is what their launcher adds to it, and `local` an argument with the local rank that it
-    puts before the program's own. `watched`: somebody looks at standard error.
+    puts before the program's own. `launched`: ranks are told their places, also where there is one. `watched`: somebody
+    looks at standard error.
     """
 
     program: tuple[str, ...]
@@ -40,6 +41,7 @@ class Request:
     processes: int = 1
     environment: Mapping[str, str] = field(default_factory=dict)
     local: str = ""
+    launched: bool = False
 
     @property
     def local_rank(self) -> int:

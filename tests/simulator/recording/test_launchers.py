@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("torch")
 
+from simulator.recording.launch import environment
 from simulator.recording.launchers import Program, program_of
+from simulator.recording.request import Request
 from tests.simulator.recording.test_record import answer, folder_of, record
 from traces.errors import ConfigError
 
@@ -47,13 +50,22 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     ],
 )
 def test_programs_of_launchers(words: str, processes: int, nodes: int, local: str, script: str) -> None:
-    assert program_of(words.split()) == Program("script", (script, "--lr", "1"), processes, nodes, {}, local)
+    launched = "torch" in words
+    expected = Program("script", (script, "--lr", "1"), processes, nodes, {}, local, launched)
+    assert program_of(words.split()) == expected
+
+
+def test_a_single_rank_is_told_its_place_where_it_is_launched() -> None:
+    request = Request(("train.py",), "script", "", "A100-80GB", "2.13")
+    alone, launched = (environment(replace(request, launched=so)) for so in (False, True))
+    assert "WORLD_SIZE" not in alone
+    assert (launched["RANK"], launched["LOCAL_RANK"], launched["WORLD_SIZE"]) == ("0", "0", "1")
 
 
 def test_modules(script: str) -> None:
     assert program_of(["--lr", "1"], "package.train") == Program("module", ("package.train", "--lr", "1"))
     found = program_of(["torchrun", "--nproc-per-node=2", "-m", "package.train", "--lr", "1"])
-    assert found == Program("module", ("package.train", "--lr", "1"), 2)
+    assert found == Program("module", ("package.train", "--lr", "1"), 2, launched=True)
 
 
 def test_gpus_are_counted_where_they_are_told(script: str) -> None:
