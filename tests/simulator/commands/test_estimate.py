@@ -161,6 +161,7 @@ def test_remedies_are_in_json_and_on_the_page(tmp_path: Path) -> None:
 
 
 def test_markdown_has_what_would_fit() -> None:
+    pytest.importorskip("torch")  # FSDP2 is tried
     outcome = call("estimate", "m", "--memory", "19MiB", "--context", "0", "--markdown", "-q")
     assert outcome.exit_code == 3
     heading, _, _, _, case, *rest = outcome.stdout.splitlines()
@@ -321,6 +322,7 @@ def test_a_sweep_and_its_continuation(tmp_path: Path) -> None:
 
 def test_a_sweep_in_which_nothing_fits_says_what_would(tmp_path: Path) -> None:
     """Of the case that lacks least; not where another case fits, nor where nobody wants it."""
+    pytest.importorskip("torch")  # FSDP2 is tried
     small = [{"model": "m", "memory": size * MIB} for size in (12, 19)]
     path, out = cases(tmp_path, *small), str(tmp_path / "r")
     outcome = call("sweep", path, "-o", out, "--context", "0", *THREADS)
@@ -349,6 +351,7 @@ def test_a_sweep_in_which_all_fail(tmp_path: Path) -> None:
 
 
 def test_sweeps_with_a_context_and_the_smallest_memory(tmp_path: Path) -> None:
+    pytest.importorskip("torch")  # FSDP2 is tried
     path, out = cases(tmp_path, {"model": "m", "memory": 30 * MIB}), tmp_path / "r"
     assert call("sweep", path, "-o", str(out), "--context", "11MiB", "--min-memory", *THREADS).exit_code == 0
     (answer,) = (json.loads(line) for line in out.read_text().splitlines())

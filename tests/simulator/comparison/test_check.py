@@ -63,6 +63,7 @@ def test_out_of_memory(tmp_path: Path) -> None:
 def test_what_would_fit_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     """Changes are held against the budget, though the GPU has more; then no larger card is tried."""
 
+    pytest.importorskip("torch")  # FSDP2 is tried
     def graph(case: Case, progress: object = None, method: object = None) -> StepGraph:
         return stubbed(case.document(), unit=30 * MIB if case.checkpointing else 60 * MIB)
 
@@ -151,6 +152,7 @@ def test_documents(path: str) -> None:
 
 
 def test_cases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("torch")  # FSDP2 is tried
     monkeypatch.setattr(estimation, "captured", lambda case, progress=None, method=None: stub(case))
     monkeypatch.setattr("simulator.options.case.configuration", lambda model: None)  # "m" is in no catalogue
     peak = estimation.estimate({"model": "m", "steps": 2}, capture=stub).worst.device_total
