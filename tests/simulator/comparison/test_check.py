@@ -64,6 +64,7 @@ def test_what_would_fit_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     """Changes are held against the budget, though the GPU has more; then no larger card is tried."""
 
     pytest.importorskip("torch")  # FSDP2 is tried
+
     def graph(case: Case, progress: object = None, method: object = None) -> StepGraph:
         return stubbed(case.document(), unit=30 * MIB if case.checkpointing else 60 * MIB)
 
