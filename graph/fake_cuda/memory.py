@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import threading
 from collections.abc import Callable, Sequence
 from typing import Final
 
@@ -165,6 +166,7 @@ class Memory:
         self.live: dict[int, int] = {}
         self.values: dict[int, torch.UntypedStorage] = {}  # what storages hold, of those that have values
         self._next = 1
+        self._lock = threading.RLock()
 
     def restart(self) -> None:
         """Number from 1 again."""
@@ -173,23 +175,24 @@ class Memory:
 
     def new(self, layout: Layout, born: list[int]) -> torch.Tensor:
         """A tensor of `layout` on the device, with a storage of its own, whose number is appended to `born`."""
-        record = layout._record
-        nbytes = layout.nbytes
-        if nbytes:
-            number = self._next
-            self._next = number + 1 + (nbytes >> ADDRESS_BITS)
-            self.live[number] = nbytes
-            born.append(number)
-            life = _Life(self, number)
-            _keep(life)
-            record.data = number << ADDRESS_BITS
-            record.owner = id(life)
-        else:
-            record.data = 0
-            record.owner = None
-        record.device_id = self.index
-        place = _take(_RECORD_BYTES)
-        _copy(place, layout._address, _RECORD_BYTES)
+        with self._lock:  # threads of a program: the number, and the layout's record, are one's own meanwhile
+            record = layout._record
+            nbytes = layout.nbytes
+            if nbytes:
+                number = self._next
+                self._next = number + 1 + (nbytes >> ADDRESS_BITS)
+                self.live[number] = nbytes
+                born.append(number)
+                life = _Life(self, number)
+                _keep(life)
+                record.data = number << ADDRESS_BITS
+                record.owner = id(life)
+            else:
+                record.data = 0
+                record.owner = None
+            record.device_id = self.index
+            place = _take(_RECORD_BYTES)
+            _copy(place, layout._address, _RECORD_BYTES)
         tensor = from_dlpack(_capsule(place, _CAPSULE, None))
         return _viewed(tensor, layout) if layout._view else tensor
 

@@ -42,6 +42,7 @@ def workers(how):
     print(sum(int(batch.cuda().sum()) for batch in loader))
 
 def threads():
+    sys.setswitchinterval(1e-6)
     kept = []
 
     def work():
