@@ -71,9 +71,13 @@ def forked():
     child = os.fork()
     if child == 0:
         os._exit(3)
+    begun, begins = os.pipe()
     other = os.fork()
     if other == 0:
+        os.write(begins, b".")
         time.sleep(60)
+        os._exit(4)
+    os.read(begun, 1)  # a signal that comes while Python begins the child is lost
     os.kill(other, signal.SIGTERM)
     print(*(os.waitstatus_to_exitcode(os.waitpid(each, 0)[1]) for each in (child, other)))
 
