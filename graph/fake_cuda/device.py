@@ -150,7 +150,10 @@ class Runtime:
         place = reader()
         if not place:
             return
-        what = f"{place} asks for {what}: {value} is assumed, for a device that is not there has no values"
+        self.note(f"{place} asks for {what}: {value} is assumed, for a device that is not there has no values")
+
+    def note(self, what: str) -> None:
+        """Count an assumption once more."""
         self.assumptions[what] = self.assumptions.get(what, 0) + 1
 
     def assume_all(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Final
 
 import torch
@@ -11,6 +12,8 @@ from graph.fake_cuda.torch_private import StorageBase
 _CUDA: Final = torch.device("cuda")
 #: Bytes of the state of a generator on CUDA: a seed and an offset.
 _STATE: Final = 16
+#: Storages that go to the device have values if they have no more bytes: most larger ones are weights.
+_READ: Final = 1 << 20
 _plain: Final[Any] = torch.Generator
 
 
@@ -91,10 +94,28 @@ def _default_type(plain: Any) -> Any:
 
 
 def _storage(cls: Any, *args: Any, device: Any = None, **kwargs: Any) -> Any:
-    """`torch.UntypedStorage(bytes, device=...)`: `copy.deepcopy` and `torch.load` make them so."""
+    """`torch.UntypedStorage(bytes, device=...)`: `copy.deepcopy` makes them so."""
     if device is None or torch.device(device).type != "cuda":
         return StorageBase.__new__(cls, *args, **({} if device is None else {"device": device}), **kwargs)
-    return torch.empty(*args, dtype=torch.uint8, device=_CUDA).untyped_storage()
+    return _bytes(*args).untyped_storage()
+
+
+def _bytes(count: int) -> torch.Tensor:
+    return torch.empty(count, dtype=torch.uint8, device=_CUDA)
+
+
+def _moved(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """How storages go to a device (`torch.load` moves them): this PyTorch makes none on CUDA."""
+
+    def moved(self: torch.UntypedStorage, device: torch.device, non_blocking: bool = False) -> Any:
+        if device.type != "cuda" or self.device.type == "cuda":
+            return plain(self, device, non_blocking)
+        there = _bytes(self.nbytes())
+        if len(there) <= _READ:
+            there.copy_(torch.empty(0, dtype=torch.uint8).set_(self))
+        return there.untyped_storage()
+
+    return moved
 
 
 def changes() -> list[tuple[Any, str, Any]]:
@@ -102,6 +123,7 @@ def changes() -> list[tuple[Any, str, Any]]:
     return [
         (torch, "Generator", Generator),
         (torch.UntypedStorage, "__new__", _storage),
+        (torch.storage, "_to", _moved(vars(torch.storage)["_to"])),
         (torch, "set_default_tensor_type", _default_type(torch.set_default_tensor_type)),
         *_typed(),
     ]

@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 
 #: The first number of a stream that stands for an event.
 FIRST_POINT: Final = 5000
-#: Storages that go to the device have values if they have no more bytes: most larger ones are weights.
-_READ: Final = 1 << 20
 
 
 class Stream:
@@ -173,7 +171,6 @@ class _Storages:
                 record(self, stream)
 
         return [
-            (torch.storage, "_to", _moved(vars(torch.storage)["_to"])),
             (storage, "resize_", resized),
             (storage, "nbytes", measured),
             (storage, "size", measured),
@@ -186,21 +183,6 @@ class _Silent:
 
     def __getattr__(self, name: str) -> Any:
         return lambda *args, **kwargs: 0
-
-
-def _moved(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """How storages go to a device (`torch.load` moves them): this PyTorch makes none on CUDA."""
-
-    def moved(self: torch.UntypedStorage, device: torch.device, non_blocking: bool = False) -> Any:
-        if device.type != "cuda" or self.device.type == "cuda":
-            return plain(self, device, non_blocking)
-        size = self.nbytes()
-        there = torch.empty(size, dtype=torch.uint8, device=device)
-        if size <= _READ:
-            there.copy_(torch.empty(0, dtype=torch.uint8).set_(self))
-        return there.untyped_storage()
-
-    return moved
 
 
 class _Device:

@@ -41,5 +41,4 @@ def uncompiled(runtime: Runtime) -> Iterator[None]:
 
 def _note(runtime: Runtime, caller: FrameType) -> None:
     line = place(caller.f_code.co_filename, caller.f_lineno, caller.f_code.co_qualname)
-    what = f"{line} compiles: recorded as it runs uncompiled, which mostly takes more memory"
-    runtime.assumptions[what] = runtime.assumptions.get(what, 0) + 1
+    runtime.note(f"{line} compiles: recorded as it runs uncompiled, which mostly takes more memory")

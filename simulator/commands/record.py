@@ -10,7 +10,7 @@ import click
 
 from graph.hardware.gpus import gpu as gpu_of
 from simulator.allocator.releases import parse_release
-from simulator.commands.common import announce, size_option, working
+from simulator.commands.common import announce, context_size, size_option, working
 from simulator.options.shared import output_options
 from simulator.recording.request import REPEATS, Request
 from simulator.reports.outputs import Outputs, check_output
@@ -85,8 +85,7 @@ def command(
     from graph.hardware.profile import profile
     from simulator.allocator.conf import parse_conf
     from simulator.engine.ranks import parse_ranks
-    from simulator.engine.result import OutsideTerm
-    from simulator.estimator.outside import bytes_of, communicator_terms, process_terms
+    from simulator.estimator.outside import bytes_of, process_terms
     from simulator.recording import result as result_of
     from simulator.recording.launch import record
     from simulator.recording.launchers import program_of
@@ -99,9 +98,7 @@ def command(
     if alloc_conf is not None:
         parse_conf(alloc_conf, behaviour)
     card = gpu_of(gpu)
-    outside = process_terms(profile(card.name, behaviour.text)) + communicator_terms(int(world > 1))
-    if context not in (None, "auto"):
-        outside = (OutsideTerm("context", size_option("--context", context) or 0, "as given"),)
+    outside = process_terms([profile(card.name, behaviour.text)], context_size(context), int(world > 1))
     request = Request(
         program=found.words,
         kind=found.kind,

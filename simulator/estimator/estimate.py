@@ -29,6 +29,7 @@ from simulator.estimator.outside import bytes_of, communicators, outside_of
 from simulator.estimator.remedies import Judged, search
 from simulator.estimator.step_time import of_case
 from simulator.reports.verdict import summary
+from strategies import strategy
 from strategies.lowering import lower
 from strategies.timing.clock import Clock
 from traces.errors import ConfigError, Interrupted, LLMemError
@@ -214,19 +215,23 @@ def estimate(
     with _asked(case, inputs, keys) as asked:
         _check(asked, context)
 
-        captures: list[Captured] = []
+        captures: list[Captured] = []  # of the case itself, until its answer stands
 
         def graph_of(part: Case, method: Method | None) -> StepGraph:
-            graph = captured(part, progress, method) if capture is None else capture(part)
-            captures.append((part, method, graph))
-            return graph
+            return captured(part, progress, method) if capture is None else capture(part)
 
-        def answered(one: Case, **kept: bool) -> tuple[Trace, Result]:
-            trace = lower(one, capture=graph_of, clock=_clock(one, interconnect) if time_steps else None)
+        def kept_graph(part: Case, method: Method | None) -> StepGraph:
+            captures.append((part, method, graph_of(part, method)))
+            return captures[-1][-1]
+
+        def answered(one: Case, graph: strategy.Capture = graph_of, **kept: bool) -> tuple[Trace, Result]:
+            trace = lower(one, capture=graph, clock=_clock(one, interconnect) if time_steps else None)
             return trace, judged(trace, outside_of(one, context, communicators(trace)), **kept)
 
+        lines = analyse and capture is None
         trace, found = answered(
             asked,
+            kept_graph if lines else graph_of,
             analyse=analyse,
             needs=True,
             events=events,
@@ -234,8 +239,9 @@ def estimate(
             snapshot=snapshot,
             picture=picture,
         )
-        if analyse and capture is None and found.verdict == "oom":
-            found = with_line(found, captures[:], _line)
+        if lines and found.verdict == "oom":
+            found = with_line(found, captures, _line)
+        captures.clear()
         aside = bytes_of(found.ranks[0].outside)
         trace = with_context(trace, aside)
         made = Estimate(

@@ -65,9 +65,16 @@ def outside_of(case: Case, context: Context, groups: int, cards: Iterable[str] =
     That is what `context` says, or the table's terms for the case's card (of `cards`, the one with most of them).
     Raises ConfigError for a negative context.
     """
+    made = (profile(card, case.release, case.cudnn_sdp) for card in dict.fromkeys(cards or (case.gpu,)))
+    return process_terms(made, context, groups, trains=case.task == "train")
+
+
+def process_terms(
+    cards: Iterable[Profile], context: Context, groups: int, *, trains: bool = True
+) -> tuple[OutsideTerm, ...]:
+    """The same for a process on one of `cards`; the backward of one that trains may have a second cuBLAS handle."""
     if context == "auto":
-        found = (_of_card(replace(case, gpu=card)) for card in dict.fromkeys(cards or (case.gpu,)))
-        return max(found, key=bytes_of) + communicator_terms(groups)
+        return max((_of_card(card, trains) for card in cards), key=bytes_of) + communicator_terms(groups)
     if context < 0:
         raise ConfigError(f"a context of {context} bytes is out of range: give 0 or more")
     return (OutsideTerm("context", context, "as given"),) if context else ()
@@ -88,13 +95,8 @@ def least_of(terms: Iterable[OutsideTerm]) -> tuple[OutsideTerm, ...]:
     return tuple(term if term.low is None else replace(term, bytes=term.low) for term in terms)
 
 
-def _of_card(case: Case) -> tuple[OutsideTerm, ...]:
-    """The table's terms for a process of a case on its card."""
-    return process_terms(profile(case.gpu, case.release, case.cudnn_sdp), trains=case.task == "train")
-
-
-def process_terms(card: Profile, *, trains: bool = True) -> tuple[OutsideTerm, ...]:
-    """The table's terms for one process on a card; the backward of one that trains may have a second cuBLAS handle."""
+def _of_card(card: Profile, trains: bool) -> tuple[OutsideTerm, ...]:
+    """The table's terms for a process on a card."""
     stays = trains and card.release < (2, 15)  # from then on workspaces do not stay
     return outside_terms(gpu(card.name), second_workspace=workspace_bytes(card) if stays else 0)
 

@@ -121,11 +121,10 @@ def forward(
 def _tell(runtime: Runtime, mode: int, reserved: int, gates: int) -> None:
     """The range of what cuDNN asks for itself: from what the derivative needs to as much again, and a workspace."""
     most = 2 * reserved + 2 * gates
-    what = (
+    runtime.note(
         f"cuDNN's reserve space and workspace of a call of {_NAMES[mode]} are taken as {reserved} bytes; "
         f"cuDNN alone knows them (cudnnGetRNNTempSpaceSizes), from {reserved} to {most} are likely"
     )
-    runtime.assumptions[what] = runtime.assumptions.get(what, 0) + 1
 
 
 def backward(
