@@ -140,16 +140,21 @@ class Browser:
         self.call("Emulation.setEmulatedMedia", features=[scheme])
 
     def open(self, path: Path) -> None:
-        """Open a file and wait until it says that it is ready (or has failed)."""
+        """Open a file and wait until it has been read; its script may still be at work."""
         self.events.clear()
         self.call("Page.navigate", url=path.as_uri())
-        deadline = time.monotonic() + self.timeout
-        ready = "location.protocol == 'file:' && document.readyState == 'complete'"
-        while not self.evaluate(ready):
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"{path} did not load in {self.timeout} s")
-            time.sleep(0.02)
+        if not self.until("location.protocol == 'file:' && document.readyState == 'complete'"):
+            raise TimeoutError(f"{path} did not load in {self.timeout} s")
         self.settle()
+
+    def until(self, expression: str) -> bool:
+        """Wait until an expression is true in the page; whether it has become so in time."""
+        deadline = time.monotonic() + self.timeout
+        while not self.evaluate(expression):
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.02)
+        return True
 
     def settle(self) -> None:
         """Wait until two frames have been drawn."""

@@ -70,7 +70,7 @@ def show(
 def healthy(browser: Browser) -> None:
     assert browser.faults() == []
     assert browser.evaluate("document.documentElement.dataset.errors ?? ''") == ""
-    assert browser.evaluate("document.documentElement.dataset.ready") == "true"
+    assert browser.until("document.documentElement.dataset.ready == 'true'"), "the page does not get ready"
     assert browser.requests() == []
     assert browser.evaluate("document.documentElement.scrollWidth <= innerWidth"), "the page scrolls sideways"
 
