@@ -30,6 +30,7 @@ COMMANDS: Final = {
     "stress": "Replay a trace under many settings, and say which one helps.",
     "compare": "Compare two traces, snapshots or results: what grew, and where.",
     "check": "Hold a run against a memory budget and a baseline, for CI.",
+    "explain": "Say why memory ran out: a log, a pasted error, a snapshot.",
     "verify": "Replay a torch snapshot's causes and compare every consequence.",
     "models": "List the models that are known, with their parameters and names.",
     "gpus": "List the GPUs that are known, with their memory and names.",

@@ -421,6 +421,73 @@ class Record(_Document):
     notices: list[str]
 
 
+class ListedProcess(_Part):
+    """A process on the card; null bytes where NVML does not tell."""
+
+    pid: int
+    bytes: Bytes | None
+
+
+class HeldTensors(_Part):
+    """Live tensors of one stack at a snapshot's end."""
+
+    name: str
+    count: int
+    bytes: Bytes
+
+
+class Message(_Part):
+    """An out-of-memory message and its cause, in bytes; null where it does not say a figure."""
+
+    cause: Literal[
+        "capacity",
+        "fragmentation",
+        "private_pool",
+        "other_process",
+        "outside_pytorch",
+        "fraction",
+        "refused",
+        "other_library",
+        "host",
+    ]
+    because: str
+    first: list[str]
+    also: list[str]
+    source: Literal["allocator", "snapshot", "driver", "library", "host"]
+    party: str
+    said: str
+    line: int
+    times: int
+    rank: int | None
+    gpu: int | None
+    releases: str
+    conf: str
+    asked: Bytes | None
+    total: Bytes | None
+    free: Bytes | None
+    allowed: Bytes | None
+    allocated: Bytes | None
+    reserved: Bytes | None
+    unallocated: Bytes | None
+    private: Bytes | None
+    own: Bytes | None
+    processes: list[ListedProcess]
+    largest: Bytes | None
+    tensors: list[HeldTensors]
+    held: Bytes | None
+    pieces: Bytes | None
+    process: Bytes | None
+    outside: Bytes | None
+    others: Bytes | None
+    shortage: Bytes | None
+
+
+class Explain(_Document):
+    """Why memory ran out: every message of a text, or every device of a snapshot."""
+
+    messages: list[Message]
+
+
 #: Commands with a document of their own record.
 _RECORDS: Final[Mapping[str, type[Struct]]] = {
     "record": Record,
@@ -431,6 +498,7 @@ _RECORDS: Final[Mapping[str, type[Struct]]] = {
     "compare": Compare,
     "check": Check,
     "verify": Verify,
+    "explain": Explain,
 }
 #: Every document: a command's, or `sweep-line`, a line of RESULTS.jsonl.
 DOCUMENTS: Final = ("run", "estimate", "sweep-line", *_RECORDS)

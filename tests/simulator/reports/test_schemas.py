@@ -40,6 +40,7 @@ def test_a_schema_is_one(document: str) -> None:
         ("check", TINY, "--budget", "80GB"),
         ("check", TINY, "--budget", "20MiB", "--against", TINY),
         ("verify", SNAPSHOT),
+        ("explain", str(DATA / "out_of_memory" / "four_ranks.log")),
     ],
     ids=lambda arguments: " ".join(Path(one).name for one in arguments),
 )
