@@ -211,8 +211,8 @@ def _capacity(found: OutOfMemory) -> Iterator[str]:
         )
     yield "less at once: a smaller micro-batch with gradient accumulation, a shorter sequence, checkpointing"
     yield (
-        "`llmem estimate MODEL --gpu G` tries such changes and names those that fit; "
-        "`llmem record train.py` shows what each line of a program holds"
+        f"`llmem estimate MODEL {_gpu(found.total)}` tries such changes and names those that fit; "
+        f"`llmem record {_gpu(found.total)} train.py` shows what each line of a program holds"
     )
 
 
@@ -226,7 +226,10 @@ def _fragmentation(found: OutOfMemory) -> Iterator[str]:
     else:
         newest = found.releases == "2.10 or newer"
         yield f"export {'PYTORCH_ALLOC_CONF' if newest else 'PYTORCH_CUDA_ALLOC_CONF'}=expandable_segments:True"
-    yield "`llmem stress snapshot.pickle` says which setting serves a recorded run; `llmem run` draws the pieces"
+    yield (
+        "`llmem stress snapshot.pickle` says which setting serves a recorded run, "
+        f"`llmem record {_gpu(found.total)} --alloc-conf SETTING train.py` whether one serves a program"
+    )
     yield "lengths that vary less from step to step (buckets, padding to multiples) leave fewer pieces"
 
 
@@ -242,7 +245,13 @@ def _others(found: OutOfMemory) -> Iterator[str]:
     who = f" (processes {', '.join(listed)})" if listed else ""
     yield f"see who is on the card (nvidia-smi), and end or move them{who}: an earlier run may still be there"
     yield "one process for each card: torch.cuda.set_device(LOCAL_RANK) before the first tensor, CUDA_VISIBLE_DEVICES"
-    yield "where they must share it: `llmem estimate ... --memory` with what is left says what fits"
+    left = None if found.total is None or found.others is None else found.total - found.others
+    yield f"where they must share it: `llmem estimate MODEL {_gpu(left)}` says what fits beside them"
+
+
+def _gpu(size: int | None) -> str:
+    """The option of our commands that stands for a card of a size."""
+    return "--gpu G" if size is None else f"--memory {format_bytes(size).replace(' ', '')}"
 
 
 def _fraction(found: OutOfMemory) -> Iterator[str]:

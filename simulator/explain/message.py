@@ -9,8 +9,8 @@ Source = Literal["allocator", "snapshot", "driver", "library", "host"]
 
 #: Bytes by which two figures that are printed with two digits of a GiB may differ and be the same.
 ROUNDING: Final = (1 << 30) // 100
-#: What a CUDA context takes, with the handles of cuBLAS, cuDNN and NCCL, where a message does not tell it apart. The
-#: largest context in `graph/hardware/gpus.toml`, with room for the libraries.
+#: What a CUDA context takes with the handles of cuBLAS, cuDNN and NCCL, rather too much: the contexts alone that
+#: `graph/hardware/gpus.toml` has measured come to about half of it.
 CONTEXT: Final = 1 << 30
 
 

@@ -28,7 +28,7 @@ def render_json(found: Explanation) -> dict[str, Any]:
 
 
 def _message_json(message: OutOfMemory, judged: Judgement) -> dict[str, Any]:
-    derived = ("held", "pieces", "process", "outside", "others", "shortage")
+    derived = ("held", "pieces", "process", "outside", "others", "elsewhere", "shortage")
     return {**asdict(judged), **asdict(message), **{name: getattr(message, name) for name in derived}}
 
 
@@ -107,7 +107,8 @@ def _figures(message: OutOfMemory) -> Iterator[tuple[Cell, ...]]:
     tensors = None if message.allocated is None else message.allocated - (message.private or 0)
     machine = message.source in ("host", "library")
     listed = ", ".join(f"{one.pid}: {_told(one.bytes)}" for one in message.processes)
-    apart = "" if message.outside is not None else "less 1.00 GiB for this process's own context"
+    others = ("other processes", message.others, f"processes {listed}" if listed else "")
+    together = ("elsewhere", message.elsewhere, "this process's context, and other processes")
     table = (
         ("asked for", message.asked, ""),
         ("lacking", message.shortage, "asked for, less free") if message.free is not None else ("", None, ""),
@@ -119,7 +120,7 @@ def _figures(message: OutOfMemory) -> Iterator[tuple[Cell, ...]]:
         ("largest piece", message.largest, ""),
         ("private pools", message.private, "PyTorch's, without a tensor, kept for CUDA graphs"),
         ("outside the allocator", message.outside, "this process's context, NCCL, handles of libraries"),
-        ("other processes", message.others, f"processes {listed}" if listed else apart),
+        together if message.outside is None else others,
     )
     yield from ((name, Size(size), remark) for name, size, remark in table if size is not None)
 

@@ -479,6 +479,7 @@ class Message(_Part):
     process: Bytes | None
     outside: Bytes | None
     others: Bytes | None
+    elsewhere: Bytes | None
     shortage: Bytes | None
 
 
