@@ -24,6 +24,7 @@ Cause = Literal[
     "refused",
     "other_library",
     "host",
+    "unknown",
 ]
 #: The causes as reports print them.
 WORDS: Final[dict[Cause, str]] = {
@@ -36,6 +37,7 @@ WORDS: Final[dict[Cause, str]] = {
     "refused": "the driver refused memory that was free",
     "other_library": "another library's memory",
     "host": "the machine's memory, not the GPU's",
+    "unknown": "not told: the message is cut",
 }
 
 #: PyTorch's own memory without tensors is no small change from this part of the card on, or from these bytes on.
@@ -101,6 +103,8 @@ def _of_figures(found: OutOfMemory) -> tuple[Cause, str]:
     for rule in (_too_large, _limited, _beyond, _refused):
         if decided := rule(found, found.asked):
             return decided
+    if found.free is None:
+        return "unknown", f"{_size(found.asked)} asked for, and the text ends before what was free"
     suspects = [one for one in _holders(found) if _covers(one, found) and one.bytes >= one.least]
     if suspects:
         worst = max(suspects, key=lambda one: one.bytes)
@@ -176,7 +180,7 @@ def _full(found: OutOfMemory, asked: int) -> str:
 
 
 def _free(found: OutOfMemory) -> str:
-    return "free memory unknown" if found.free is None else f"{_size(found.free)} free"
+    return f"{_size(found.free)} free"
 
 
 def _size(size: int | None) -> str:
@@ -276,4 +280,5 @@ _FIRST: Final[dict[Cause, Callable[[OutOfMemory], Iterator[str]]]] = {
     "outside_pytorch": lambda _: iter(_OUTSIDE),
     "fraction": _fraction,
     "refused": _not_given,
+    "unknown": lambda _: iter(("give the whole message, up to `reserved by PyTorch but unallocated`",)),
 }

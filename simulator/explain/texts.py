@@ -35,8 +35,8 @@ _RANK: Final = re.compile(
 _MARGIN: Final = 80
 #: What ends the figures of a message of the allocator: until then a line without a rank goes on with the one before.
 _CLOSED: Final = re.compile(r"but unallocated|reserved in total|cached\)|1EB")
-#: Marks of quotations, comments and tables before a line.
-_QUOTED: Final = re.compile(r"^[\s>#|│]+")
+#: Marks of quotations, comments and tables around a line.
+_QUOTED: Final = re.compile(r"^[\s>#|│]+|[\s|│]+$")
 
 _REQUEST: Final = re.compile(rf"Tried to allocate (?:({_SIZE})|more than 1EB memory)(?! on private pool)")
 _CLAUSES: Final[Mapping[str, re.Pattern[str]]] = {
@@ -99,9 +99,10 @@ _KINDS: Final = (
     _kind("library", "RMM", r"std::bad_alloc: out_of_memory"),
     _kind("driver", "cuBLAS", r"CUBLAS_STATUS_ALLOC_FAILED"),
     _kind("driver", "cuDNN", r"CUDNN_STATUS_ALLOC_FAILED"),
-    _kind("driver", "NCCL", r"NCCL WARN Cuda failure (?:\d+ )?'out of memory'"
+    _kind("driver", "NCCL", r"Cuda failure (?:\d+ )?'out of memory'"
                             r"(?:.{0,120}?Failed to CUDA calloc (?P<asked>SIZE))?"),
-    _kind("driver", "the CUDA runtime", r"CUDA error: out of memory|CUDA driver error: out of memory"),
+    _kind("driver", "the CUDA runtime", r"CUDA (?:driver )?error: out of memory"
+                                        r"(?: Search for .cudaErrorMemoryAllocation)?"),
     _kind("driver", "the CUDA runtime", r"CUDA_ERROR_OUT_OF_MEMORY|cudaErrorMemoryAllocation"),
     _kind("host", "PyTorch's CPU allocator", r"DefaultCPUAllocator: (?:not enough memory|can't allocate memory): "
                                              r"you tried to allocate (?P<asked>SIZE)"),

@@ -449,6 +449,7 @@ class Message(_Part):
         "refused",
         "other_library",
         "host",
+        "unknown",
     ]
     because: str
     first: list[str]

@@ -38,7 +38,7 @@ def test_causes_are_those_labelled_by_hand(with_address: bool) -> None:
     assert 1 - len(wrong) / len(rows) >= BAR, wrong
 
 
-@pytest.mark.parametrize("cause", WORDS)
+@pytest.mark.parametrize("cause", [cause for cause in WORDS if cause != "unknown"])
 def test_the_labels_have_every_cause_and_a_reason(cause: str) -> None:
     rows = [row for row in ROWS if row["cause"] == cause]
     assert len(rows) >= 3
@@ -51,6 +51,8 @@ def test_the_labels_have_every_cause_and_a_reason(cause: str) -> None:
         ({}, "capacity"),
         ({"asked": 81 * GIB}, "capacity"),
         ({"asked": None}, "capacity"),
+        ({"free": None}, "unknown"),
+        ({"free": None, "asked": 81 * GIB}, "capacity"),
         ({"allocated": 90 * GIB, "free": 0, "unallocated": 5 * GIB}, "capacity"),
         # pieces and what is free, against what was asked for; 2 GiB are no small change
         ({"allocated": 76 * GIB, "unallocated": 2 * GIB}, "fragmentation"),

@@ -161,6 +161,36 @@ def test_what_follows_an_out_of_memory_is_none_itself() -> None:
     assert only(after.splitlines()[0]).source == "host"
 
 
+def test_a_message_in_a_box_is_whole() -> None:
+    words = caching_allocator("1.10", {**SAID, "reserved": "79.00 GiB"}).split(" ")
+    lines = [" ".join(words[place : place + 6]) for place in range(0, len(words), 6)]
+    boxed = only("\n".join(f"│ {line:<60} │" for line in lines))
+    assert (boxed.allocated, boxed.reserved) == (size("70.00 GiB"), size("79.00 GiB"))
+
+
+def test_a_message_that_is_cut_says_what_it_can() -> None:
+    text = caching_allocator("2.6", SAID)
+    found = only(text[: text.index(" of which")])
+    assert (found.asked, found.total, found.free, found.allocated) == (size("2.00 GiB"), size("79.11 GiB"), None, None)
+
+
+@pytest.mark.parametrize(
+    ("text", "party"),
+    [
+        ("ncclUnhandledCudaError: Call to CUDA function failed.\nLast error:\nCuda failure 2 'out of memory'", "NCCL"),
+        (
+            "torch.AcceleratorError: CUDA error: out of memory\nSearch for `cudaErrorMemoryAllocation' in",
+            "the CUDA runtime",
+        ),
+        ("CUDA driver error: out of memory", "the CUDA runtime"),
+        ("line 28:  8156 Killed                  python3 main.py --epochs 400", "the system"),
+    ],
+)
+def test_who_was_refused(text: str, party: str) -> None:
+    found = only(text)
+    assert (found.party, found.times) == (party, 1)
+
+
 @pytest.mark.parametrize(
     "text",
     [
