@@ -60,12 +60,21 @@ class Judgement:
 
 @dataclass(frozen=True)
 class _Holder:
-    """Memory without live tensors of this process in it."""
+    """Memory without live tensors of this process in it; none to speak of below `least` bytes.
+
+    `inferred`: no figure of the message, but what is left of the card; among suspects it counts half.
+    """
 
     cause: Cause
     bytes: int
     least: float
     what: str
+    inferred: bool = False
+
+    @property
+    def weight(self) -> float:
+        """By which suspects are ranked, in bytes."""
+        return self.bytes / 2 if self.inferred else self.bytes
 
 
 def judge(found: OutOfMemory) -> Judgement:
@@ -107,7 +116,7 @@ def _of_figures(found: OutOfMemory) -> tuple[Cause, str]:
         return "unknown", f"{_size(found.asked)} asked for, and the text ends before what was free"
     suspects = [one for one in _holders(found) if _covers(one, found) and one.bytes >= one.least]
     if suspects:
-        worst = max(suspects, key=lambda one: one.bytes)
+        worst = max(suspects, key=lambda one: one.weight)
         return worst.cause, f"{_size(worst.bytes)} {worst.what} + {_free(found)} >= {_size(found.asked)} asked for"
     return "capacity", _full(found, found.asked)
 
@@ -162,7 +171,7 @@ def _holders(found: OutOfMemory) -> Iterator[_Holder]:
         yield _Holder("private_pool", found.private, idle, "unused in private pools")
     if found.others is not None:
         apart = "" if found.outside is not None else f", after {_size(CONTEXT)} for this one's context,"
-        yield _Holder("other_process", found.others, foreign, f"of other processes{apart}")
+        yield _Holder("other_process", found.others, foreign, f"of other processes{apart}", found.outside is None)
     if found.outside is not None:
         beyond = max(found.outside - CONTEXT, 0)
         what = f"of this process outside the allocator, beyond {_size(CONTEXT)} for a context,"

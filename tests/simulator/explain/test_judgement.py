@@ -63,6 +63,9 @@ def test_the_labels_have_every_cause_and_a_reason(cause: str) -> None:
         ({"allocated": 66 * GIB, "unallocated": 4 * GIB, "private": 9 * GIB, "own": 71 * GIB}, "private_pool"),
         ({"allocated": 60 * GIB, "unallocated": 4 * GIB, "own": 65 * GIB}, "other_process"),
         ({"allocated": 60 * GIB, "unallocated": 4 * GIB, "own": 79 * GIB}, "outside_pytorch"),
+        # what is only inferred counts half: 8 GiB elsewhere, 1 GiB of it a context
+        ({"allocated": 66 * GIB, "unallocated": 5 * GIB + HALF}, "fragmentation"),
+        ({"allocated": 68 * GIB, "unallocated": 3 * GIB + HALF - 1}, "other_process"),
         # a process that is listed and large enough to be this one is this one, as in a container
         ({"allocated": 70 * GIB, "processes": (Process(7, 79 * GIB),)}, "outside_pytorch"),
         ({"allocated": 70 * GIB, "processes": (Process(7, 8 * GIB), Process(9, 71 * GIB))}, "other_process"),
