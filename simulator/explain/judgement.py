@@ -185,7 +185,10 @@ def _covers(one: _Holder, found: OutOfMemory) -> bool:
 def _full(found: OutOfMemory, asked: int) -> str:
     tensors = f"{_size(found.allocated)} of tensors + " if found.allocated is not None else ""
     card = f" of {_size(found.total)}" if found.total is not None else ""
-    return f"{tensors}{_size(asked)} asked for do not fit: {_free(found)}{card}, and what is held otherwise is small"
+    return (
+        f"{tensors}{_size(asked)} asked for do not fit: {_free(found)}{card}, and what else is held would not have "
+        "been enough, or not for long"
+    )
 
 
 def _free(found: OutOfMemory) -> str:

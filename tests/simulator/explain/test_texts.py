@@ -12,7 +12,7 @@ from simulator.explain.message import OutOfMemory, Process
 from simulator.explain.texts import parse
 from simulator.recording.message import out_of_memory
 from tests.simulator.explain.posted import ROWS, printed, size
-from tests.support.out_of_memory_forms import FIXED, caching_allocator, written
+from tests.support.out_of_memory_forms import caching_allocator, written
 
 #: Figures as a row has them, and as a message.
 NAMES = {"this_process": "own"}
