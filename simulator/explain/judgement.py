@@ -108,7 +108,8 @@ def _who(found: OutOfMemory, what: str) -> str:
 def _of_figures(found: OutOfMemory) -> tuple[Cause, str]:
     """The cause and the inequality that decides."""
     if found.asked is None:
-        return "capacity", "the request is larger than any card"
+        huge = "more than 1EB" in found.said
+        return ("capacity", "more than 1 EB asked for") if huge else ("unknown", "the text says no figures")
     for rule in (_too_large, _limited, _beyond, _refused):
         if decided := rule(found, found.asked):
             return decided

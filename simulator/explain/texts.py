@@ -110,6 +110,7 @@ _KINDS: Final = (
     _kind("host", "the kernel", r"Killed process \d+ \([^)]*\),? .{0,160}?anon-rss: ?(?P<allocated>SIZE)"),
     _kind("host", "SLURM", r"[Dd]etected \d+ oom[-_]kill event"),
     _kind("host", "the system", r"DataLoader worker .{0,60}Bus error|insufficient shared memory \(shm\)"),
+    _kind("allocator", "PyTorch", r"Error: (?:CUDA|HIP) out of memory", weak=True),
     _kind("host", "the system", r"(?:\[Errno 12\] |Error code 12 \()Cannot allocate memory", weak=True),
     _kind("host", "the system", r"^Killed$|: \d+ Killed\b|[Ss]ignal 9\b|SIGKILL|exit ?code ?:? (?:137|-9)\b",
           weak=True),
@@ -119,7 +120,7 @@ _KINDS: Final = (
 def parse(text: str) -> tuple[OutOfMemory, ...]:
     """Every out-of-memory message of a text, in its order, each once: `times` counts what is said again.
 
-    Weak signs (a bare `Killed`, signal 9) count only where nothing else is found. Empty where there is no message.
+    Weak signs (a bare `Killed`, signal 9, an error without figures) count only where nothing else is found. Empty where there is no message.
     """
     found = [one for stream in _streams(text) for one in stream.messages()]
     strong = [one for one, weak in found if not weak]

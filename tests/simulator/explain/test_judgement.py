@@ -50,7 +50,7 @@ def test_the_labels_have_every_cause_and_a_reason(cause: str) -> None:
     [
         ({}, "capacity"),
         ({"asked": 81 * GIB}, "capacity"),
-        ({"asked": None}, "capacity"),
+        ({"asked": None}, "unknown"),
         ({"free": None}, "unknown"),
         ({"free": None, "asked": 81 * GIB}, "capacity"),
         ({"allocated": 90 * GIB, "free": 0, "unallocated": 5 * GIB}, "capacity"),

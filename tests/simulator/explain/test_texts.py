@@ -184,6 +184,7 @@ def test_a_message_that_is_cut_says_what_it_can() -> None:
             "the CUDA runtime",
         ),
         ("CUDA driver error: out of memory", "the CUDA runtime"),
+        ("torch.OutOfMemoryError: CUDA out of memory. See documentation for Memory Management", "PyTorch"),
         ("line 28:  8156 Killed                  python3 main.py --epochs 400", "the system"),
     ],
 )
