@@ -37,7 +37,7 @@ WORDS: Final[dict[Cause, str]] = {
     "refused": "the driver refused memory that was free",
     "other_library": "another library's memory",
     "host": "the machine's memory, not the GPU's",
-    "unknown": "not told: the message is cut",
+    "unknown": "not told by the text",
 }
 
 #: PyTorch's own memory without tensors is no small change from this part of the card on, or from these bytes on.

@@ -120,7 +120,8 @@ _KINDS: Final = (
 def parse(text: str) -> tuple[OutOfMemory, ...]:
     """Every out-of-memory message of a text, in its order, each once: `times` counts what is said again.
 
-    Weak signs (a bare `Killed`, signal 9, an error without figures) count only where nothing else is found. Empty where there is no message.
+    Weak signs (a bare `Killed`, signal 9, an error without figures) count only where nothing else is found. Empty where
+    there is no message.
     """
     found = [one for stream in _streams(text) for one in stream.messages()]
     strong = [one for one, weak in found if not weak]
