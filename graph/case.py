@@ -81,6 +81,11 @@ _DTYPES: Final[Mapping[str, str]] = {
 }
 
 
+#: Tokens of a text by the class of a denoiser, as diffusers' training scripts make them: those of CLIP, of CLIP and T5
+#: (77 each), of T5.
+_TOKENS: Final = {"UNet2DConditionModel": 77, "SD3Transformer2DModel": 154, "FluxTransformer2DModel": 512}
+
+
 @dataclass(frozen=True, slots=True)
 class Case:
     """One case; the fields are the keys of its JSON form, and every field but `model` has a default.
@@ -163,7 +168,11 @@ class Case:
         aliases=("per_device_train_batch_size", "train_micro_batch_size_per_gpu"),
     )
     seq: Count = declared(
-        512, COMMON, "Tokens of a sequence.", only=(_TRAIN,), aliases=("max_length", "max_seq_length")
+        512,
+        COMMON,
+        "Tokens of a sequence (77 of the text for a U-Net of Stable Diffusion, 154 for its transformer).",
+        only=(_TRAIN,),
+        aliases=("max_length", "max_seq_length"),
     )
     dec_seq: Count | None = declared(
         None,
@@ -459,12 +468,13 @@ class Case:
         `where` names the place in the error (`cases.jsonl line 3`). Raises ConfigError, naming the key and the nearest
         valid one, for an unknown key, a value of a wrong kind or out of its range, keys that contradict each other, and
         a key that means nothing for the case (with `any_strategy`: for no strategy that it could have), unless its
-        value is the default. Keys that are not given have their defaults, or what is usual for the strategy.
+        value is the default. Keys that are not given have their defaults, or what is usual for the strategy or the
+        model.
         """
         try:
             given = _named(mapping)
             strategy = KEYS["strategy"].checked(given.get("strategy", methods.ONE_GPU))
-            values = {**methods.usual(strategy), **given}
+            values = {**methods.usual(strategy), **_usual_of_model(given), **given}
             own = {name: values.pop(name) for name in set(values) - _FIELDS}
             case = cls(**values, own=own)
             case._check_scopes(given, any_strategy)
@@ -496,13 +506,20 @@ class Case:
     def document(self) -> dict[str, Any]:
         """The case as JSON would hold it: `model`, and what differs from the defaults. `Case.of` reads it back."""
         found: dict[str, Any] = {}
+        usual_names = {*methods.usual(self.strategy), *_usual_of_model({"model": self.model, "task": self.task})}
         for name, key in KEYS.items():
             value = getattr(self, name)
-            named = name in methods.usual(self.strategy)  # where a missing key would mean another value
+            named = name in usual_names  # where a missing key would mean another value
             usual = value == key.default or (name == "dtype" and value == _usual_dtype(self) == "fp32")
             if named or not usual:
                 found[name] = _plain(value)
         return found
+
+
+def _usual_of_model(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of keys that are usual for the model of a case, where they are not the defaults."""
+    kind = _configuration(str(given["model"])).get("_class_name") if given.get("task", "train") == "train" else None
+    return {"seq": _TOKENS[kind]} if isinstance(kind, str) and kind in _TOKENS else {}
 
 
 def _usual_dtype(case: Case) -> str:

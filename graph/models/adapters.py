@@ -48,13 +48,13 @@ def with_lora(
             return adapted, _on_experts(adapted)
         except ValueError as error:
             if targets or "target_modules" not in str(error):
-                raise _refused(place, error) from None
+                raise refused(place, error) from None
         try:
             adapted = get_peft_model(
                 module, LoraConfig(**options, target_modules="all-linear", exclude_modules=routers)
             )
         except ValueError as error:
-            raise _refused(place, error) from None
+            raise refused(place, error) from None
     but = " and ".join(("the head", *routers))
     stated = f"lora: on all linear layers but {but}, as peft has no list for this architecture"
     return adapted, (stated, *_on_experts(adapted))
@@ -84,5 +84,6 @@ def _on_experts(adapted: torch.nn.Module) -> tuple[str, ...]:
     )
 
 
-def _refused(place: str, error: ValueError) -> ConfigError:
+def refused(place: str, error: ValueError) -> ConfigError:
+    """What is said where peft does not adapt the model of `place`."""
     return ConfigError(f"key 'lora': peft cannot adapt the model of {place}: {reason(error)}")

@@ -2,10 +2,11 @@
 
 An entry is {"repository", "parameters", "config"} and perhaps "note", "aliases", "like", "published", "source" and
 "apart". "repository": the one on huggingface.co whose config.json it follows ("" where it is a shape of nobody's);
-"parameters": those of the class that `architectures` names, without buffers; "config": the configuration itself, or
-what differs from that of the entry which "like" names. "published" is the number that was published for the model, as
-"source" says, and "apart" how many of them belong to parts that the class does not have. Keys that have no effect on
-memory are left out; `dtype` stands in those of models that were published in 16 bits, from LLaMA on.
+"parameters": those of the class that `architectures` names (`_class_name` for a denoiser of diffusers), without
+buffers; "config": the configuration itself, or what differs from that of the entry which "like" names. "published" is
+the number that was published for the model, as "source" says, and "apart" how many of them belong to parts that the
+class does not have as parameters. Keys that have no effect on memory are left out; `dtype` stands in those of models
+that were published in 16 bits, from LLaMA on, but not of diffusers, which loads them in fp32.
 """
 
 from __future__ import annotations

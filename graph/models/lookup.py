@@ -10,10 +10,13 @@ import json
 import os
 import re
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from graph.models import catalogue
 from traces.errors import ConfigError
+
+#: Where a repository has the configuration: of a model of transformers, of the denoiser of a pipeline of diffusers.
+_PLACES: Final = ("config.json", "transformer/config.json", "unet/config.json")
 
 
 class Configuration(NamedTuple):
@@ -28,15 +31,15 @@ class Configuration(NamedTuple):
 def configuration(model: str) -> Configuration:
     """The configuration that `model` names.
 
-    `model` is the path of a JSON file or of a folder with a config.json, an id of the hub, or a name of the catalogue,
-    spelled freely. Raises ConfigError.
+    `model` is the path of a JSON file or of a folder with a config.json (in `transformer` or `unet`, for a pipeline of
+    diffusers), an id of the hub, or a name of the catalogue, spelled freely. Raises ConfigError.
     """
     known = catalogue.resolve(model)
     path = _path(model)
     if path is None:
         raise ConfigError(_unknown(model))
     if path.is_file() or (path.is_dir() and (known is None or known.note)):
-        path = path / "config.json" if path.is_dir() else path
+        path = _inside(path) if path.is_dir() else path
         return Configuration(_read(path), str(path))
     cached = _cached(model)
     if cached is not None:
@@ -47,6 +50,10 @@ def configuration(model: str) -> Configuration:
     if path.suffix == ".json" or model.startswith((".", "/", "~")):
         return Configuration(_read(path), str(path))
     raise ConfigError(_unknown(model))
+
+
+def _inside(folder: Path) -> Path:
+    return next((folder / one for one in _PLACES if (folder / one).is_file()), folder / _PLACES[0])
 
 
 def _path(model: str) -> Path | None:
@@ -78,11 +85,12 @@ def _cached(model: str) -> Path | None:
     held: list[Path] = []
     main = ""
     try:
-        held = sorted(folder.glob("snapshots/*/config.json"), key=lambda one: one.stat().st_mtime)
+        found = (sorted(folder.glob(f"snapshots/*/{one}"), key=lambda one: one.stat().st_mtime) for one in _PLACES)
+        held = next(filter(None, found), [])
         main = (folder / "refs" / "main").read_text("utf-8").strip() if held else ""
     except (OSError, UnicodeDecodeError):
         pass
-    return next((one for one in held if one.parent.name == main), held[-1] if held else None)
+    return next((one for one in held if one.is_relative_to(folder / "snapshots" / main)), held[-1] if held else None)
 
 
 def _hub() -> Path:

@@ -178,7 +178,7 @@ def loader(case: Case, prepare: Callable[[Built, Case, str], None], built: Built
 
         built.module = peft.prepare_model_for_kbit_training(  # type: ignore[no-untyped-call]
             built.module,
-            use_gradient_checkpointing=bool(case.checkpointing),
+            use_gradient_checkpointing=bool(case.checkpointing) and hasattr(built.module, "get_input_embeddings"),
             gradient_checkpointing_kwargs={"use_reentrant": case.checkpointing == "reentrant"},
         )
     prepare(built, case, "cuda")

@@ -28,7 +28,7 @@ from graph.keys import function_of, is_function
 from graph.loop.inputs import DTYPES, Input, arguments, hosts, training_batch
 from graph.loop.losses import chunked, in_parts, like_transformers_4_29
 from graph.model import ModelFacts
-from graph.models import own_modules
+from graph.models import denoisers, own_modules
 from graph.models.adapters import with_lora
 from graph.models.architectures import Architecture, architecture, facts, trained, transformers
 from graph.models.given import MODULES, without_weights
@@ -123,11 +123,6 @@ def transformers_config(document: Mapping[str, Any], place: str) -> Any:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     kind = document.get("model_type")
-    if isinstance(own := document.get("_class_name"), str):
-        raise ConfigError(
-            f"{place}: a configuration of diffusers ({own[:60]}), whose inputs it does not say; write a function that "
-            "makes the model and its inputs, and name it as module:function"
-        )
     if not isinstance(kind, str):
         raise ConfigError(f"{place}: key 'model_type' is missing; it names the architecture, such as 'llama'")
     if kind not in CONFIG_MAPPING:
@@ -144,6 +139,9 @@ def transformers_config(document: Mapping[str, Any], place: str) -> Any:
 
 
 def _from_configuration(case: Case, document: dict[str, Any], place: str) -> Built:
+    if isinstance(document.get("_class_name"), str):
+        return _of_diffusers(case, document, place)
+
     def make(chosen: Architecture) -> Any:
         if chosen.head == "image-classification" and not {"num_labels", "id2label"} & set(document):
             chosen.config.num_labels = _IMAGE_CLASSES
@@ -174,7 +172,19 @@ def _configured(case: Case, found: Any, place: str, make: Callable[[Architecture
     loss = _offloaded(case, _loss(case, head, config, held, options))
     stated = (*filter(None, (chosen.note,)), *_stated(case, config), *fed.assumptions)
     model = facts(module, case.quant, chosen.named)
-    built = Built(module, config, head, fed.batch, loss, place, model, stated, held=held)
+    return _ready(Built(module, config, head, fed.batch, loss, place, model, stated, held=held), case, prepare)
+
+
+def _of_diffusers(case: Case, document: Mapping[str, Any], place: str, module: Any = None) -> Built:
+    made = denoisers.denoiser(case, document, place, module)
+    stated = (*_quantized(case, SimpleNamespace(**document)), *made.assumptions)
+    model = facts(made.module, case.quant)
+    built = Built(made.module, None, "", made.batch, _offloaded(case, made.loss), place, model, stated)
+    return _ready(built, case, denoisers.prepare)
+
+
+def _ready(built: Built, case: Case, prepare: Callable[..., None]) -> Built:
+    """The model as a training script has it: quantized while it is loaded, if at all."""
     if case.quant:
         from graph.models.quantization import loader
 
@@ -323,7 +333,7 @@ def _stated(case: Case, config: PreTrainedConfig) -> tuple[str, ...]:
     return (*_quantized(case, config), *_routed(case, config))
 
 
-def _quantized(case: Case, config: PreTrainedConfig) -> tuple[str, ...]:
+def _quantized(case: Case, config: PreTrainedConfig | SimpleNamespace) -> tuple[str, ...]:
     """What is made of a configuration's own quantization, which is not simulated."""
     own = getattr(config, "quantization_config", None)
     found = []
@@ -389,6 +399,8 @@ def _from_module(case: Case, module: Any, inputs: Any) -> Built:
     asked = [key for key in ("quant", "repeat_kv", "attn") if key in case.document()]
     if asked:
         raise ConfigError(f"key '{asked[0]}': the module is built already; build it so")
+    if isinstance(module.config, Mapping):
+        return _of_diffusers(case, {**module.config, "_class_name": type(module).__name__}, case.model, module)
     module.config.architectures = [type(module).__name__]
     return _configured(case, module.config, case.model, lambda chosen: module.to(DTYPES[case.dtype]))
 

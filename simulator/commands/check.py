@@ -106,7 +106,7 @@ def _side(run: str, context: str | None, options: dict[str, Any], how: dict[str,
 
 def _is_config(document: Any) -> bool:
     """Whether it is a model's config.json."""
-    return "model_type" in document or "architectures" in document
+    return not {"model_type", "architectures", "_class_name"}.isdisjoint(document)
 
 
 def _answered(side: Side, context: str | None) -> Side:

@@ -33,9 +33,13 @@ def _list(pattern: str) -> Iterator[str]:
     for name in shown:
         entry = catalogue.entries()[name]
         where = ", ".join(filter(None, (entry["repository"], entry.get("note", ""))))
-        yield f"{name:30} {entry['config']['model_type']:14} {entry['parameters']:17,}  {where}"
+        yield f"{name:30} {_family(name):14} {entry['parameters']:17,}  {where}"
 
 
 def _has(name: str, pattern: str) -> bool:
     entry = catalogue.entries()[name]
-    return any(pattern in text.casefold() for text in (name, entry["repository"], entry["config"]["model_type"]))
+    return any(pattern in text.casefold() for text in (name, entry["repository"], _family(name)))
+
+
+def _family(name: str) -> str:
+    return str(catalogue.entries()[name]["config"].get("model_type", "diffusers"))

@@ -79,17 +79,37 @@ openai/clip-vit-base-patch32 clip-vit-base-patch32
 google/siglip-so400m-patch14-384 siglip-so400m-patch14-384
 facebook/dinov2-base dinov2-base
 """
+#: ... and of pictures: pipelines of diffusers, copies of them, and those whose denoiser is of another shape.
+PICTURES = """
+black-forest-labs/FLUX.1-dev flux.1-dev
+black-forest-labs/FLUX.1-Krea-dev flux.1-dev
+black-forest-labs/FLUX.1-schnell flux.1-schnell
+black-forest-labs/FLUX.1-Kontext-dev
+black-forest-labs/FLUX.2-dev
+unsloth/FLUX.1-dev-GGUF flux.1-dev
+Comfy-Org/flux1-dev flux.1-dev
+stabilityai/stable-diffusion-3-medium stable-diffusion-3-medium
+stabilityai/stable-diffusion-3.5-medium stable-diffusion-3.5-medium
+stabilityai/stable-diffusion-3.5-large-turbo stable-diffusion-3.5-large
+stabilityai/stable-diffusion-xl-base-1.0 sdxl-base
+stabilityai/stable-diffusion-xl-refiner-1.0
+runwayml/stable-diffusion-v1-5 stable-diffusion-v1-5
+CompVis/stable-diffusion-v1-4 stable-diffusion-v1-5
+stabilityai/stable-diffusion-2-1 stable-diffusion-2-1
+"""
 
 
 def test_popular_ids_resolve_without_torch() -> None:
     wanted = {line.split()[0]: line.split()[1:] for line in POPULAR.strip().splitlines()}
     assert len(wanted) == 65
     assert sum(map(bool, wanted.values())) >= 60
+    wanted |= {line.split()[0]: line.split()[1:] for line in PICTURES.strip().splitlines()}
     script = (
         "import json, sys; from graph.models import lookup, catalogue; ids = json.load(sys.stdin);"
         "found = {one: [catalogue.find(one)] if catalogue.find(one) else [] for one in ids};"
         "[lookup.configuration(one) for one in ids if found[one]];"
-        "assert not {'torch', 'numpy', 'transformers', 'huggingface_hub'} & set(sys.modules); print(json.dumps(found))"
+        "heavy = {'torch', 'numpy', 'transformers', 'diffusers', 'huggingface_hub'};"
+        "assert not heavy & set(sys.modules); print(json.dumps(found))"
     )
     run = subprocess.run([sys.executable, "-c", script], input=json.dumps(list(wanted)), capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
@@ -121,6 +141,9 @@ def test_popular_ids_resolve_without_torch() -> None:
         ("RedHatAI/Meta-Llama-3.1-8B-Instruct-FP8-dynamic", "llama-3.1-8b"),
         ("nvidia/Llama-3.1-8B-Instruct-NVFP4", "llama-3.1-8b"),
         ("unsloth/Qwen3-8B-BF16", "qwen3-8b"),
+        ("sdxl", "sdxl-base"),
+        ("sd1.5", "stable-diffusion-v1-5"),
+        ("sd3.5-large", "stable-diffusion-3.5-large"),
     ],
 )
 def test_spellings_of_ollama_and_copies(spelled: str, name: str) -> None:
@@ -173,7 +196,13 @@ def test_notes_say_what_a_name_is_taken_for() -> None:
 
 @pytest.mark.parametrize(
     ("word", "begins"),
-    [("whisper", "whisper-"), ("llama-4", "llama-4-"), ("qwen3-next-80b-a3c", "qwen3-next"), ("flux", "")],
+    [
+        ("whisper", "whisper-"),
+        ("llama-4", "llama-4-"),
+        ("qwen3-next-80b-a3c", "qwen3-next"),
+        ("flux", "flux"),
+        ("a", ""),
+    ],
 )
 def test_suggestions_are_near(word: str, begins: str) -> None:
     near = catalogue.nearest(word)

@@ -42,6 +42,15 @@ def test_an_id_of_the_hub_cache_is_found(cache: Cache) -> None:
     assert found.note == f"somebody/Some-Model-9B is what the Hub cache has as {path}"
 
 
+@pytest.mark.parametrize("part", ["transformer", "unet"])
+def test_a_pipeline_of_diffusers_has_its_denoiser_in_a_folder(part: str, cache: Cache) -> None:
+    path = cache("somebody/pictures", _class_name="AutoencoderKL").parent / part / "config.json"
+    path.parent.mkdir()
+    (path.parents[1] / "config.json").rename(path)
+    assert configuration("somebody/pictures").place == str(path)
+    assert configuration(str(path.parents[1])).place == str(path)
+
+
 def test_the_hub_cache_comes_before_the_catalogue_and_says_so(cache: Cache) -> None:
     cache("Qwen/Qwen3-8B", model_type="qwen3", dtype="float16")
     found = configuration("Qwen/Qwen3-8B")
@@ -80,7 +89,7 @@ def test_a_folder_comes_before_a_copy_of_an_entry(
     ("model", "said"),
     [
         ("somebody/New-Model", "`hf download somebody/New-Model config.json`, then the same again"),
-        ("flux", "`hf download OWNER/NAME config.json`"),
+        ("sora", "`hf download OWNER/NAME config.json`"),
         ("llama-4", "(near it: 'llama-4-scout', 'llama-4-maverick')"),
     ],
 )

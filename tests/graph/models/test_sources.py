@@ -77,11 +77,13 @@ def configured(tmp_path: Path) -> Iterator[Any]:
 def test_catalogue_model_has_its_published_parameters(name: str) -> None:
     entry = catalogue.entries()[name]
     config = entry["config"]
-    seq = 256 if config["model_type"] == "llama4" else 16  # an image is 144 tokens of its sequence
+    if "_class_name" in config:
+        pytest.importorskip("diffusers")
+    seq = 256 if config.get("model_type") == "llama4" else 16  # an image is 144 tokens of its sequence
     built = made(model=name, attn="default", seq=seq, dtype="bf16")
     assert numbers(built.module)[0] == entry["parameters"]
     assert {p.device.type for p in built.module.parameters()} == {"meta"}
-    assert type(built.module).__name__ == config["architectures"][0]
+    assert type(built.module).__name__ == config.get("_class_name", config.get("architectures", [""])[0])
     assert built.module.training
 
 
@@ -113,7 +115,7 @@ def test_catalogue_spellings(spelling: str) -> None:
 def test_catalogue_entries_say_where_they_come_from() -> None:
     for name, entry in catalogue.entries().items():
         assert entry["repository"] or entry["note"], name
-        assert {"model_type", "architectures", "vocab_size"} - set(entry["config"]) <= {"vocab_size"}, name
+        assert {"model_type", "architectures"} <= set(entry["config"]) or "_class_name" in entry["config"], name
     copy = catalogue.configuration("gpt2")
     copy["n_layer"] = 1
     assert catalogue.configuration("gpt2")["n_layer"] == 12
@@ -295,8 +297,8 @@ def test_bad_configurations(configured: Any, tmp_path: Path) -> None:
     folder = configured('{\n "model_type": "llama",\n oops}')
     assert "config.json, line 3, column 2: not JSON" in said(ConfigError, model=folder)
     assert "a JSON object, not list" in said(ConfigError, model=configured([1]))
-    diffusers = configured({"_class_name": "FluxTransformer2DModel", "in_channels": 64})
-    assert "a configuration of diffusers (FluxTransformer2DModel)" in said(ConfigError, model=diffusers)
+    diffusers = configured({"_class_name": "AutoencoderKL", "in_channels": 3})
+    assert "a configuration of diffusers (AutoencoderKL)" in said(ConfigError, model=diffusers)
     assert "key 'model_type' is missing" in said(ConfigError, model=configured({"hidden_size": 1}))
     assert "knows no model_type 'lama'; the nearest is 'llama'" in said(
         ConfigError, model=configured({"model_type": "lama"})
