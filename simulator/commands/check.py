@@ -132,7 +132,8 @@ def _replayed(run: str, name: str, context: str | None) -> Side:
 
     _, outside = sizes(None, context)
     trace = read(run)
-    return side_of_replay(replay(trace, context=outside, events=True, analyse=False, needs=True), trace, name)
+    side = side_of_replay(replay(trace, context=outside, events=True, analyse=False, needs=True), trace, name)
+    return replace(side, hint=f"`llmem stress {path_text(run)}` tries other allocator settings")
 
 
 def _estimated(case: Any, name: str, context: str | None, how: dict[str, Any]) -> Side:

@@ -82,7 +82,8 @@ class Side:
     """One of two runs: its name, what it was read from, and the figures of its ranks, worst first.
 
     `summary` is what the verdict rests on, `needs` what it takes or would take of a GPU, where that is known;
-    `remedies` what was tried where it does not fit; `result` the replay, where it was made with its picture.
+    `remedies` what was tried where it does not fit, `hint` what else may be; `result` the replay, where it was made
+    with its picture.
     """
 
     name: str
@@ -93,6 +94,7 @@ class Side:
     summary: str = ""
     needs: int | None = None
     remedies: Remedies | None = None
+    hint: str = ""
 
     @property
     def verdict(self) -> Verdict:

@@ -228,7 +228,7 @@ def check_line(check: Check) -> str:
             text += f" of {format_bytes(check.budget)} ({100 * needed / check.budget:.1f}%)"
     if check.comparison is not None:
         text += f"; against {one_line(check.comparison.before.name)}: {verdict(check.comparison)}"
-    return text
+    return text + (f"; {check.side.hint}" if check.exit_code == 3 and check.side.hint else "")
 
 
 def check_lines(check: Check) -> str:

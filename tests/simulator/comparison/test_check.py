@@ -43,6 +43,7 @@ def test_budgets(path: str) -> None:
     code, shown = invoke(path, "--budget", str(reserved - 1))
     assert code == 3
     assert shown.startswith("check: over budget: run.json needs ")
+    assert shown.endswith(f"; `llmem stress {path}` tries other allocator settings\n")
     assert len(shown.splitlines()) == 1
     assert invoke(path, "--budget", str(reserved + MIB), "--context", "1MiB")[0] == 0
     assert invoke(path, "--budget", str(reserved + MIB - 1), "--context", "1MiB")[0] == 3
@@ -54,8 +55,8 @@ def test_out_of_memory(tmp_path: Path) -> None:
     assert code == 3
     needed = replay(training()).ranks[0].peak_reserved
     told = f"needs {format_bytes(needed)}, lacks {format_bytes(needed - 64 * MIB)} (the GPU has 64.00 MiB)"
-    assert shown == f"check: out of memory: run.json {told}\n"
     path = str(tmp_path / "run.json")
+    assert shown == f"check: out of memory: run.json {told}; `llmem stress {path}` tries other allocator settings\n"
     (tmp_path / "result.json").write_text(CliRunner().invoke(main, ["run", path, "--json"]).stdout)
     assert told in invoke(str(tmp_path / "result.json"), "--budget", "80GiB")[1]
 
