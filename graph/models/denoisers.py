@@ -38,6 +38,13 @@ _STRANGE: Final = (
     *("head", "images", "audio", "dec_seq", "attention_mask", "repeat_kv", "use_cache", "outputs", "loss", "experts"),
     *("every", "save"),
 )
+#: The values that it takes of keys whose others are for transformers.
+_TAKEN: Final[Mapping[str, tuple[str, ...]]] = {
+    "task": ("train",),
+    "attn": ("default", "sdpa"),
+    "checkpointing": ("", "nonreentrant"),
+    "offload": ("", "optimizer", "parameters", "activations", "activations-pin"),
+}
 #: Keys of a configuration that are not for the class: the case has the dtype, and quantization is its own matter.
 _ELSEWHERE: Final = frozenset(["dtype", "torch_dtype", "quantization_config"])
 #: Numbers of a picture that SDXL is told: its size, the crop's corner, the size that is wanted.
@@ -138,11 +145,11 @@ def _check(case: Case, place: str) -> None:
         if getattr(case, key) != KEYS[key].default:
             mend = f"strategy {case.strategy!r} sets it" if key in methods.usual(case.strategy) else "leave it out"
             raise ConfigError(f"key '{key}': it means nothing to a denoiser of diffusers ({place}); {mend}")
-    for key, takes in (("task", ("train",)), ("attn", ("default", "sdpa")), ("checkpointing", ("", "nonreentrant"))):
+    for key, takes in _TAKEN.items():
         if getattr(case, key) not in takes:
+            known = " or ".join(map(repr, filter(None, takes)))
             raise ConfigError(
-                f"key '{key}': a denoiser of diffusers ({place}) takes {' or '.join(map(repr, filter(None, takes)))}, "
-                f"not {getattr(case, key)!r}"
+                f"key '{key}': a denoiser of diffusers ({place}) takes {known}, not {getattr(case, key)!r}"
             )
 
 
@@ -238,10 +245,14 @@ def _unet(config: Mapping[str, Any], sizes: _Sizes, dtype: torch.dtype) -> tuple
         _values("encoder_hidden_states", batch, sizes.tokens, config["cross_attention_dim"], dtype=dtype),
     ]
     if config["addition_embed_type"] == "text_time":
-        pooled = config["projection_class_embeddings_input_dim"] - _TIME_IDS * config["addition_time_embed_dim"]
-        found.append(_values("text_embeds", batch, pooled, dtype=dtype))
+        found.append(_values("text_embeds", batch, _pooled(config), dtype=dtype))
         found.append(_values("time_ids", batch, _TIME_IDS, dtype=dtype))
     return *found, _values("target", batch, config["out_channels"], *latent, dtype=dtype)
+
+
+def _pooled(config: Mapping[str, Any]) -> int:
+    """The width of the pooled text of SDXL."""
+    return int(config["projection_class_embeddings_input_dim"] - _TIME_IDS * config["addition_time_embed_dim"])
 
 
 def _strange_unet(config: Mapping[str, Any]) -> str:
@@ -250,6 +261,8 @@ def _strange_unet(config: Mapping[str, Any]) -> str:
             return key
     if config["addition_embed_type"] not in (None, "text_time"):
         return "addition_embed_type"
+    if config["addition_embed_type"] and _pooled(config) < 1:
+        return "projection_class_embeddings_input_dim"
     if config["attention_type"] != "default":
         return "attention_type"
     return "" if isinstance(config["cross_attention_dim"], int) else "cross_attention_dim"

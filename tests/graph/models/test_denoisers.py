@@ -233,6 +233,7 @@ def test_nothing_is_ignored(tmp_path: Path) -> None:
         ({"task": "inference", "seq": 512}, "key 'task': .* takes 'train', not 'inference'"),
         ({"attn": "eager"}, "key 'attn': .* takes 'default' or 'sdpa', not 'eager'"),
         ({"checkpointing": "reentrant"}, "key 'checkpointing': .* takes 'nonreentrant', not 'reentrant'"),
+        ({"checkpointing": "nonreentrant", "offload": "checkpoints"}, "key 'offload': .* takes 'optimizer' or "),
         ({"image_size": "60x64"}, "key 'image_size': .* multiples of 16 pixels, not 60 x 64"),
         ({"image_size": "144x64"}, "key 'image_size': .* takes sides of at most 128 that are multiples of 16"),
         ({"lora": 2, "lora_targets": ["none"]}, "key 'lora': peft cannot adapt the model of .*none"),
@@ -252,6 +253,11 @@ def test_what_a_case_may_not_ask_for(keys: dict[str, Any], message: str, tmp_pat
             "what a UNet2DConditionModel with 'class_embed_type' 'timestep' is fed",
         ),
         ({"cross_attention_dim": [24, 24]}, "with 'cross_attention_dim' .* is fed is not known here; give model"),
+        (
+            {**SDXL, "addition_time_embed_dim": 16},
+            "with 'projection_class_embeddings_input_dim' 80 is fed is not known",
+        ),
+        ({"addition_embed_type": "image"}, "config.json: "),
         ({"block_out_channels": [32]}, "config.json: diffusers cannot build it: "),
         ({"sample_size": "wide"}, "config.json: key 'sample_size': 'wide' should be height and width of a latent"),
         (
