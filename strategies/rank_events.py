@@ -72,7 +72,7 @@ def events_of(graph: StepGraph, speed: Speed | None = None, *, late: bool = Fals
     columns["name"] = _joined(count, labels)
     columns |= _meetings(graph, op, source, stream, size, timed=speed is not None)
     events = Events(op, columns)
-    return _held(events) if late else events
+    return held(events) if late else events
 
 
 def _meetings(
@@ -175,6 +175,6 @@ def _placed(where: npt.NDArray[np.bool_], values: Int64Array) -> Int64Array:
     return column
 
 
-def _held(events: Events) -> Events:
+def held(events: Events) -> Events:
     """The same events after one that holds recorded events back."""
     return Events.joined([Events(np.asarray([Op.HOLD_EVENTS], np.uint8), {"hold": np.asarray([True])}), events])

@@ -22,9 +22,7 @@ import torch.nn.parallel.distributed as parallel
 from graph.fake_cuda.device import Runtime
 from graph.fake_cuda.torch_private import fake_store, finished_work
 from graph.fake_cuda.torch_private import schemas as torch_schemas
-from graph.model import Kind
 from graph.recorder.list_sharding import equal_entries_once
-from graph.recorder.recorder import KIND_BITS
 
 if TYPE_CHECKING:
     from graph.recorder.recorder import Recorder
@@ -52,7 +50,6 @@ KINDS: Final[Mapping[str, str]] = {
 }
 #: Operators that a host issues between two looks of NCCL's watchdog.
 OPERATORS_A_LOOK: Final = 2000
-_KIND: Final = (1 << KIND_BITS) - 1
 #: Collectives over a list of tensors, which NCCL gathers into or takes from one flat tensor of the same stream.
 _LISTS: Final = frozenset({"allgather_", "reduce_scatter_"})
 #: Messages between two ranks, and the number of the first of their streams.
@@ -70,9 +67,10 @@ class Collectives:
         self.recorder = recorder
         self.kept = kept
         self.keeps: Callable[[], bool] = lambda: True  # whether nobody waits for one of these
+        self.named: Callable[[Any], str] = _group_name
         self._held: list[Any] = []
         self._since: list[int] = []  # operators that had run when each of the first of these was noticed
-        self._looked = 0  # events of the log that have been looked at
+        self._waits = 0  # of the host, until the last settling
         self._issued = 0  # works held at the last settling, and how many of them are finished
         self._finished = 0
         self._waited = 0  # operators when the host had waited for these
@@ -98,16 +96,14 @@ class Collectives:
         del self._held[:seen], self._since[:seen]
         self._since += [operators] * (len(self._held) - len(self._since))
 
-    def settle_late(self) -> None:
+    def settle_late(self, operators: int, waits: int) -> None:
         """The same where work is finished only once the host has waited for the device after it was issued.
 
-        The watchdog looks every 100 ms (kWatchdogThreadSleepMillis); a host takes about 50 us for an operator.
+        So many operators have run and waits been made. The watchdog looks every 100 ms (kWatchdogThreadSleepMillis); a
+        host takes about 50 us for an operator.
         """
-        log = self.recorder.log
-        new = log.events[self._looked :]
-        self._looked = len(log.events)
-        operators = len(log.operators)
-        if self._issued > self._finished and any(event & _KIND == Kind.SYNCHRONIZE for event in new):
+        waited, self._waits = waits > self._waits, waits
+        if self._issued > self._finished and waited:
             self._finished, self._waited = self._issued, operators
         elif self._finished and operators - self._waited >= OPERATORS_A_LOOK:
             del self._held[: self._finished]
@@ -149,7 +145,7 @@ class Collectives:
             largest = sum(tensor.nbytes for tensor in _flat(args[0 if name == "allgather_" else 1]))
         group = given.get("process_group")
         apart = KINDS[name] in self.kept and given.get("async_op", True)
-        self.recorder.collective(KINDS[name], _group_name(group), largest, runs=NCCL_STREAM if apart else None)
+        self.recorder.collective(KINDS[name], self.named(group), largest, runs=NCCL_STREAM if apart else None)
 
     def _tell_pair(self, name: str, given: Mapping[str, Any], size: int) -> None:
         """A message to or from one rank: both meet in a group of their own, on a stream for each direction.
@@ -159,7 +155,7 @@ class Collectives:
         group = given["process_group"]
         own = dist.ProcessGroup.unbox(group).rank()
         pair = f"{own}>{given['dst']}" if name == "send" else f"{given['src']}>{own}"
-        way = f"{_group_name(group)}:{pair}"
+        way = f"{self.named(group)}:{pair}"
         stream = self._streams.setdefault(way, _FIRST_STREAM + len(self._streams))
         self.recorder.wait_stream(stream, 0)
         self.recorder.collective("send_recv", way, size, stream)

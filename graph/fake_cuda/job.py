@@ -39,6 +39,7 @@ def joined(runtime: Runtime, recorder: Any) -> Iterator[Collectives]:
     """Inside, a program that starts a process group is one rank of the job of the environment."""
     collectives = Collectives(runtime, recorder, frozenset({"all_reduce"}))
     collectives.keeps = lambda: graph_task() >= 0 and not _functional()  # in backward, DDP's reducer: others wait
+    collectives.named = _members
     plain: Callable[..., None] = dist.init_process_group
 
     def start(
@@ -94,6 +95,16 @@ def _own_rank(
     """`torch.multiprocessing.spawn` and `start_processes`: one process's work, that of this rank, done in this one."""
     fn(int(os.environ.get("RANK", "0")) % nprocs, *args)
     return None if join else _Ended()
+
+
+def _members(group: Any) -> str:
+    """The ranks of a group, as `0,1,2`."""
+    unboxed = dist.ProcessGroup.unbox(group)
+    try:
+        ranks = dist.get_process_group_ranks(unboxed)
+    except KeyError:  # made below torch.distributed
+        ranks = list(range(unboxed.size()))
+    return ",".join(map(str, ranks))
 
 
 def _functional() -> bool:

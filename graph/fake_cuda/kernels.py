@@ -437,6 +437,8 @@ class Kernels:
                     on_device(target, source, non_blocking)
                 else:
                     on_device(target, on_device(torch.empty_like(target), source), non_blocking)
+                if not non_blocking and runtime.allocator is not None:  # a step graph has its own waits
+                    runtime.synchronized()
                 return target
             cast = source.to(target.dtype) if non_blocking and not plain else source
             sent = cast if plain else cast.expand_as(target).contiguous()

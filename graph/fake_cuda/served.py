@@ -35,6 +35,18 @@ class Allocator(Protocol):
     def record_stream(self, ident: int, stream: int) -> None:
         """An allocation is in use on another stream."""
 
+    def launch(self, name: int, duration: int, stream: int) -> None:
+        """Work of `duration` ns begins on a stream; the name's code is the caller's."""
+
+    def collective(self, name: int, kind: str, group: str, size: int, stream: int) -> None:
+        """A collective of `size` bytes among the ranks of `group` (`0,1,2`, or `0,1,2:1>2`) begins on a stream."""
+
+    def wait_stream(self, stream: int, on: int) -> None:
+        """What comes on a stream waits for what another one has now."""
+
+    def synchronize(self, stream: int) -> None:
+        """The host waits for a stream (-1: for all)."""
+
     def empty_cache(self) -> None:
         """Give back to the driver what is cached."""
 

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from graph.fake_cuda.device import Runtime
 
 
+#: Streams beside the default one: so many PyTorch makes of each priority, and then gives them out again.
+STREAMS: Final = 32
 #: The first number of a stream that stands for an event.
 FIRST_POINT: Final = 5000
 
@@ -33,8 +35,9 @@ class Stream:
 
     def __init__(self, device: object = None, priority: int = 0, *, number: int | None = None, **_: object) -> None:
         if number is None:
-            Stream._made += 1
-        self.stream_id = Stream._made if number is None else number
+            number = Stream._made + 1
+            Stream._made = number % STREAMS
+        self.stream_id = number
         self.cuda_stream = self.stream_id
         self.device = self.runtime.device
         self.device_index = self.device.index

@@ -85,7 +85,7 @@ class Phases:
             if self.settle is not None:
                 self.settle()
             self.phase = phase
-            self.allocator.mark(phase, self.steps)
+            self.allocator.mark(phase, -1 if phase == LOAD else self.steps)
 
     # ------------------------------------------------------------------------------------------------------------
 

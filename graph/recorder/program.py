@@ -28,11 +28,15 @@ if TYPE_CHECKING:
     from graph.fake_cuda.served import Allocator
     from graph.fake_cuda.torch_private import Operator
 
+#: What a call takes in ns: of an operator, its arguments and what it returned.
+Price = Callable[[Any, tuple[Any, ...], Mapping[str, Any], object], int]
 Place = tuple[int, int, int]  # codes of the operator and of the module (-1: none), number of the stack
 
 #: A module's code above 0 and a stack's number above it, in one integer.
 _BITS: Final = 32
 _MODULE: Final = (1 << _BITS) - 1
+#: Beside the sequences of a kind of call: what it takes in ns.
+_DURATION: Final = "ns"
 
 _grad_enabled: Final = torch.is_grad_enabled
 _get_ident: Final = threading.get_ident
@@ -57,11 +61,18 @@ class Labels:
 
 
 class ProgramRecorder:
-    """Tells `allocator` what happens on the device of `runtime`. The program is run by the function of code `base`."""
+    """Tells `allocator` what happens on the device of `runtime`. The program is run by the function of code `base`.
 
-    def __init__(self, runtime: Runtime, allocator: Allocator, base: CodeType | None = None) -> None:
+    With a `price` operators take time, and it is told of kernels, collectives and what waits for what.
+    """
+
+    def __init__(
+        self, runtime: Runtime, allocator: Allocator, base: CodeType | None = None, price: Price | None = None
+    ) -> None:
         rules()  # loaded now, while the names of our modules are ours
         self.runtime = runtime
+        self.allocator = allocator
+        self.waits = 0  # of the host for the device
         self.labels = Labels(Lines(base))
         self.operators = 0  # that have run
         self.stacks: dict[int, list[int]] = {}  # by thread: codes of the modules that run, outermost first
@@ -76,6 +87,8 @@ class ProgramRecorder:
         self._free: Callable[[int], None] = allocator.free
         self._record_stream = allocator.record_stream
         self._held: list[int] | None = None  # frees that wait for others that came with them
+        self._price = price
+        self._behind: set[int] = set()  # streams of collectives that nobody has waited for
 
     def number(self, tensor: torch.Tensor) -> int:
         """The allocation behind a device tensor (of its local part if it is distributed), -1 if it has none."""
@@ -116,6 +129,11 @@ class ProgramRecorder:
             )
             if all(step[0] != KEEP for step in steps):
                 known[mode] = steps
+        if self._price is not None:
+            if (duration := known.get(_DURATION)) is None:
+                duration = known[_DURATION] = self._price(func, args, kwargs, out)
+            if duration:
+                self.allocator.launch(self.labels.code(str(func)), duration, stream)
         if steps:
             place = self._place(thread, self.labels.code(str(func)))
             self._follow(steps, born, stream, place)
@@ -148,10 +166,36 @@ class ProgramRecorder:
         if number >= 0:
             self._record_stream(number, stream)
 
-    def collective(self, *told: object, **also: object) -> None:
-        """A collective starts: it has no memory of its own, and takes no time here."""
+    def synchronize(self) -> None:
+        """The host has waited for the device."""
+        self.waits += 1
+        self.allocator.synchronize(-1)
 
-    wait_stream = collective
+    def reached(self, stream: int) -> None:
+        """The host has waited for what `stream` had been given."""
+        self.waits += 1
+        self.allocator.synchronize(stream)
+
+    def wait_stream(self, stream: int, on: int) -> None:
+        """`stream` waits for what stream `on` has been given so far."""
+        self.allocator.wait_stream(stream, on)
+
+    def collective(self, kind: str, group: str, size: int, stream: int = 0, runs: int | None = None) -> None:
+        """A collective of `size` bytes starts (`Recorder.collective`); with `runs` nobody waits before `settle`."""
+        if self._price is None:
+            return
+        current = self.runtime.stream
+        if runs is not None:
+            self.allocator.wait_stream(runs, 0 if current is None else current.stream_id)
+            self._behind.add(runs)
+        elif not stream and current is not None:
+            stream = current.stream_id
+        self.allocator.collective(self.labels.code(kind), kind, group, size, stream if runs is None else runs)
+
+    def settle(self) -> None:
+        """A phase ends: its collectives are waited for."""
+        while self._behind:
+            self.allocator.wait_stream(0, self._behind.pop())
 
     # ------------------------------------------------------------------------------------------------------------
 

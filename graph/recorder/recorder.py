@@ -74,7 +74,7 @@ class Signature:
 
 
 #: Operators in place that do not read what they overwrite.
-_OVERWRITING: Final = frozenset(
+OVERWRITING: Final = frozenset(
     {"copy_", "fill_", "zero_", "normal_", "uniform_", "bernoulli_", "random_", "_foreach_zero_", "_foreach_copy_"}
 )
 
@@ -116,6 +116,7 @@ class Recorder:
         self.device = device
         self.log = Log()
         self.state: dict[Any, Any] = {}
+        self.waits = 0  # of the host for the device
         self.phase = 0
         self.step = -1
         self.role = int(Role.LOAD)
@@ -157,6 +158,7 @@ class Recorder:
 
     def synchronize(self) -> None:
         """The host has waited for the device, to read a value."""
+        self.waits += 1
         self.log.event(Kind.SYNCHRONIZE, 0)
 
     def reached(self, stream: int) -> None:
@@ -341,7 +343,7 @@ class Recorder:
         reads: list[Any] = []
         writes: list[Any] = []
         kind = self.device.type
-        overwrites = func._opname in _OVERWRITING
+        overwrites = func._opname in OVERWRITING
         places = list(enumerate(args)) + list((kwargs or {}).items())
         arguments = {argument.name: argument for argument in func._schema.arguments}
         for place, value in places:

@@ -62,6 +62,17 @@ def _steps(text: str | None) -> int:
 @click.option("--nnodes", metavar="N", type=click.IntRange(1), help="Nodes, as torchrun's.")
 @click.option("--ranks", metavar="0,3-5|all", default="all", show_default=True, help="Ranks to run.")
 @click.option("--steps", metavar="N|all", help="End after N optimizer steps (default: when two do the same).")
+@click.option("--time", "timing", is_flag=True, help="Kernels and collectives take time: also the time of a step.")
+@click.option(
+    "--interconnect", metavar="WAY", help="With --time: nvlink, pcie, infiniband, ethernet, or a link's name."
+)
+@click.option(
+    "--deferred",
+    type=click.Choice(["prompt", "late"], case_sensitive=False),
+    default="prompt",
+    show_default=True,
+    help="When memory that another stream used comes back: at once, or when the host waits.",
+)
 @click.option("--json", "document", metavar="FILE", help="Write figures, steps and assumptions as JSON.")
 @click.option("-o", "--output", metavar="FILE", help="Keep the trace (.json, .json.gz or .npz).")
 @output_options
@@ -77,6 +88,9 @@ def command(
     nnodes: int | None,
     ranks: str,
     steps: str | None,
+    timing: bool,
+    interconnect: str | None,
+    deferred: str,
     document: str | None,
     written: Outputs,
     quiet: bool,
@@ -89,7 +103,10 @@ def command(
     from simulator.recording import result as result_of
     from simulator.recording.launch import record
     from simulator.recording.launchers import program_of
+    from strategies.timing.links import ways
 
+    if interconnect is not None and not timing:
+        raise click.UsageError("--interconnect needs --time")
     found = program_of(program, module, nproc_per_node)
     processes = nproc_per_node or found.processes
     world = processes * (nnodes or found.nodes)
@@ -98,6 +115,7 @@ def command(
     if alloc_conf is not None:
         parse_conf(alloc_conf, behaviour)
     card = gpu_of(gpu)
+    ways(card.name, interconnect or "")
     outside = process_terms([profile(card.name, behaviour.text)], context_size(context), int(world > 1))
     request = Request(
         program=found.words,
@@ -115,6 +133,9 @@ def command(
         environment=found.environment,
         local=found.local,
         launched=found.launched or nproc_per_node is not None,
+        late=deferred == "late",
+        timed=timing,
+        interconnect=interconnect or "",
     )
     written.check(found.words[0])
     if document is not None:
@@ -133,7 +154,7 @@ def command(
             file.write(json.dumps(result_of.document(recorded, result), indent=1).encode())
     if not quiet:
         print(f"recorded {recorded.steps} steps on {card.name}", file=sys.stderr)
-        for line in result_of.told(told):
+        for line in result_of.told(told, recorded):
             print(line, file=sys.stderr)
     announce((*recorded.notices, *recorded.assumptions), quiet)
     return recorded.exit_code

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import os
 import threading
+from collections import deque
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
@@ -26,13 +27,18 @@ from traces.model import Device, Events, Initial, Int64Array, Op
 
 #: Streams beside the default one: so many PyTorch makes of each priority, and then gives them out again.
 STREAMS: Final = 32
+#: From this number on streams stand for collectives and events: they have a clock, and no memory.
+FIRST_CLOCK: Final = 900
 _ALLOC, _FREE, _RECORD_STREAM = int(Op.ALLOC), int(Op.FREE), int(Op.RECORD_STREAM)  # as plain numbers: numba asks what
+_COMPLETE_FREE, _KERNEL, _SYNCHRONIZE = int(Op.COMPLETE_FREE), int(Op.KERNEL), int(Op.SYNCHRONIZE)
 _EMPTY_CACHE, _RESET_PEAK, _RESET_ACCUMULATED = int(Op.EMPTY_CACHE), int(Op.RESET_PEAK), int(Op.RESET_ACCUMULATED)
 _ROWS: Final = 1 << 16
+#: Nanoseconds of a collective: of its kind, bytes and ranks.
+Times = Callable[[str, int, tuple[int, ...]], int]
 _IDS: Final = 1 << 15
 
 
-def _no_events() -> Program:
+def _no_events(timed: bool) -> Program:
     """A rank without events, on all streams that a program may use."""
     empty = np.empty(0, np.int64)
     return Program(
@@ -46,9 +52,21 @@ def _no_events() -> Program:
         ids=empty,
         stream_values=np.arange(STREAMS + 1, dtype=np.int64),
         pools=empty,
-        timed=False,
+        timed=timed,
         num_collectives=0,
     )
+
+
+def _dense(stream: int) -> int:
+    """The number under which the machine knows a stream: those from beyond PyTorch's own share them."""
+    return stream if stream <= STREAMS or stream >= FIRST_CLOCK else 1 + (stream - 1) % STREAMS
+
+
+def _members(group: str) -> tuple[int, ...]:
+    """The ranks of a group: `0,1,2`, or of the two that `0,1,2:1>2` has by their places."""
+    names, _, pair = group.partition(":")
+    ranks = tuple(map(int, names.split(",")))
+    return tuple(ranks[int(place)] for place in pair.split(">")) if pair else ranks
 
 
 def warm_up() -> None:
@@ -57,20 +75,50 @@ def warm_up() -> None:
     live.free(live.malloc(1))
 
 
+class Mark(NamedTuple):
+    """Where a phase begins: when all before it is done (ns), with so many retries and calls of the driver."""
+
+    phase: int
+    step: int
+    done: int
+    retries: int
+    calls: int
+
+
 class LiveAllocator:
     """What `graph.fake_cuda.served.Allocator` asks for, by the compiled allocator of this project.
 
     `conf` are its settings (None: the environment's, when it is first used); `error` makes the exception that is raised
-    where memory runs out. Safe on several threads. Frees may come in the middle of another event, from Python's
-    collector; they are served after it.
+    where memory runs out. Memory in use on another stream comes back at once; with `late` when the host waits; with
+    `times` when that stream has passed the point in simulated time. Collectives take `times(kind, bytes, ranks)` ns,
+    as if the others came when this rank does.
+
+    Safe on several threads. Frees may come in the middle of another event, from Python's collector; they are served
+    after it.
     """
 
-    def __init__(self, device: Device, release: Release, conf: str | None, error: Callable[[str], Exception]) -> None:
+    def __init__(
+        self,
+        device: Device,
+        release: Release,
+        conf: str | None,
+        error: Callable[[str], Exception],
+        *,
+        late: bool = False,
+        times: Times | None = None,
+    ) -> None:
         self.device = device
+        self.late = late
+        self._times = times
+        self._clocks: dict[int, int] = {}  # of streams from FIRST_CLOCK on
+        self._points: dict[int, int] = {}  # with `late`, CUDA event -> the row at which it was recorded
+        self._shared: set[int] = set()  # with `late`, allocations in use on another stream
+        self._pending: deque[tuple[int, int]] = deque()  # row and number of their frees, until the host waits
         self.release = release
         self.conf = conf
         self.fractions: dict[int, float] = {}  # row of the history -> what set_memory_fraction set
         self.confs: dict[int, str] = {}  # row of the history -> what set_allocator set
+        self.marks: list[Mark] = []  # where phases began, in simulated time
         self._error = error
         self._machine: Machine | None = None
         self._lock = threading.RLock()
@@ -88,13 +136,14 @@ class LiveAllocator:
             if self.conf is None:
                 self.conf = conf_from_environment(os.environ, self.release) or ""
             self._machine = Machine(
-                _no_events(),
+                _no_events(self._times is not None),
                 device=self.device,
                 settings=parse_conf(self.conf, self.release),
                 release=self.release,
                 capacity=self.device.total_bytes - self.device.context_bytes,
             )
             self._machine.ids = self._ids.reshape(-1, 2)
+            self._machine.memory[at.HOLD] = self.late
         return self._machine
 
     @property
@@ -127,6 +176,9 @@ class LiveAllocator:
     def free(self, ident: int) -> None:
         """The allocation of this number is given back."""
         with self._lock:
+            if ident in self._shared:
+                self._shared.discard(ident)
+                self._pending.append((self._rows, ident))
             if self._busy:
                 self._late.append(ident)
             else:
@@ -135,6 +187,8 @@ class LiveAllocator:
     def record_stream(self, ident: int, stream: int) -> None:
         """The allocation is in use on another stream."""
         with self._lock:
+            if self.late:
+                self._shared.add(ident)
             self._serve(_RECORD_STREAM, ident, 0, stream)
 
     def empty_cache(self) -> None:
@@ -142,10 +196,63 @@ class LiveAllocator:
         with self._lock:
             self._serve(_EMPTY_CACHE, -1, 0, 0)
 
+    def launch(self, name: int, duration: int, stream: int) -> None:
+        """Work of `duration` ns begins on a stream; the name's code is the caller's."""
+        with self._lock:
+            self._serve(_KERNEL, name, duration, stream)
+
+    def collective(self, name: int, kind: str, group: str, size: int, stream: int) -> None:
+        """A collective of `size` bytes among the ranks of `group` (`0,1,2`, or `0,1,2:1>2`) begins on a stream."""
+        if self._times is None:
+            return
+        duration = self._times(kind, size, _members(group))
+        with self._lock:
+            if stream < FIRST_CLOCK:
+                self._serve(_KERNEL, name, duration, stream)
+                return
+            self._enter(Op.KERNEL, name, duration, stream)
+            memory = self.machine.memory
+            memory[at.HOST] += memory[at.LAUNCH_NS]
+            self._clocks[stream] = max(self._clock(stream), int(memory[at.HOST])) + duration
+
+    def wait_stream(self, stream: int, on: int) -> None:
+        """What comes on a stream waits for what another one has now."""
+        if self.late and stream >= FIRST_CLOCK:
+            self._points[stream] = self._rows
+        if self._times is None or stream == on:
+            return
+        with self._lock:
+            self._enter(Op.WAIT_STREAM, -1, _dense(on), _dense(stream))
+            time = max(self._clock(stream), self._clock(on))
+            if stream < FIRST_CLOCK:
+                self.machine.memory[self._cell(stream)] = time
+            else:
+                self._clocks[stream] = time
+
+    def synchronize(self, stream: int) -> None:
+        """The host waits for a stream (-1: for all)."""
+        if self._times is None and not self.late:
+            return
+        with self._lock:
+            before = self._rows if stream < 0 else self._points.get(stream, 0)
+            while self._pending and self._pending[0][0] < before:
+                self._serve(_COMPLETE_FREE, self._pending.popleft()[1], 0, 0)
+            if self._times is None:
+                return
+            memory = self.machine.memory
+            reached = [int(memory[at.HOST]), *self._clocks.values()] if stream < 0 else [self._clock(stream)]
+            memory[at.HOST] = max(int(memory[at.HOST]), *reached)
+            if stream < FIRST_CLOCK:
+                self._serve(_SYNCHRONIZE, -1, 0, stream)
+            else:
+                self._enter(Op.SYNCHRONIZE, -1, 0, stream)
+
     def mark(self, phase: int, step: int) -> None:
         """A phase begins here; its code and the step's number are the caller's."""
         with self._lock:
             self._enter(Op.PHASE, phase, step)
+            if self._times is not None:
+                self.marks.append(Mark(phase, step, *self._stand()))
 
     def region(self, name: int, begins: bool) -> None:
         """A named part of the program begins or ends here; the name's code is the caller's."""
@@ -178,6 +285,10 @@ class LiveAllocator:
         with self._lock:
             self._serve(_RESET_ACCUMULATED, -1, 0, 0)
             self._rows -= 1
+
+    def ended(self) -> list[Mark]:
+        """`marks`, and where the run stands now; nothing without time."""
+        return [*self.marks, Mark(-1, -1, *self._stand())] if self.marks else []
 
     # --- answers --------------------------------------------------------------------------------------------------
 
@@ -217,7 +328,7 @@ class LiveAllocator:
             machine = self._machine or self.machine
             if (self._rows + 1) * kernels.COLUMNS > len(self._history):
                 self._history = np.concatenate([self._history, np.zeros_like(self._history)])
-            dense = stream if stream <= STREAMS else 1 + (stream - 1) % STREAMS
+            dense = _dense(stream)
             while True:
                 status = kernels.serve_event(
                     machine.memory, self._ids, self._history, self._rows, op, ident, arg, dense
@@ -235,11 +346,29 @@ class LiveAllocator:
             self._serve(_FREE, self._late.pop(), 0, 0)
         return int(status)
 
-    def _enter(self, op: int, ident: int, arg: int) -> None:
+    def _stand(self) -> tuple[int, int, int]:
+        """When all is done, retries, and the driver's calls so far."""
+        memory = self.machine.memory
+        first = int(memory[at.STREAMS]) + at.S_CLOCK
+        clocks = memory[first : first + memory[at.NUM_STREAMS] * at.S_COLUMNS : at.S_COLUMNS]
+        done = max(int(memory[at.HOST]), int(clocks.max()), *self._clocks.values())
+        return done, int(memory[at.RETRIES]), int(memory[at.DEVICE_ALLOCS] + memory[at.DEVICE_FREES])
+
+    def _cell(self, stream: int) -> int:
+        """Where the machine keeps the clock of a stream below FIRST_CLOCK."""
+        return int(self.machine.memory[at.STREAMS]) + _dense(stream) * at.S_COLUMNS + at.S_CLOCK
+
+    def _clock(self, stream: int) -> int:
+        """When the known work of a stream ends."""
+        if stream >= FIRST_CLOCK:
+            return self._clocks.get(stream, 0)
+        return int(self.machine.memory[self._cell(stream)])
+
+    def _enter(self, op: int, ident: int, arg: int, stream: int = 0) -> None:
         """Put an event into the history that changes nothing here."""
         if (self._rows + 1) * kernels.COLUMNS > len(self._history):
             self._history = np.concatenate([self._history, np.zeros_like(self._history)])
-        self._history[self._rows * kernels.COLUMNS : (self._rows + 1) * kernels.COLUMNS] = op, ident, arg, 0
+        self._history[self._rows * kernels.COLUMNS : (self._rows + 1) * kernels.COLUMNS] = op, ident, arg, stream
         self._rows += 1
 
     def _more_ids(self) -> None:

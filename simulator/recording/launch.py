@@ -10,13 +10,14 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
 
 import traces
+from simulator.recording.durations import Durations
 from simulator.recording.request import FACTS, TRACE, Request
 from simulator.recording.trace import together
 from traces.errors import LLMemError
@@ -41,13 +42,14 @@ class RecordError(LLMemError):
 @dataclass(frozen=True)
 class Recorded:
     """What a program did: its exit code, the optimizer's steps, what was assumed of values, what else there is to say
-    of the run, and the trace."""
+    of the run, the trace, and where time was asked for what phases of each rank took."""
 
     exit_code: int
     steps: int
     assumptions: tuple[str, ...]
     notices: tuple[str, ...]
     trace: Trace
+    durations: Mapping[int, Durations] = field(default_factory=dict)
 
 
 def record(request: Request, ranks: Sequence[int] = (0,), told: Callable[[str], None] | None = None) -> Recorded:
@@ -78,6 +80,7 @@ def record(request: Request, ranks: Sequence[int] = (0,), told: Callable[[str], 
         assumptions=tuple(dict.fromkeys(text for one in found for text in one.assumptions)),
         notices=tuple(dict.fromkeys(text for one in found for text in one.notices)),
         trace=together([one.trace for one in found]),
+        durations={rank: phases for one in found for rank, phases in one.durations.items()},
     )
 
 
@@ -120,7 +123,14 @@ class _Processes:
                 raise RecordError(f"the process of {name} {end} before anything was recorded")
             found = json.loads(facts.read_text())
             trace = traces.read(Path(folder) / TRACE)
-        return Recorded(found["exit_code"], found["steps"], tuple(found["assumptions"]), tuple(found["notices"]), trace)
+        return Recorded(
+            exit_code=found["exit_code"],
+            steps=found["steps"],
+            assumptions=tuple(found["assumptions"]),
+            notices=tuple(found["notices"]),
+            trace=trace,
+            durations={request.rank: tuple((name, step, ns) for name, step, ns in found["durations"])},
+        )
 
     def _run(self, request: Request) -> int:
         """The exit code of the process of a rank."""

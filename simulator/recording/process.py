@@ -15,12 +15,13 @@ import runpy
 import signal
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Final
 
 import traces
 from graph.fake_cuda import sdpa, triton_stand_in
+from graph.fake_cuda.collectives import Collectives
 from graph.fake_cuda.device import Runtime, fake_cuda
 from graph.fake_cuda.job import joined
 from graph.fake_cuda.served import OutOfMemoryError, has_triton
@@ -35,9 +36,12 @@ from graph.recorder.program import ProgramRecorder
 from simulator.allocator.releases import parse_release
 from simulator.recording import cycles
 from simulator.recording.allocator import LiveAllocator, warm_up
+from simulator.recording.durations import of_phases
+from simulator.recording.prices import Prices
 from simulator.recording.repeats import Progress, Repeats
 from simulator.recording.request import FACTS, REPEATS, TRACE, Request
 from simulator.recording.trace import trace_of
+from strategies.timing.clock import LAUNCH_NS, Clock
 from traces.model import Device
 
 _OURS: Final = str(Path(__file__).resolve().parents[2])
@@ -58,16 +62,27 @@ def main(text: str) -> int:
     _stand_in(Path(request.folder))
     warm_up()
     device = Device(card.name, request.memory or card.total_bytes, request.context)
-    allocator = LiveAllocator(device, parse_release(request.release), request.conf, OutOfMemoryError)
+    prices = Prices(Clock.connected(request.gpu, request.interconnect)) if request.timed else None
+    if prices is not None:
+        device = dataclasses.replace(device, launch_ns=LAUNCH_NS)
+    allocator = LiveAllocator(
+        device,
+        parse_release(request.release),
+        request.conf,
+        OutOfMemoryError,
+        late=request.late,
+        times=None if prices is None else prices.collective,
+    )
     card = dataclasses.replace(card, total_bytes=device.total_bytes)
     index = request.local_rank if request.local_rank < _DEVICES else 0
     with fake_cuda(card, allocator, index, min(request.processes, _DEVICES)) as runtime:
         sdpa.install(runtime)
-        recorder = ProgramRecorder(runtime, allocator, _BASE)
+        recorder = ProgramRecorder(runtime, allocator, _BASE, None if prices is None else prices.kernel)
         end = _End(request, allocator)
         phases = Phases(recorder, allocator, end)
         keeper = _Keeper(request, runtime, recorder, phases, allocator, end)
         runtime.observer = recorder
+        runtime.synchronizations = recorder.synchronize
         folder = Path(request.folder)
         with (
             keeper.kept_at_exit(),
@@ -80,11 +95,24 @@ def main(text: str) -> int:
             joined(runtime, recorder) as job,
             phases.followed(),
         ):
-            phases.settle = lambda: job.settle_seen(recorder.operators)
+            phases.settle = _settling(job, recorder, request.late)
             code, error = _run(request)
         keeper.keep(code)  # what the error's frames hold is alive, as it is where Python tells of it
         del error
     return code
+
+
+def _settling(job: Collectives, recorder: ProgramRecorder, late: bool) -> Callable[[], None]:
+    """What is done where a phase ends: works of collectives are let go of, and waited for."""
+
+    def settle() -> None:
+        if late:
+            job.settle_late(recorder.operators, recorder.waits)
+        else:
+            job.settle_seen(recorder.operators)
+        recorder.settle()
+
+    return settle
 
 
 def _stand_in(folder: Path) -> None:
@@ -154,6 +182,7 @@ class _Keeper:
             "notices": [text for text in (self.end.notice, collected) if text],
         }
         metadata = {"name": os.path.basename(self.request.program[0]), "program": self.request.program, **facts}
+        facts["durations"] = of_phases(self.allocator.ended())
         trace = trace_of(self.allocator, self.recorder.labels, metadata, self.request.rank)
         traces.write(trace, folder / TRACE, force=True)
         (folder / FACTS).write_text(json.dumps(facts))

@@ -21,6 +21,7 @@ from traces.units import format_bytes
 
 #: Seconds between two lines of progress.
 _PACE: Final = 10.0
+_UNCOMPARED: Final = (Op.REGION_BEGIN, Op.REGION_END, Op.WAIT_STREAM)
 
 
 class Repeats:
@@ -41,13 +42,15 @@ class Repeats:
         return same and len(log) > 0
 
     def _events(self) -> Int64Array:
-        """The step's events, as steps are compared; without the names of regions, which may count steps."""
+        """The step's events, as steps are compared; without the names of regions, which may count steps, and waits for
+        CUDA events, which have numbers as these come and go."""
         log = self._allocator.history[self._rows :]
-        log = log[~np.isin(log[:, kernels.H_OP], (Op.REGION_BEGIN, Op.REGION_END))]
-        ident, arg = log[:, kernels.H_IDENT], log[:, kernels.H_ARG]
-        phase = log[:, kernels.H_OP] == Op.PHASE
+        log = log[~np.isin(log[:, kernels.H_OP], _UNCOMPARED)]
+        op, ident, arg = log[:, kernels.H_OP], log[:, kernels.H_IDENT], log[:, kernels.H_ARG]
+        phase = op == Op.PHASE
         arg[phase] = 0  # the number of the step
-        own = (ident >= 0) & ~phase
+        log[op == Op.SYNCHRONIZE, kernels.H_STREAM] = 0
+        own = (ident >= 0) & ~phase & (op != Op.KERNEL)
         before = own & (ident < self._born)
         arg[before] = self._allocator.machine.ids[ident[before], 1]
         ident[before] = -1

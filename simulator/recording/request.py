@@ -23,7 +23,8 @@ class Request:
     two steps do the same. Each rank of a job has a process of its own, `rank` of `world`, of which each node has
     `processes`; `environment` is what their launcher adds to it, and `local` an argument with the local rank that it
     puts before the program's own. `launched`: ranks are told their places, also where there is one. `watched`: somebody
-    looks at standard error.
+    looks at standard error. `late`: memory in use on another stream comes back when the host waits. `timed`: kernels
+    take time, and collectives over `interconnect` (`strategies.timing.Clock.connected`).
     """
 
     program: tuple[str, ...]
@@ -42,6 +43,9 @@ class Request:
     environment: Mapping[str, str] = field(default_factory=dict)
     local: str = ""
     launched: bool = False
+    late: bool = False
+    timed: bool = False
+    interconnect: str = ""
 
     @property
     def local_rank(self) -> int:

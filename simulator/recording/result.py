@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 from simulator.engine.replay import replay
 from simulator.engine.result import OutsideTerm, PhasePeak, RankResult, Result
 from simulator.estimator.judging import judged
+from simulator.estimator.step_time import NOTE
+from simulator.recording.durations import Durations, of_step
 from simulator.recording.launch import Recorded
+from simulator.reports.run import format_time
 from simulator.reports.verdict import headline, label_of
 from traces.model import Trace
 from traces.units import format_bytes
@@ -19,14 +22,23 @@ SCHEMA_VERSION: Final = 1
 
 def document(recorded: Recorded, result: Result) -> dict[str, Any]:
     """Exit code, steps, figures by rank and assumptions; bytes are integers."""
-    return {
+    found = {
         "schema_version": SCHEMA_VERSION,
         "exit_code": recorded.exit_code,
         "steps": recorded.steps,
-        "ranks": [_rank(rank) for rank in result.ranks],
+        "ranks": [_rank(rank, recorded.durations.get(rank.ranks[0], ())) for rank in result.ranks],
         "assumptions": list(recorded.assumptions),
         "notices": list(recorded.notices),
     }
+    if step := _step(recorded):
+        found["step_time_ns"] = sum(step.values())
+        found["step_time_note"] = NOTE
+    return found
+
+
+def _step(recorded: Recorded) -> dict[str, int]:
+    """The phases of a step of the slowest rank."""
+    return max(map(of_step, recorded.durations.values()), key=lambda step: sum(step.values()), default={})
 
 
 def shown(trace: Trace, result: Result, outside: tuple[OutsideTerm, ...], **kept: Any) -> Result:
@@ -37,16 +49,20 @@ def shown(trace: Trace, result: Result, outside: tuple[OutsideTerm, ...], **kept
     return judged(trace, outside, analyse=False, **kept)
 
 
-def told(result: Result) -> Iterator[str]:
-    """The verdict, and the peaks of every kind of rank, a line each."""
+def told(result: Result, recorded: Recorded) -> Iterator[str]:
+    """The verdict, the peaks of every kind of rank, a line each, and the time of a step."""
     yield headline(result)
     for rank in result.ranks:
         peaks = f"{format_bytes(rank.peak_allocated)} allocated, {format_bytes(rank.peak_reserved)} reserved"
         ooms = rank.memory_stats["num_ooms"]
         yield f"{label_of(rank.ranks)}: at most {peaks}" + (f"; out of memory {ooms} times" if ooms else "")
+    if step := _step(recorded):
+        parts = ", ".join(f"{name} {format_time(duration)}" for name, duration in step.items())
+        yield f"a step takes {format_time(sum(step.values()))}: {parts}; this is {NOTE}"
 
 
-def _rank(rank: RankResult) -> dict[str, Any]:
+def _rank(rank: RankResult, durations: Durations) -> dict[str, Any]:
+    times = {(name, step): duration for name, step, duration in durations}
     stats = rank.memory_stats
     return {
         "ranks": list(rank.ranks),
@@ -57,15 +73,16 @@ def _rank(rank: RankResult) -> dict[str, Any]:
         "allocations": stats["allocation.all.allocated"],
         "num_alloc_retries": stats["num_alloc_retries"],
         "num_ooms": stats["num_ooms"],
-        "phases": [_phase(phase) for phase in rank.phases],
+        "phases": [_phase(phase, times) for phase in rank.phases],
     }
 
 
-def _phase(phase: PhasePeak) -> dict[str, Any]:
+def _phase(phase: PhasePeak, times: Mapping[tuple[str, int], int]) -> dict[str, Any]:
+    duration = times.get((phase.name, -1 if phase.step is None else phase.step))
     return {
         "name": phase.name,
         "step": phase.step,
         "peak_allocated": phase.peak,
         "peak_reserved": phase.peak_reserved,
         "left": phase.left,
-    }
+    } | ({} if duration is None else {"duration_ns": duration})

@@ -10,6 +10,7 @@ import numpy as np
 
 from graph.recorder.phase_names import BACKWARD, FORWARD, PHASES
 from simulator.recording import kernels
+from strategies.rank_events import held
 from traces.model import BoolArray, Column, Events, Int64Array, Op, RankEvents, Strings, Trace
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ def together(traces: Sequence[Trace]) -> Trace:
 
 def _same(one: Events, other: Events) -> bool:
     """Whether two ranks did the same: ops, allocations, sizes and streams."""
-    columns = ("id", "bytes", "stream", "step")
+    columns = ("id", "bytes", "stream", "step", "on", "duration_ns")
     return np.array_equal(one.op, other.op) and all(np.array_equal(one.ints(c), other.ints(c)) for c in columns)
 
 
@@ -58,8 +59,9 @@ def _events(allocator: LiveAllocator, labels: Labels) -> Events:
     alloc, phase = op == Op.ALLOC, op == Op.PHASE
     code = np.where(phase, ident, -1)
     region = np.isin(op, (Op.REGION_BEGIN, Op.REGION_END))
-    names = _names(labels, alloc, ident, code, region)
-    ident[phase | region] = -1
+    kernel = op == Op.KERNEL
+    names = _names(labels, alloc, ident, code, region | kernel)
+    ident[phase | region | kernel] = -1
     columns: dict[str, Column] = {
         "id": ident,
         "bytes": np.where(alloc, history[:, kernels.H_ARG], 0),
@@ -69,13 +71,17 @@ def _events(allocator: LiveAllocator, labels: Labels) -> Events:
         "name": names,
         "frames": _frames(labels, alloc, ident),
     }
+    for what, column, none in ((Op.KERNEL, "duration_ns", 0), (Op.WAIT_STREAM, "on", -1)):
+        if (op == what).any():
+            columns[column] = np.where(op == what, history[:, kernels.H_ARG], none)
     if allocator.fractions:
         fractions = np.full(len(op), np.nan)
         fractions[list(allocator.fractions)] = list(allocator.fractions.values())
         columns["fraction"] = fractions
     if allocator.confs:
         columns["conf"] = Strings.encode([allocator.confs.get(row) for row in range(len(op))])
-    return Events(op, columns)
+    events = Events(op, columns)
+    return held(events) if allocator.late else events
 
 
 def _categories(labels: Labels, alloc: BoolArray, phase: Int64Array, ident: Int64Array, free: BoolArray) -> Strings:

@@ -388,13 +388,14 @@ class Select(_Document):
 
 
 class RecordedPhase(_Part):
-    """A phase of a recorded program, in bytes."""
+    """A phase of a recorded program, in bytes; nanoseconds where time was asked for."""
 
     name: str
     step: int | None
     peak_allocated: Bytes
     peak_reserved: Bytes
     left: Bytes
+    duration_ns: int = 0
 
 
 class RecordedRank(_Part):
@@ -419,6 +420,8 @@ class Record(_Document):
     ranks: list[RecordedRank]
     assumptions: list[str]
     notices: list[str]
+    step_time_ns: int = 0
+    step_time_note: str = ""
 
 
 class ListedProcess(_Part):

@@ -35,6 +35,7 @@ class Native(Method):
         self.case = case
         self.rank = rank
         self._collectives: Collectives | None = None
+        self._recorder: Recorder | None = None
 
     def captured_case(self) -> Case:
         """The case as the loop sees it, where the method does a part of it itself."""
@@ -52,11 +53,11 @@ class Native(Method):
         runtime.host_copies_keep = True  # what rank 0 broadcast to itself comes back as it went
         runtime.late = self.case.deferred == "late"
         with process_group(runtime, recorder, self.rank, self.case.world, self.kept) as collectives:
-            self._collectives = collectives
+            self._collectives, self._recorder = collectives, recorder
             try:
                 yield
             finally:
-                self._collectives = None
+                self._collectives = self._recorder = None
 
     def load(self, recorder: Recorder, built: Built) -> Mapping[str, int]:
         """Wrap and place the model; answers the storages of this rank's parameters and buffers by name."""
@@ -66,9 +67,9 @@ class Native(Method):
 
     def settle(self) -> None:
         """The watchdog drops what is finished."""
-        if self._collectives is not None:
+        if self._collectives is not None and self._recorder is not None:
             if self.case.deferred == "late":
-                self._collectives.settle_late()
+                self._collectives.settle_late(len(self._recorder.log.operators), self._recorder.waits)
             else:
                 self._collectives.settle()
 

@@ -120,7 +120,7 @@ class Clock:
 # Collectives and waits of a trace ------------------------------------------------------------------------------------
 
 #: What kinds of trace events are among `KINDS`; a barrier and the like are all-reduces of next to nothing.
-_SAME: Final = {
+SAME: Final = {
     "send_recv": "send", "recv": "receive", "gather": "all_gather", "scatter": "broadcast", "barrier": "all_reduce",
 }  # fmt: skip
 #: From this stream on nobody waits for a collective before the phase ends, where the trace does not say who waits.
@@ -153,7 +153,7 @@ def _with_collectives(entry: RankEvents, trace: Trace, clock: Clock) -> Events:
         key = (kind, group, count)
         if key not in known:
             ranks = members.get(group, ())
-            known[key] = clock.collective(_SAME.get(kind, kind), count, ranks)
+            known[key] = clock.collective(SAME.get(kind, kind), count, ranks)
         duration[place] = known[key]
     return _with_waits(Events(events.op, {**events.columns, "duration_ns": duration}), places)
 

@@ -56,6 +56,15 @@ class Speed:
         busy = np.maximum(flops / self.flops_per_second, moved / self.bytes_per_second)
         return np.asarray(np.rint(busy * 1e9), dtype=np.int64) + self.fixed_ns
 
+    def kernel_ns(self, flops: int, moved: int, dtype: str, *, over: bool = False) -> int:
+        """Nanoseconds of one operator on operands of a type; `over`: it copies between the host and the device."""
+        if not flops and not moved:
+            return 0
+        busy = max(flops / self.by_dtype.get(dtype, self.flops_per_second), moved / self.bytes_per_second)
+        if over and self.host_bytes_per_second:
+            busy = moved // 2 / self.host_bytes_per_second
+        return round(busy * 1e9) + self.fixed_ns
+
     def kernels_ns(
         self, graph: StepGraph, flops: Int64Array | None = None, moved: Int64Array | None = None
     ) -> Int64Array:

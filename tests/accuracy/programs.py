@@ -1,13 +1,14 @@
 """Whole programs, run unmodified by `record`, beside what real PyTorch did when they ran.
 
     python -m tests.accuracy programs [NAME]... [--folder FOLDER] [--assets FOLDER] [--sample N] [--results FILE]
-                                      [--as-recorded]
+                                      [--as-recorded] [--late]
 
 FOLDER has `programs.csv` and the programs (default: tests/data/programs, whose README says what the columns are). They
 run in a scratch copy of it, with `assets` linked there to what `--assets` names. Programs that are compiled are left
 out. A program of several ranks has a row for each. `--results` keeps what was found, and does not run it again.
 `--as-recorded` has programs read whole numbers and booleans as where they were recorded (0, or what FAKEGPU_D2H_BOOL
-says): what differs then is not of the values.
+says): what differs then is not of the values. `--late` runs them with `--deferred late`, beside the rows recorded so
+(columns `lag1_*`: a CUDA event completes when the host waits for it).
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
@@ -41,6 +42,8 @@ FIGURES: Final = {
     "end_allocated": "end_allocated",
     "end_reserved": "end_reserved",
 }
+#: The same of runs in which events complete when the host waits.
+LATE: Final = {"peak_allocated": "lag1_peak_allocated", "peak_reserved": "lag1_peak_reserved"}
 LIMIT: Final = 600  # seconds for a program
 
 
@@ -50,12 +53,13 @@ class Run:
 
     row: Mapping[str, str]
     answer: Mapping[str, Any]
+    columns: Mapping[str, str] = field(default_factory=lambda: FIGURES)
 
     def figures(self) -> dict[str, tuple[int, int]]:
         """Ours and theirs; empty where the program did not run."""
         for found in self.answer.get("ranks", ()):
             if int(self.row["rank"]) in found["ranks"]:
-                return {name: (found[name], int(self.row[column])) for name, column in FIGURES.items()}
+                return {name: (found[name], int(self.row[column])) for name, column in self.columns.items()}
         return {}
 
 
@@ -97,8 +101,11 @@ def run(
     return json.loads(answer.read_text()), done
 
 
-def runs(rows: list[dict[str, str]], where: Path, results: Path | None, as_recorded: bool) -> Iterator[Run]:
+def runs(
+    rows: list[dict[str, str]], where: Path, results: Path | None, as_recorded: bool, late: bool = False
+) -> Iterator[Run]:
     """All of them, one after another; a program that raises where the recorded one did not has an error."""
+    options = ("--deferred", "late") if late else ()
     known: dict[str, dict[str, Any]] = {}
     if results is not None and results.exists():
         known = dict(map(json.loads, results.read_text().splitlines()))
@@ -107,7 +114,7 @@ def runs(rows: list[dict[str, str]], where: Path, results: Path | None, as_recor
         if answer is None:
             started = time.perf_counter()
             try:
-                answer, done = run(row, where, as_recorded=as_recorded)
+                answer, done = run(row, where, *options, as_recorded=as_recorded)
             except subprocess.TimeoutExpired:
                 answer = {"error": f"not done in {LIMIT} s"}
             else:
@@ -119,7 +126,7 @@ def runs(rows: list[dict[str, str]], where: Path, results: Path | None, as_recor
             if results is not None:
                 with results.open("a") as file:
                     print(json.dumps([row["name"], answer]), file=file)
-        yield Run(row, answer)
+        yield Run(row, answer, LATE if late else FIGURES)
 
 
 def line(found: Run) -> str:
@@ -145,8 +152,10 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--results", type=Path)
     parser.add_argument("--as-recorded", action="store_true", help="values as where the programs were recorded")
+    parser.add_argument("--late", action="store_true", help="with --deferred late, beside columns lag1_*")
     options = parser.parse_args(arguments)
     rows = [row for row in chosen(options.folder) if not options.names or row["name"] in options.names]
+    rows = [row for row in rows if row.get("lag1_peak_allocated")] if options.late else rows
     names = sorted({row["name"] for row in rows})
     if options.sample and options.sample < len(names):
         names = random.Random(options.seed).sample(names, options.sample)
@@ -154,7 +163,7 @@ def main(arguments: list[str]) -> None:
     found = []
     with tempfile.TemporaryDirectory() as scratch:
         where = copied(options.folder, options.assets, Path(scratch) / "programs")
-        for one in runs(rows, where, options.results, options.as_recorded):
+        for one in runs(rows, where, options.results, options.as_recorded, options.late):
             print(line(one), flush=True)
             found.append(one)
     print(summary(found))
@@ -164,7 +173,7 @@ def summary(found: list[Run]) -> str:
     """How many ran, and of each figure how many are exact and the worst."""
     ran = [one for one in found if one.figures()]
     lines = [f"{len(ran)} of {len(found)} ran"]
-    for figure in FIGURES if ran else ():
+    for figure in ran[0].columns if ran else ():
         pairs = [one.figures()[figure] for one in ran]
         exact = sum(ours == theirs for ours, theirs in pairs)
         worst = max(abs(ours / theirs - 1) if theirs else float(ours != 0) for ours, theirs in pairs)

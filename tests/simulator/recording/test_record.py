@@ -64,6 +64,16 @@ def test_ranks_end_with_the_recorded_figures(tmp_path: Path) -> None:
         assert {figure: pair for figure, pair in programs.Run(row, found).figures().items() if pair[0] != pair[1]} == {}
 
 
+def test_events_that_complete_when_the_host_waits(tmp_path: Path) -> None:
+    (row, _) = (row for row in read_table(programs.FOLDER / "programs.csv") if row["name"] == "fsdp1_2_gradop_orig")
+    where = programs.copied(programs.FOLDER, None, tmp_path / "programs")
+    found, _ = programs.run(row, where, "--ranks", "0", "--deferred", "late")
+    assert programs.Run(row, found, programs.LATE).figures() == {
+        "peak_allocated": (1_126_979_072, 1_126_979_072),
+        "peak_reserved": (1_608_515_584, 1_608_515_584),
+    }
+
+
 PROGRAM = """
 import sys, os
 import torch

@@ -146,7 +146,7 @@ def test_phases_and_steps_are_found(runtime: Runtime) -> None:
     load, forward, backward, step, evaluation, _ = range(6)
     once = [evaluation, forward, backward, forward, backward, step]
     steps = [[*((phase, number) for phase in once), (forward, number + 1)] for number in range(2)]
-    assert marks == [(load, 0), *steps[0], *steps[1]]
+    assert marks == [(load, -1), *steps[0], *steps[1]]
     categories = recorder.labels.names
     found = list(recorder.labels.category.values())
     assert found.count(categories["parameter"]) == 2

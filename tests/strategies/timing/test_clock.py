@@ -28,6 +28,11 @@ def kernel_ns(card: str, flops: int, moved: int, dtype: str = "float32") -> int:
     return int(found)
 
 
+@given(st.integers(0, 10**15), st.integers(0, 10**11), st.sampled_from(["float32", "bfloat16", "float64", "int64"]))
+def test_one_operator_lasts_as_long_as_in_a_graph(flops: int, moved: int, dtype: str) -> None:
+    assert Clock.of("A100-80GB").speed().kernel_ns(flops, moved, dtype) == kernel_ns("A100-80GB", flops, moved, dtype)
+
+
 def test_every_card_has_speeds() -> None:
     for card in GPUS.values():
         assert card.link in LINKS
