@@ -12,14 +12,15 @@ from __future__ import annotations
 
 import ctypes
 import itertools
-import threading
 from collections.abc import Callable, Sequence
-from typing import Final
+from contextlib import AbstractContextManager
+from typing import Any, Final
 
 import numpy as np
 import torch
 
 from graph.fake_cuda.torch_private import BY_CPU_KERNEL, from_dlpack
+from traces.forks import locking
 
 #: A storage has this much of the address space to itself (256 GiB); larger ones take several slots.
 ADDRESS_BITS: Final = 38
@@ -166,7 +167,8 @@ class Memory:
         self.live: dict[int, int] = {}
         self.values: dict[int, torch.UntypedStorage] = {}  # what storages hold, of those that have values
         self._next = 1
-        self._lock = threading.RLock()
+        self.lock: AbstractContextManager[Any]
+        locking(self)
 
     def restart(self) -> None:
         """Number from 1 again."""
@@ -175,7 +177,7 @@ class Memory:
 
     def new(self, layout: Layout, born: list[int]) -> torch.Tensor:
         """A tensor of `layout` on the device, with a storage of its own, whose number is appended to `born`."""
-        with self._lock:  # threads of a program: the number, and the layout's record, are one's own meanwhile
+        with self.lock:  # threads of a program: the number, and the layout's record, are one's own meanwhile
             record = layout._record
             nbytes = layout.nbytes
             if nbytes:

@@ -6,9 +6,9 @@ The allocator is made at its first use, as PyTorch's is: a program may set PYTOR
 from __future__ import annotations
 
 import os
-import threading
 from collections import deque
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -23,6 +23,7 @@ from simulator.engine.torch_snapshot import torch_snapshot
 from simulator.recording import kernels
 from simulator.recording.message import out_of_memory
 from traces.errors import ReplayError
+from traces.forks import locking
 from traces.model import Device, Events, Initial, Int64Array, Op
 
 #: Streams beside the default one: so many PyTorch makes of each priority, and then gives them out again.
@@ -121,7 +122,8 @@ class LiveAllocator:
         self.marks: list[Mark] = []  # where phases began, in simulated time
         self._error = error
         self._machine: Machine | None = None
-        self._lock = threading.RLock()
+        self.lock: AbstractContextManager[Any]
+        locking(self)
         self._busy = False
         self._late: list[int] = []
         self._history = np.zeros(_ROWS * kernels.COLUMNS, np.int64)
@@ -163,7 +165,7 @@ class LiveAllocator:
 
         Raises the error of memory that ran out. The allocation has a number all the same.
         """
-        with self._lock:
+        with self.lock:
             ident = self._born
             self._born += 1
             if 2 * self._born > len(self._ids):
@@ -175,7 +177,7 @@ class LiveAllocator:
 
     def free(self, ident: int) -> None:
         """The allocation of this number is given back."""
-        with self._lock:
+        with self.lock:
             if ident in self._shared:
                 self._shared.discard(ident)
                 self._pending.append((self._rows, ident))
@@ -186,19 +188,19 @@ class LiveAllocator:
 
     def record_stream(self, ident: int, stream: int) -> None:
         """The allocation is in use on another stream."""
-        with self._lock:
+        with self.lock:
             if self.late:
                 self._shared.add(ident)
             self._serve(_RECORD_STREAM, ident, 0, stream)
 
     def empty_cache(self) -> None:
         """torch.cuda.empty_cache."""
-        with self._lock:
+        with self.lock:
             self._serve(_EMPTY_CACHE, -1, 0, 0)
 
     def launch(self, name: int, duration: int, stream: int) -> None:
         """Work of `duration` ns begins on a stream; the name's code is the caller's."""
-        with self._lock:
+        with self.lock:
             self._serve(_KERNEL, name, duration, stream)
 
     def collective(self, name: int, kind: str, group: str, size: int, stream: int) -> None:
@@ -206,7 +208,7 @@ class LiveAllocator:
         if self._times is None:
             return
         duration = self._times(kind, size, _members(group))
-        with self._lock:
+        with self.lock:
             if stream < FIRST_CLOCK:
                 self._serve(_KERNEL, name, duration, stream)
                 return
@@ -221,7 +223,7 @@ class LiveAllocator:
             self._points[stream] = self._rows
         if self._times is None or stream == on:
             return
-        with self._lock:
+        with self.lock:
             self._enter(Op.WAIT_STREAM, -1, _dense(on), _dense(stream))
             time = max(self._clock(stream), self._clock(on))
             if stream < FIRST_CLOCK:
@@ -233,7 +235,7 @@ class LiveAllocator:
         """The host waits for a stream (-1: for all)."""
         if self._times is None and not self.late:
             return
-        with self._lock:
+        with self.lock:
             before = self._rows if stream < 0 else self._points.get(stream, 0)
             while self._pending and self._pending[0][0] < before:
                 self._serve(_COMPLETE_FREE, self._pending.popleft()[1], 0, 0)
@@ -249,26 +251,26 @@ class LiveAllocator:
 
     def mark(self, phase: int, step: int) -> None:
         """A phase begins here; its code and the step's number are the caller's."""
-        with self._lock:
+        with self.lock:
             self._enter(Op.PHASE, phase, step)
             if self._times is not None:
                 self.marks.append(Mark(phase, step, *self._stand()))
 
     def region(self, name: int, begins: bool) -> None:
         """A named part of the program begins or ends here; the name's code is the caller's."""
-        with self._lock:
+        with self.lock:
             self._enter(Op.REGION_BEGIN if begins else Op.REGION_END, name, 0)
 
     def set_fraction(self, fraction: float) -> None:
         """torch.cuda.set_per_process_memory_fraction."""
-        with self._lock:
+        with self.lock:
             self.fractions[self._rows] = fraction
             self._enter(Op.SET_MEMORY_FRACTION, -1, 0)
             self.machine.set_fraction(fraction)
 
     def set_conf(self, conf: str) -> None:
         """`_set_allocator_settings` of torch.cuda.memory; ConfigError where PyTorch refuses them."""
-        with self._lock:
+        with self.lock:
             settings = parse_conf(conf, self.release, self.machine.settings)
             self.confs[self._rows] = conf
             self._enter(Op.SET_ALLOCATOR, -1, 0)
@@ -276,13 +278,13 @@ class LiveAllocator:
 
     def reset_peak(self) -> None:
         """torch.cuda.reset_peak_memory_stats; not in the history, whose peaks are those of the whole run."""
-        with self._lock:
+        with self.lock:
             self._serve(_RESET_PEAK, -1, 0, 0)
             self._rows -= 1
 
     def reset_accumulated(self) -> None:
         """torch.cuda.reset_accumulated_memory_stats; not in the history either."""
-        with self._lock:
+        with self.lock:
             self._serve(_RESET_ACCUMULATED, -1, 0, 0)
             self._rows -= 1
 

@@ -67,6 +67,30 @@ def processes(how):
     with context.Pool(2) as pool:
         print(said, process.exitcode, pool.map(squared, range(4)))
 
+def children():  # forked while other threads allocate, they let go of tensors
+    sys.setswitchinterval(1e-6)
+    held = [torch.ones(100, device="cuda") for _ in range(50)]
+    ended = threading.Event()
+
+    def work():
+        while not ended.is_set():
+            torch.ones(100, device="cuda")
+
+    def clear():
+        held.clear()
+        sys.exit(5)
+
+    running = [threading.Thread(target=work) for _ in range(4)]
+    for thread in running:
+        thread.start()
+    processes = [multiprocessing.get_context("fork").Process(target=clear) for _ in range(8)]
+    for process in processes:
+        process.start()
+        process.join(20)
+        process.kill()
+    ended.set()
+    print([process.exitcode for process in processes])
+
 def forked():
     child = os.fork()
     if child == 0:
@@ -103,6 +127,8 @@ if __name__ == "__main__" and sys.argv[1:] != ["nothing"]:
         (("workers", "spawn"), ["1984"], 4 * MIB),
         (("threads",), ["12"], 12 * MIB),
         (("processes", "spawn"), ["here 5 [0, 1, 4, 9]"], 4 * MIB),
+        (("processes", "fork"), ["here 5 [0, 1, 4, 9]"], 4 * MIB),
+        (("children",), ["[5, 5, 5, 5, 5, 5, 5, 5]"], 4 * MIB),
         (("forked",), ["3 -15"], 4 * MIB),
         (("itself",), ["0"], 4 * MIB),
     ],
