@@ -100,7 +100,6 @@ def command(
     from simulator.allocator.conf import parse_conf
     from simulator.engine.ranks import parse_ranks
     from simulator.estimator.outside import bytes_of, process_terms
-    from simulator.recording import result as result_of
     from simulator.recording.launch import record
     from simulator.recording.launchers import program_of
     from strategies.timing.links import ways
@@ -142,11 +141,14 @@ def command(
         check_output(document, force=written.force)
     recorded = record(request, chosen, None if quiet else lambda what: print(what, file=sys.stderr))
 
-    from simulator.engine.replay import replay
+    from simulator.engine.replay import replay  # both are there by now
+    from simulator.recording import result as result_of
 
     with working("replaying", quiet, compiles=True):
         result = replay(recorded.trace, analyse=False, after_oom="continue")  # as the program did
-        told = result_of.shown(recorded.trace, result, outside, **written.kept)
+        told = result  # unless somebody looks at it
+        if written.paths or not quiet:
+            told = result_of.shown(recorded.trace, result, outside, **written.kept)
     with working("writing", quiet):
         written.write(told, recorded.trace)
     if document is not None:

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from graph.recorder.phase_names import BACKWARD, FORWARD, OPTIMIZER, PHASES
 from simulator.estimator.step_time import CALL_NS, SYNCHRONIZE_NS
-from simulator.recording.allocator import Mark
+
+if TYPE_CHECKING:
+    from simulator.recording.allocator import Mark
 
 #: The phases that a step of training has.
 _TRAINING: Final = frozenset(PHASES[phase] for phase in (FORWARD, BACKWARD, OPTIMIZER))

@@ -14,15 +14,18 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
 
 import traces
-from simulator.recording.durations import Durations
 from simulator.recording.request import FACTS, TRACE, Request
-from simulator.recording.trace import together
 from traces.errors import LLMemError
-from traces.model import Trace
+from traces.model import Events, Op, RankEvents, Trace
 from traces.text import quoted
+
+if TYPE_CHECKING:
+    from simulator.recording.durations import Durations
 
 _ROOT: Final = str(Path(__file__).resolve().parents[2])
 #: Our folder comes first until our own modules are there: the program's may have their names.
@@ -71,7 +74,11 @@ def record(request: Request, ranks: Sequence[int] = (0,), told: Callable[[str], 
         return found
 
     with processes.signalled(), ThreadPoolExecutor(max(1, min(len(ranks), os.cpu_count() or 1))) as pool:
-        found = [one for one in pool.map(one, ranks) if one is not None]
+        ends = pool.map(one, ranks)
+        _prepare()
+        found = [one for one in ends if one is not None]
+    from simulator.recording.trace import together
+
     if not found:
         raise RecordError("the program was interrupted before it began")
     return Recorded(
@@ -82,6 +89,15 @@ def record(request: Request, ranks: Sequence[int] = (0,), told: Callable[[str], 
         trace=together([one.trace for one in found]),
         durations={rank: phases for one in found for rank, phases in one.durations.items()},
     )
+
+
+def _prepare() -> None:
+    """Load what comes after a program, while it runs: a replay's kernels take as long as a small program."""
+    import simulator.recording.trace  # noqa: F401
+    from simulator.engine.replay import replay
+
+    one = Events(np.asarray([Op.ALLOC], np.uint8), {"id": np.zeros(1, np.int64), "bytes": np.ones(1, np.int64)})
+    replay(Trace(ranks=(RankEvents((0,), one),)), analyse=False)
 
 
 class _Processes:
