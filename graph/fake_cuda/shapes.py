@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import contextlib
+from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -10,6 +11,7 @@ import torch
 from graph.errors import CaptureError
 from graph.fake_cuda.memory import storage_bytes
 from graph.fake_cuda.torch_private import (
+    MODE_KEYS,
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensor,
@@ -17,9 +19,12 @@ from graph.fake_cuda.torch_private import (
     FakeTensorMode,
     UnsupportedOperatorException,
     grouped_mm_output,
+    is_excluded,
+    set_excluded,
     takes_numbers,
     tree_leaves,
     tree_map,
+    without_modes,
 )
 
 if TYPE_CHECKING:
@@ -29,6 +34,23 @@ _CUDA: Final = torch.device("cuda", 0)
 #: Most elements of operands for which an operator without a rule for shapes is run on the CPU instead.
 _COMPUTED: Final = 1 << 24
 _HALF: Final = frozenset({torch.float16, torch.bfloat16})
+
+
+@contextlib.contextmanager
+def _seen() -> Iterator[None]:
+    """Modes see operators while inside, also where PyTorch hides them (`no_dispatch` of torch.utils._mode_utils)."""
+    hidden = [key for key in MODE_KEYS if is_excluded(key)]
+    if not hidden:
+        yield
+        return
+    with without_modes():
+        for key in hidden:
+            set_excluded(key, False)
+        try:
+            yield
+        finally:
+            for key in hidden:
+                set_excluded(key, True)
 
 
 class Shapes:
@@ -47,7 +69,7 @@ class Shapes:
             self._mode = FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=False)
         self.asked += 1
         func, args, kwargs = _stand_in(func, args, kwargs)
-        with self._mode:
+        with _seen(), self._mode:
             fake_args = numbers_as_tensors(func, tuple(_fake(arg) for arg in args))
             fake_kwargs = {key: _fake(value) for key, value in kwargs.items()}
             try:

@@ -25,6 +25,7 @@ __all__ = [
     "BINDINGS",
     "BY_CPU_KERNEL",
     "JITTED",
+    "MODE_KEYS",
     "NVTX",
     "OPERATOR_CALLS",
     "RAW_STREAM",
@@ -52,9 +53,11 @@ __all__ = [
     "grouped_mm_output",
     "has_triton_package",
     "is_dense",
+    "is_excluded",
     "next_sequence_number",
     "schemas",
     "sdpa_order",
+    "set_excluded",
     "softmax_backward",
     "takes_numbers",
     "tree_flatten",
@@ -64,6 +67,7 @@ __all__ = [
     "tree_unflatten",
     "unflatten_dense",
     "with_plain_parameters",
+    "without_modes",
     "zero_all",
 ]
 
@@ -105,6 +109,7 @@ with _needed():
     from torch._utils import _unflatten_dense_tensors as unflatten_dense
     from torch.cuda import jiterator
     from torch.utils._python_dispatch import TorchDispatchMode
+    from torch.utils._python_dispatch import _disable_current_modes as without_modes
     from torch.utils._pytree import tree_flatten, tree_flatten_with_path, tree_leaves, tree_map, tree_unflatten
     from torch.utils._triton import has_triton_package
 
@@ -127,6 +132,10 @@ with _needed():
     from_dlpack: Callable[[Any], torch.Tensor] = torch._C._from_dlpack
     #: To call the CPU's kernel of an operator whatever its operands are.
     BY_CPU_KERNEL: Final = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
+    #: Keys by which modes see operators; whether one is excluded on this thread, and to say so.
+    MODE_KEYS: Final = (torch._C.DispatchKey.Python, torch._C.DispatchKey.PythonTLSSnapshot)
+    is_excluded: Callable[[Any], bool] = torch._C._dispatch_tls_is_dispatch_key_excluded
+    set_excluded: Callable[[Any, bool], None] = torch._C._dispatch_tls_set_dispatch_key_excluded
     #: Whether Python may call an operator of this name with numbers in place of tensors.
     takes_numbers: Callable[[str], bool] = torch._C._should_allow_numbers_as_tensors
     #: Numbers of the kernels of scaled_dot_product_attention, in the order in which they are tried.

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import importlib.abc
 import importlib.machinery
+import inspect
 import shutil
 import sys
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,9 @@ def installed(folder: Path) -> Path:
 class Anything:
     """What is only named in the source of kernels, which is never run."""
 
+    def __init__(self, *args: object, **kwargs: object) -> None:
+        pass
+
     def __call__(self, *args: object, **kwargs: object) -> Any:
         """Itself."""
         return self
@@ -44,14 +48,23 @@ class Anything:
     def __getitem__(self, key: object) -> Any:
         return self
 
+    def __contains__(self, key: object) -> bool:
+        return True
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(())
+
 
 class Kernel:
     """A kernel: `kernel[grid](...)` launches nothing."""
 
-    def __init__(self, fn: Callable[..., Any]) -> None:
+    constexprs: Sequence[int] = ()
+
+    def __init__(self, fn: Callable[..., Any] | None = None, *args: object, **options: object) -> None:
         self.fn = fn
         self.__name__ = getattr(fn, "__name__", "kernel")
         self.__doc__ = fn.__doc__
+        self.arg_names = list(inspect.signature(fn).parameters) if callable(fn) else []
 
     def __getitem__(self, grid: object) -> Callable[..., None]:
         return self.run
@@ -78,9 +91,27 @@ heuristics = autotune
 class Config:
     """`triton.Config`."""
 
-    def __init__(self, kwargs: dict[str, Any], **options: object) -> None:
+    def __init__(
+        self,
+        kwargs: dict[str, Any],
+        num_warps: int = 4,
+        num_stages: int = 3,
+        num_ctas: int = 1,
+        maxnreg: int | None = None,
+        pre_hook: object = None,
+        ir_override: str | None = None,
+    ) -> None:
         self.kwargs = kwargs
-        self.__dict__.update(options)
+        self.num_warps = num_warps
+        self.num_stages = num_stages
+        self.num_ctas = num_ctas
+        self.maxnreg = maxnreg
+        self.pre_hook = pre_hook
+        self.ir_override = ir_override
+
+    def all_kwargs(self) -> dict[str, Any]:
+        """All that a kernel is built with."""
+        return {**self.kwargs, "num_warps": self.num_warps, "num_ctas": self.num_ctas, "num_stages": self.num_stages}
 
 
 def cdiv(x: int, y: int) -> int:
@@ -93,13 +124,21 @@ def next_power_of_2(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
+#: Classes of `triton.language` whose names do not begin with a capital.
+_CLASSES = ("dtype", "constexpr", "tensor", "block_type", "pointer_type")
+
+
 def __getattr__(name: str) -> Any:
     """What is not here: a class where the name is that of one, for those who ask what is an instance of it."""
     if name.startswith("__"):
         raise AttributeError(name)
-    if name == "JITFunction":
+    if name in ("JITFunction", "KernelInterface"):
         return Kernel
-    return type(name, (Anything,), {}) if name[0].isupper() else Anything()
+    if name == "triton_key":
+        return lambda: __version__
+    if name.endswith(("Error", "OutOfResources")):
+        return type(name, (Exception,), {})
+    return type(name, (Anything,), {}) if name[0].isupper() or name in _CLASSES else Anything()
 
 
 class _Parts(importlib.abc.MetaPathFinder, importlib.abc.Loader):

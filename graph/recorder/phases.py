@@ -103,12 +103,12 @@ class Phases:
     def _meet(self, root: torch.nn.Module) -> None:
         """A module runs that is in none that ran before: what it has goes by its names."""
         for name, inner in root.named_modules():
-            self._names[inner] = self.recorder.labels.code(name or type(root).__name__)
+            self._names[inner] = self.recorder.labels.code(_plain(name) or type(root).__name__)
         for name, parameter in root.named_parameters():
-            self._titles[parameter] = name
-            self.recorder.categorize(parameter, "parameter", name)
+            self._titles[parameter] = _plain(name)
+            self.recorder.categorize(parameter, "parameter", _plain(name))
         for name, buffer in root.named_buffers():
-            self.recorder.categorize(buffer, "buffer", name)
+            self.recorder.categorize(buffer, "buffer", _plain(name))
 
     def _leave(self, part: torch.nn.Module, args: object, output: object) -> None:
         stack = self.recorder.stacks.get(threading.get_ident())
@@ -163,6 +163,11 @@ class Phases:
             self.begin(FORWARD)
             if self.enough is not None and self.enough(self.steps, self._made <= self._count.keys()):
                 raise Finished
+
+
+def _plain(name: str) -> str:
+    """A path among modules, without what torch.compile puts around one."""
+    return name.replace("_orig_mod.", "").removesuffix("_orig_mod")
 
 
 def _generates() -> bool:

@@ -79,6 +79,7 @@ class ProgramRecorder:
         self.origins = Origins(0, lambda near: near & _MODULE)  # packed, as `_place` has it
         self.backward = NONE  # the stack that called the backward that runs
         self.collecting = False  # whether Python's collector runs
+        self._written: tuple[int, int] | None = None  # operator and module of a buffer of compiled code
         self._main = _get_ident()
         self._here = self.labels.lines.here
         self._state: dict[Any, Any] = {}  # of the workspace rules
@@ -106,6 +107,14 @@ class ProgramRecorder:
         """The caller is to have autograd run. What `backward` was: to be put back afterwards."""
         before, self.backward = self.backward, self._here(NONE, self.backward)
         return before
+
+    def writes(self, told: tuple[str, str] | None) -> None:
+        """What compiled code allocates next is written by a kernel and of a module, both by name (None: as usual)."""
+        if told is None:
+            self._written = None
+        else:
+            kernel, module = told
+            self._written = self.labels.code(kernel), self.labels.code(module) if module else -1
 
     # What the device tells -------------------------------------------------------------------------------------
 
@@ -202,6 +211,9 @@ class ProgramRecorder:
     def _place(self, thread: int, operator: int) -> Place:
         """Where an operator runs. What autograd runs of itself has the module of the forward operator behind it."""
         modules = self.stacks.get(_get_ident())
+        if self._written is not None:
+            operator, written = self._written
+            modules = [written] if written >= 0 else modules
         if thread and current_node() is not None:
             if not modules:
                 behind = self.origins.behind()

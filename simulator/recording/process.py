@@ -26,9 +26,9 @@ from graph.fake_cuda.device import Runtime, fake_cuda
 from graph.fake_cuda.job import joined
 from graph.fake_cuda.served import OutOfMemoryError, has_triton
 from graph.hardware.profile import profile
+from graph.host.compiled import compiling
 from graph.host.extensions import launching_nothing, way_out
 from graph.host.memory import untouched
-from graph.host.uncompiled import uncompiled
 from graph.host.weights import never_read
 from graph.models import own_modules
 from graph.recorder.phases import Finished, Phases
@@ -89,7 +89,7 @@ def main(text: str) -> int:
             launching_nothing(),
             untouched(runtime),
             never_read(runtime, folder),
-            uncompiled(runtime),
+            compiling(runtime, folder / "inductor", recorder.writes),
             recorder.ordered_casts(),
             cycles.followed(recorder),
             joined(runtime, recorder) as job,

@@ -4,8 +4,8 @@
                                       [--as-recorded] [--late]
 
 FOLDER has `programs.csv` and the programs (default: tests/data/programs, whose README says what the columns are). They
-run in a scratch copy of it, with `assets` linked there to what `--assets` names. Programs that are compiled are left
-out. A program of several ranks has a row for each. `--results` keeps what was found, and does not run it again.
+run in a scratch copy of it, with `assets` linked there to what `--assets` names. A program of several ranks has a row
+for each. `--results` keeps what was found, and does not run it again.
 `--as-recorded` has programs read whole numbers and booleans as where they were recorded (0, or what FAKEGPU_D2H_BOOL
 says): what differs then is not of the values. `--late` runs them with `--deferred late`, beside the rows recorded so
 (columns `lag1_*`: a CUDA event completes when the host waits for it).
@@ -61,12 +61,6 @@ class Run:
             if int(self.row["rank"]) in found["ranks"]:
                 return {name: (found[name], int(self.row[column])) for name, column in self.columns.items()}
         return {}
-
-
-def chosen(folder: Path) -> list[dict[str, str]]:
-    """The rows of programs that are run: those that are not compiled."""
-    rows = read_table(folder / "programs.csv")
-    return [row for row in rows if "compile" not in row["name"] and "triton" not in row["libraries"].split()]
 
 
 def copied(folder: Path, assets: Path | None, where: Path) -> Path:
@@ -154,7 +148,9 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--as-recorded", action="store_true", help="values as where the programs were recorded")
     parser.add_argument("--late", action="store_true", help="with --deferred late, beside columns lag1_*")
     options = parser.parse_args(arguments)
-    rows = [row for row in chosen(options.folder) if not options.names or row["name"] in options.names]
+    rows = [
+        row for row in read_table(options.folder / "programs.csv") if not options.names or row["name"] in options.names
+    ]
     rows = [row for row in rows if row.get("lag1_peak_allocated")] if options.late else rows
     names = sorted({row["name"] for row in rows})
     if options.sample and options.sample < len(names):

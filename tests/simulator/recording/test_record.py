@@ -37,7 +37,9 @@ def answer(folder: Path) -> dict[str, Any]:
     return json.loads((folder / "answer.json").read_text())
 
 
-@pytest.mark.parametrize("name", ["oom_retry", "oom_dies", "gpt_plain_fused_keepgrads", "varlen_gcthreshold"])
+@pytest.mark.parametrize(
+    "name", ["oom_retry", "oom_dies", "gpt_plain_fused_keepgrads", "varlen_gcthreshold", "compile_gpt_ac", "flex_train"]
+)
 def test_programs_end_with_the_recorded_figures(name: str, tmp_path: Path) -> None:
     row = ROWS[name]
     where = programs.copied(programs.FOLDER, None, tmp_path / "programs")

@@ -1,0 +1,315 @@
+"""torch.compile where no GPU is: everything is PyTorch's own but the building and launching of kernels.
+
+Dynamo, AOTAutograd, the partitioner and Inductor's code generation run as they are. So compiled code allocates and
+frees where it does on a GPU; guards, graph breaks and recompilations happen as they do. Inductor chooses among a Triton
+kernel's configurations as there, with the buffers that measuring takes, and as if each took the same time: the first
+wins. No kernel is built, and a launch does nothing. What Inductor keeps on disk is kept in a folder of its own, since
+the kernels in it are none.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Final
+from unittest import mock
+
+import torch
+import torch._dynamo.eval_frame
+from torch.nn.modules import module as modules
+from torch.utils import _triton
+
+from graph.fake_cuda.device import Runtime
+from graph.fake_cuda.torch_private import TorchDispatchMode
+from graph.hardware.gpus import gpu
+from graph.user_code import place
+
+#: What Dynamo took of `torch.cuda` when it was imported (torch/_dynamo/device_interface.py).
+_INTERFACE: Final = "current_device set_device device_count stream current_stream set_stream synchronize "
+_INTERFACE_MORE: Final = "get_device_properties memory_allocated is_bf16_supported"
+#: What is registered for all modules' forward passes.
+_HOOKS: Final = [hooks for name, hooks in vars(modules).items() if name.startswith("_global_forward")]
+_TORCH: Final = os.path.dirname(torch.__file__)
+#: How compiled code makes a buffer, with what we note behind it: the module.
+_MADE: Final = re.compile(r"^\s*(\w+) = empty_strided_cuda\(.*?(?:  # of ([\w.]+))?$")
+#: How it starts what writes buffers: a kernel of Triton's, an operator.
+_STARTS: Final = re.compile(r"([\w.]+?)(?:\.run)?\((.*)")
+
+#: Who is told of the kernel and the module behind the buffer that is made next (None: it is made).
+Tell = Callable[[tuple[str, str] | None], None]
+
+
+@contextlib.contextmanager
+def compiling(runtime: Runtime, folder: Path, tell: Tell) -> Iterator[None]:
+    """Inside, torch.compile works for the device of `runtime`; Inductor keeps its files in `folder`.
+
+    `tell` gets the name of the kernel that first writes a buffer of compiled code and the path of the module that the
+    buffer is of ("" where unknown), just before it is allocated, and None afterwards.
+    """
+    with ExitStack() as stack:
+
+        @functools.cache
+        def prepare() -> None:
+            """Inductor is imported when something is compiled, not before."""
+            stack.enter_context(_device(runtime))
+            stack.enter_context(_inductor(runtime, folder, tell))
+
+        context: Any = torch._dynamo.eval_frame.OptimizeContext
+        plain = context.__init__
+
+        def made(self: Any, *args: object, **kwargs: object) -> None:
+            prepare()
+            plain(self, *args, **kwargs)
+            self.enter_exit_hooks.append(_hidden)
+
+        stack.enter_context(mock.patch.object(context, "__init__", made))
+        asked: Any = torch._TorchCompileInductorWrapper
+        without = _without_graphs(runtime, asked.apply_options)
+        stack.enter_context(mock.patch.object(asked, "apply_options", without))
+        stack.enter_context(mock.patch.object(modules, "_has_any_global_hook", return_value=False))
+        yield
+
+
+def _without_graphs(runtime: Runtime, plain: Callable[..., None]) -> Callable[..., None]:
+    """What is compiled with CUDA graphs (mode "reduce-overhead") is compiled without, and it is told."""
+
+    def applied(self: object, options: Mapping[str, object] | None) -> None:
+        if options and options.get("triton.cudagraphs"):
+            runtime.note(f"{_asker()} compiles with CUDA graphs: recorded without, so their private pools are missing")
+            options = {**options, "triton.cudagraphs": False}
+        plain(self, options)
+
+    return applied
+
+
+def _asker() -> str:
+    """The line of the program or library, other than torch, that compiles."""
+    frame = sys._getframe(2)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_TORCH):
+        frame = frame.f_back
+    return place(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_qualname)
+
+
+def _hidden() -> Callable[[], None]:
+    """Hide what is registered for all modules from Dynamo, which would trace it: on a GPU there is nothing."""
+    before = [dict(hooks) for hooks in _HOOKS]
+    for hooks in _HOOKS:
+        hooks.clear()
+
+    def shown() -> None:
+        for hooks, held in zip(_HOOKS, before, strict=True):
+            hooks.update(held)
+
+    return shown
+
+
+@contextlib.contextmanager
+def _device(runtime: Runtime) -> Iterator[None]:
+    """Dynamo's view of the device is what `torch.cuda` is now, and Triton is there for it."""
+    interface = importlib.import_module("torch._dynamo.device_interface")
+    cuda, raw = torch.cuda, torch._C._cuda_getCurrentRawStream
+    answers = {name: staticmethod(getattr(cuda, name)) for name in (_INTERFACE + _INTERFACE_MORE).split()}
+    answers |= {name: getattr(cuda, name) for name in ("device", "Event", "Stream")}
+    answers |= {
+        "get_raw_stream": staticmethod(raw),
+        "exchange_device": staticmethod(cuda._exchange_device),
+        "maybe_exchange_device": staticmethod(cuda._maybe_exchange_device),
+    }
+    with ExitStack() as stack:
+        for name, answer in answers.items():
+            stack.enter_context(mock.patch.object(interface.CudaInterface, name, answer))
+        utils = importlib.import_module("torch._dynamo.utils")
+        stack.enter_context(mock.patch.object(utils, "triton", importlib.import_module("triton"), create=True))
+        for module, name, told in _triton_answers(runtime):
+            stack.enter_context(mock.patch.object(importlib.import_module(module), name, told, create=True))
+        _forget()
+        stack.callback(_forget)
+        yield
+
+
+def _triton_answers(runtime: Runtime) -> list[tuple[str, str, object]]:
+    """What Triton is asked of the device, by module and name: it would ask the driver."""
+    card = gpu(runtime.profile.name)
+    properties = {"max_shared_mem": runtime.profile.shared_memory_per_block}
+    utils = SimpleNamespace(get_device_properties=lambda device: properties)
+
+    def peak(dtype: torch.dtype) -> float:
+        return card.flops(str(dtype).removeprefix("torch.")) / 1e12
+
+    return [
+        ("triton.runtime", "driver", SimpleNamespace(active=SimpleNamespace(utils=utils))),
+        ("triton.testing", "get_dram_gbps", lambda: card.memory / 1e9),
+        ("triton.testing", "get_max_tensorcore_tflops", peak),
+        ("triton.testing", "get_max_simd_tflops", peak),
+    ]
+
+
+def _forget() -> None:
+    """Forget what PyTorch keeps of the device and of Triton's absence."""
+    for answer in (_triton.has_triton_package, _triton.has_triton):
+        answer.cache_clear()
+    for module, owner, name in (
+        ("torch._inductor.runtime.hints", "DeviceProperties", "create"),
+        ("torch._inductor.codecache", "CacheBase", "get_system"),
+    ):
+        if module in sys.modules:
+            getattr(getattr(sys.modules[module], owner), name).cache_clear()
+
+
+@contextlib.contextmanager
+def _inductor(runtime: Runtime, folder: Path, tell: Tell) -> Iterator[None]:
+    """Inductor makes code for the device, whose kernels do nothing."""
+    importlib.import_module("torch._inductor.compile_fx")
+    parts = {name: sys.modules[f"torch._inductor.{name}"] for name in ("config", "codegen.wrapper")}
+    parts |= {
+        name: importlib.import_module(f"torch._inductor.{name}")
+        for name in ("runtime.triton_heuristics", "runtime.triton_helpers", "fx_passes.joint_graph")
+    }
+    wrapper: Any = parts["codegen.wrapper"].PythonWrapperCodegen
+    folder_of: Any = parts["fx_passes.joint_graph"].UniformValueConstantFolder
+    autotuner = parts["runtime.triton_heuristics"].CachingAutotuner
+    with (
+        parts["config"].patch(compile_threads=1, bundle_triton_into_fx_graph_cache=False),
+        mock.patch.dict(os.environ, {"TORCHINDUCTOR_CACHE_DIR": str(folder), "TRITON_CACHE_DIR": str(folder)}),
+        mock.patch.object(autotuner, "_precompile_config", _built),
+        mock.patch.object(parts["runtime.triton_helpers"], "set_driver_to_gpu"),
+        mock.patch.object(torch._C._dynamo.guards, "_empty_strided_cuda", _empty(tell)),
+        mock.patch.object(wrapper, "make_buffer_allocation", _noted(wrapper.make_buffer_allocation)),
+        mock.patch.object(folder_of, "run", _folded(runtime, folder_of, folder_of.run)),
+    ):
+        yield
+
+
+# ---------------------------------------------------------------------------------------------------------- kernels
+
+
+@dataclass
+class _Built:
+    """A kernel for one of its configurations, as Triton's compiler would give it to Inductor."""
+
+    config: Any
+    kernel: SimpleNamespace
+
+    def make_launcher(self) -> Any:
+        """What launches it: nothing happens."""
+
+        def launcher(*args: object, stream: object, **kwargs: object) -> None:
+            pass
+
+        facts = {
+            "config": self.config,
+            "n_regs": None,
+            "n_spills": 0,
+            "shared": 0,
+            "cache_hash": "",
+            "store_cubin": False,
+        }
+        launcher.__dict__.update(facts)
+        return launcher
+
+
+def _built(autotuner: object, config: object) -> _Built:
+    """In place of `CachingAutotuner._precompile_config`. How many registers a kernel takes is not known."""
+    return _Built(config, SimpleNamespace(hash="", n_regs=None))
+
+
+# ---------------------------------------------------------------------------------------------------------- buffers
+
+
+def _empty(tell: Tell) -> Callable[..., torch.Tensor]:
+    """How compiled code makes a buffer."""
+
+    def empty(size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        caller = sys._getframe(1)
+        tell(_behind(caller.f_code.co_filename, caller.f_lineno))
+        try:
+            return torch.empty_strided(size, stride, dtype=dtype, device="cuda")
+        finally:
+            tell(None)
+
+    return empty
+
+
+@functools.lru_cache(1 << 16)
+def _behind(file: str, line: int) -> tuple[str, str]:
+    """The kernel that first writes the buffer made at a line of generated code, and its module."""
+    lines = _lines(file)
+    if not (made := _MADE.match(lines[line - 1] if line <= len(lines) else "")):
+        return "", ""
+    name = re.compile(rf"\b{made[1]}\b")
+    for text in lines[line:]:
+        start = _STARTS.search(text)
+        if start and name.search(start[2]) and "empty_strided" not in start[1]:
+            return start[1], made[2] or ""
+    return "", made[2] or ""
+
+
+@functools.lru_cache(64)
+def _lines(file: str) -> list[str]:
+    try:
+        return Path(file).read_text().splitlines()
+    except OSError:
+        return []
+
+
+def _noted(plain: Callable[..., str]) -> Callable[..., str]:
+    """Code that makes a buffer says which module it is of."""
+
+    def noted(self: object, buffer: Any) -> str:
+        name = _module(getattr(buffer, "origins", ()))
+        return plain(self, buffer) + (f"  # of {name}" if name else "")
+
+    return noted
+
+
+def _module(nodes: Any) -> str:
+    """The innermost module behind nodes of a graph; "" where none is noted."""
+    found = ""
+    for node in nodes:
+        stack: Mapping[str, tuple[str, object]] | None
+        stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
+        for path, _ in (stack or {}).values():
+            plain = re.sub(r"_modules\['(\w+)'\]|\['?(\w+)'?\]", r".\1\2", re.sub(r"^[LG]\['self'\]", "", path))
+            plain = re.sub(r"\.+", ".", plain).strip(".")
+            found = max(found, plain, key=len)
+    return found
+
+
+# ---------------------------------------------------------------------------------------------------- constant folding
+
+
+def _folded(runtime: Runtime, folder: Any, plain: Callable[..., Any]) -> Callable[..., Any]:
+    """Tensors of one value throughout are worked out on the host beside the device, where they have none."""
+
+    def run(self: Any, *args: object, **kwargs: object) -> Any:
+        if isinstance(self, on_host):
+            return plain(self, *args, **kwargs)
+        with mock.patch.dict(runtime.assumptions):
+            done = plain(self, *args, **kwargs)
+        with _OnHost():  # type: ignore[no-untyped-call]
+            beside = on_host(self.module)
+            beside.run()
+        self.node_replacements.update(beside.node_replacements)
+        return done
+
+    on_host = type("OnHost", (folder,), {})
+    return run
+
+
+class _OnHost(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Tensors that are made on the device are made on the host."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if "device" in kwargs:
+            kwargs["device"] = torch.device("cpu")
+        return func(*args, **kwargs)

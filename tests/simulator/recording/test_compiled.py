@@ -1,0 +1,63 @@
+"""Recorded programs that call torch.compile: it compiles, for a GPU that is not there."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+
+import traces
+from tests.simulator.recording.test_record import answer, folder_of, record
+from traces.model import Op
+
+PROGRAM = """
+import sys
+import torch
+from torch._dynamo.utils import counters
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = torch.nn.Linear(256, 1024), torch.nn.Linear(1024, 256)
+
+    def forward(self, x):
+        y = self.down(torch.nn.functional.gelu(self.up(x)))
+        if "break" in sys.argv:
+            torch._dynamo.graph_break()
+        return x + y.softmax(-1)
+
+device = "cpu" if "cpu" in sys.argv else "cuda"
+net = Net().to(device)
+backend = {"backend": "eager"} if device == "cpu" else {"mode": "reduce-overhead" if "graphs" in sys.argv else None}
+run = torch.compile(net, **backend)
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+for rows in (64, 96, 128, 160):
+    run(torch.randn(rows, 256, device=device)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+print(counters["stats"]["unique_graphs"], sum(counters["graph_break"].values()))
+"""
+
+
+@pytest.mark.parametrize("words", [(), ("break",), ("graphs",)])
+def test_graphs_breaks_and_recompilations_are_pytorchs(words: tuple[str, ...], tmp_path: Path) -> None:
+    """As many as without us, on the CPU. The second size makes sizes symbols; a break makes two graphs of one."""
+    folder_of(tmp_path, {"train.py": PROGRAM})
+    alone = subprocess.run(
+        [sys.executable, "train.py", "cpu", *words], cwd=tmp_path, capture_output=True, text=True, check=True
+    )
+    done = record(tmp_path, "-o", "trace.npz", "--steps", "all", "train.py", *words)
+    assert (done.returncode, done.stdout) == (0, alone.stdout), done.stderr
+    told = [text for text in answer(tmp_path)["assumptions"] if "CUDA graphs" in text]
+    assert len(told) == (words == ("graphs",))
+    line = PROGRAM[: PROGRAM.index("torch.compile(")].count("\n") + 1
+    assert all(f"train.py:{line} " in text for text in told)
+    events = traces.read(tmp_path / "trace.npz").ranks[0].events
+    names = [events.strings("name").get(place) for place in range(len(events)) if events.op[place] == Op.ALLOC]
+    assert "up: extern_kernels.addmm" in names
+    assert any("triton_" in str(name) and "softmax" in str(name) for name in names)
+    assert not any("_orig_mod" in str(name) for name in names)
