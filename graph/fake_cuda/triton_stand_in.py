@@ -65,6 +65,7 @@ class Kernel:
         self.__name__ = getattr(fn, "__name__", "kernel")
         self.__doc__ = fn.__doc__
         self.arg_names = list(inspect.signature(fn).parameters) if callable(fn) else []
+        self.src = ""
 
     def __getitem__(self, grid: object) -> Callable[..., None]:
         return self.run

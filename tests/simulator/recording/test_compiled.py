@@ -32,8 +32,8 @@ class Net(torch.nn.Module):
 
 device = "cpu" if "cpu" in sys.argv else "cuda"
 net = Net().to(device)
-backend = {"backend": "eager"} if device == "cpu" else {"mode": "reduce-overhead" if "graphs" in sys.argv else None}
-run = torch.compile(net, **backend)
+mode = {"graphs": "reduce-overhead", "tuned": "max-autotune-no-cudagraphs"}.get(sys.argv[-1])
+run = torch.compile(net, **({"backend": "eager"} if device == "cpu" else {"mode": mode}))
 optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
 for rows in (64, 96, 128, 160):
     run(torch.randn(rows, 256, device=device)).sum().backward()
@@ -43,7 +43,7 @@ print(counters["stats"]["unique_graphs"], sum(counters["graph_break"].values()))
 """
 
 
-@pytest.mark.parametrize("words", [(), ("break",), ("graphs",)])
+@pytest.mark.parametrize("words", [(), ("break",), ("graphs",), ("tuned",)])
 def test_graphs_breaks_and_recompilations_are_pytorchs(words: tuple[str, ...], tmp_path: Path) -> None:
     """As many as without us, on the CPU. The second size makes sizes symbols; a break makes two graphs of one."""
     folder_of(tmp_path, {"train.py": PROGRAM})
@@ -58,6 +58,6 @@ def test_graphs_breaks_and_recompilations_are_pytorchs(words: tuple[str, ...], t
     assert all(f"train.py:{line} " in text for text in told)
     events = traces.read(tmp_path / "trace.npz").ranks[0].events
     names = [events.strings("name").get(place) for place in range(len(events)) if events.op[place] == Op.ALLOC]
-    assert "up: extern_kernels.addmm" in names
+    assert any(str(name).startswith(("up: extern_kernels.", "up: triton_")) for name in names)
     assert any("triton_" in str(name) and "softmax" in str(name) for name in names)
     assert not any("_orig_mod" in str(name) for name in names)
