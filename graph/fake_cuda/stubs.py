@@ -16,13 +16,12 @@ from graph.fake_cuda import objects, served
 from graph.fake_cuda.operators import rnn
 from graph.fake_cuda.operators.composed import jitted
 from graph.fake_cuda.torch_private import BINDINGS, JITTED, RAW_STREAM, fake_tensor
+from graph.hardware.profile import STREAMS
 
 if TYPE_CHECKING:
     from graph.fake_cuda.device import Runtime
 
 
-#: Streams beside the default one: so many PyTorch makes of each priority, and then gives them out again.
-STREAMS: Final = 32
 #: The first number of a stream that stands for an event.
 FIRST_POINT: Final = 5000
 

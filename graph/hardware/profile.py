@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
 
 from graph.hardware.gpus import gpu as gpu_of
 from traces.release import Version, version_of
+
+#: Streams beside the default one: so many PyTorch makes of each priority, and then gives them out again
+#: (kStreamsPerPool of c10/cuda/CUDAStream.cpp).
+STREAMS: Final = 32
 
 
 @dataclass(frozen=True, slots=True)

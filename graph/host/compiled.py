@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import linecache
 import os
 import re
 import sys
@@ -34,8 +35,10 @@ from graph.hardware.gpus import gpu
 from graph.user_code import place
 
 #: What Dynamo took of `torch.cuda` when it was imported (torch/_dynamo/device_interface.py).
-_INTERFACE: Final = "current_device set_device device_count stream current_stream set_stream synchronize "
-_INTERFACE_MORE: Final = "get_device_properties memory_allocated is_bf16_supported"
+_INTERFACE: Final = (
+    *("current_device", "set_device", "device_count", "stream", "current_stream", "set_stream", "synchronize"),
+    *("get_device_properties", "memory_allocated", "is_bf16_supported"),
+)
 #: What is registered for all modules' forward passes.
 _HOOKS: Final = [hooks for name, hooks in vars(modules).items() if name.startswith("_global_forward")]
 _TORCH: Final = os.path.dirname(torch.__file__)
@@ -117,7 +120,7 @@ def _device(runtime: Runtime) -> Iterator[None]:
     """Dynamo's view of the device is what `torch.cuda` is now, and Triton is there for it."""
     interface = importlib.import_module("torch._dynamo.device_interface")
     cuda, raw = torch.cuda, torch._C._cuda_getCurrentRawStream
-    answers = {name: staticmethod(getattr(cuda, name)) for name in (_INTERFACE + _INTERFACE_MORE).split()}
+    answers = {name: staticmethod(getattr(cuda, name)) for name in _INTERFACE}
     answers |= {name: getattr(cuda, name) for name in ("device", "Event", "Stream")}
     answers |= {
         "get_raw_stream": staticmethod(raw),
@@ -242,7 +245,7 @@ def _empty(tell: Tell) -> Callable[..., torch.Tensor]:
 @functools.lru_cache(1 << 16)
 def _behind(file: str, line: int) -> tuple[str, str]:
     """The kernel that first writes the buffer made at a line of generated code, and its module."""
-    lines = _lines(file)
+    lines = linecache.getlines(file)
     if not (made := _MADE.match(lines[line - 1] if line <= len(lines) else "")):
         return "", ""
     name = re.compile(rf"\b{made[1]}\b")
@@ -251,14 +254,6 @@ def _behind(file: str, line: int) -> tuple[str, str]:
         if start and name.search(start[2]) and "empty_strided" not in start[1]:
             return start[1], made[2] or ""
     return "", made[2] or ""
-
-
-@functools.lru_cache(64)
-def _lines(file: str) -> list[str]:
-    try:
-        return Path(file).read_text().splitlines()
-    except OSError:
-        return []
 
 
 def _noted(plain: Callable[..., str]) -> Callable[..., str]:

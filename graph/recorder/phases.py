@@ -167,7 +167,7 @@ class Phases:
 
 def _plain(name: str) -> str:
     """A path among modules, without what torch.compile puts around one."""
-    return name.replace("_orig_mod.", "").removesuffix("_orig_mod")
+    return ".".join(part for part in name.split(".") if part != "_orig_mod")
 
 
 def _generates() -> bool:

@@ -13,6 +13,7 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
+from graph.hardware.profile import STREAMS
 from simulator.allocator import layout as at
 from simulator.allocator import sizes
 from simulator.allocator.conf import conf_from_environment, parse_conf
@@ -26,8 +27,6 @@ from traces.errors import ReplayError
 from traces.forks import locking
 from traces.model import Device, Events, Initial, Int64Array, Op
 
-#: Streams beside the default one: so many PyTorch makes of each priority, and then gives them out again.
-STREAMS: Final = 32
 #: From this number on streams stand for collectives and events: they have a clock, and no memory.
 FIRST_CLOCK: Final = 900
 _ALLOC, _FREE, _RECORD_STREAM = int(Op.ALLOC), int(Op.FREE), int(Op.RECORD_STREAM)  # as plain numbers: numba asks what

@@ -16,12 +16,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-import numpy as np
-
 import traces
 from simulator.recording.request import FACTS, TRACE, Request
 from traces.errors import LLMemError
-from traces.model import Events, Op, RankEvents, Trace
+from traces.model import Trace
 from traces.text import quoted
 
 if TYPE_CHECKING:
@@ -93,11 +91,8 @@ def record(request: Request, ranks: Sequence[int] = (0,), told: Callable[[str], 
 
 def _prepare() -> None:
     """Load what comes after a program, while it runs: a replay's kernels take as long as a small program."""
+    import simulator.allocator.prepared
     import simulator.recording.trace  # noqa: F401
-    from simulator.engine.replay import replay
-
-    one = Events(np.asarray([Op.ALLOC], np.uint8), {"id": np.zeros(1, np.int64), "bytes": np.ones(1, np.int64)})
-    replay(Trace(ranks=(RankEvents((0,), one),)), analyse=False)
 
 
 class _Processes:

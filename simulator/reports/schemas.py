@@ -18,6 +18,8 @@ from msgspec import Meta, Struct
 from graph.analysis import Saved, Tensor, Total
 from graph.case import KEYS
 from graph.summary import Parameters
+from simulator.explain.judgement import Cause
+from simulator.explain.message import Source
 from traces.errors import ConfigError
 
 Bytes = Annotated[int, Meta(ge=0)]
@@ -442,22 +444,11 @@ class HeldTensors(_Part):
 class Message(_Part):
     """An out-of-memory message and its cause, in bytes; null where it does not say a figure."""
 
-    cause: Literal[
-        "capacity",
-        "fragmentation",
-        "private_pool",
-        "other_process",
-        "outside_pytorch",
-        "fraction",
-        "refused",
-        "other_library",
-        "host",
-        "unknown",
-    ]
+    cause: Cause
     because: str
     first: list[str]
     also: list[str]
-    source: Literal["allocator", "snapshot", "driver", "library", "host"]
+    source: Source
     party: str
     said: str
     line: int

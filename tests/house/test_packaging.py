@@ -75,6 +75,16 @@ def test_wheel_holds_the_packages_and_their_data(wheel: zipfile.ZipFile) -> None
     assert any(name.endswith("uPlot-LICENSE.txt") for name in names)
 
 
+def test_repository_holds_no_large_file() -> None:
+    """Checkpoints and recordings that a program left in the checkout are not committed with it."""
+    if not (ROOT / ".git").exists():
+        pytest.skip("not a git checkout")
+    names = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    paths = [ROOT / name for name in names.split("\0") if name]
+    assert len(paths) > len(PACKAGES)
+    assert [path for path in paths if path.is_file() and path.stat().st_size > 1 << 20] == []
+
+
 def test_wheel_holds_no_tests_and_no_leavings(wheel: zipfile.ZipFile) -> None:
     odd = [name for name in wheel.namelist() if re.search(r"(^|/)(test_|conftest|__pycache__)|\.(pyc|nbi|nbc)$", name)]
     assert odd == []
