@@ -102,7 +102,7 @@ def _build(data: bytes, read_events: EventsReader) -> Trace:
     groups = {name: _group(each, f"group {quoted(name)}") for name, each in _object(document, "groups", "").items()}
     metadata = _object(document, "metadata", "")
     entries, notes = [], set()
-    problem = None
+    wrong = None
     raws = document.pop("ranks")
     extra = {name: _value(each, name) for name, each in document.items()}
     if allocator:
@@ -112,12 +112,12 @@ def _build(data: bytes, read_events: EventsReader) -> Trace:
         entries.append(entry)
         notes |= dropped
         if finding is not None:
-            problem = as_error(finding, entry)
+            wrong = finding, entry
             break
     trace = Trace(tuple(entries), metadata, conf, release, devices, groups, extra, tuple(sorted(notes)))
     check(trace)
-    if problem is not None:
-        raise problem
+    if wrong is not None:
+        raise as_error(*wrong)
     return trace
 
 

@@ -358,6 +358,7 @@ HEAD_FAULTS: dict[str, tuple[dict[str, Any], str]] = {
     "ranks not a list": ({"ranks": {}}, "field 'ranks'"),
     "rank entry": ({"ranks": [3]}, "field 'ranks', entry 0"),
     "rank list empty": ({"ranks": [{"rank": []}]}, "name at least one rank"),
+    "rank list empty, and an event wrong": ({"ranks": [{"rank": [], "events": [0]}]}, "name at least one rank"),
     "rank twice": ({"ranks": [{"rank": 0}, {"rank": [1, 0]}]}, "rank 0 appears twice"),
     "rank twice in a list": ({"ranks": [{"rank": [2, 2]}]}, "rank 2 appears twice"),
     "rank negative": ({"ranks": [{"rank": -1}]}, "ranks are between 0 and"),
