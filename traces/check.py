@@ -53,6 +53,8 @@ REQUIRED: Final[Mapping[Op, tuple[str, ...]]] = {
     Op.POOL_BEGIN: ("pool",),
     Op.POOL_END: ("pool",),
     Op.POOL_RELEASE: ("pool",),
+    Op.POOL_CHECKPOINT: ("pool", "checkpoint"),
+    Op.POOL_RESTORE: ("pool", "checkpoint"),
     Op.WAIT_STREAM: ("on",),
     Op.REGION_BEGIN: ("name",),
     Op.REGION_END: ("name",),
@@ -68,7 +70,10 @@ MIN_BLOCK: Final = 512  #: every address is a multiple of this (kMinBlockSize)
 #: Traces with at most so many events have the lives of their ids checked without numba.
 SMALL: Final = 200_000
 
-_POOL_OPS: Final = (Op.POOL_CREATE, Op.POOL_BEGIN, Op.POOL_END, Op.POOL_RELEASE)
+_POOL_OPS: Final = (
+    *(Op.POOL_CREATE, Op.POOL_BEGIN, Op.POOL_END, Op.POOL_RELEASE),
+    *(Op.POOL_SWITCH, Op.POOL_CHECKPOINT, Op.POOL_RESTORE),
+)
 
 
 class Finding(NamedTuple):
@@ -409,8 +414,9 @@ def _pools(events: Events, initial: Initial | None) -> Iterator[Finding]:
     recorded = {segment.pool_id for segment in initial.segments if segment.pool_id} if initial else set()
     uses: dict[int, int] = {}
     begun: set[int] = set()
-    ops, pools = events.op[at].tolist(), events.ints("pool")[at].tolist()
-    for index, op, pool in zip(at.tolist(), ops, pools, strict=True):
+    kept: set[tuple[int, int]] = set()
+    columns = (at, events.op[at], events.ints("pool")[at], events.ints("checkpoint")[at])
+    for index, op, pool, checkpoint in zip(*(column.tolist() for column in columns), strict=True):
         reason = ""
         if op == Op.POOL_BEGIN and pool in begun:
             reason = f"pool {pool} is begun already; end it first"
@@ -419,6 +425,12 @@ def _pools(events: Events, initial: Initial | None) -> Iterator[Finding]:
         elif op == Op.POOL_RELEASE and pool not in recorded and not uses.get(pool):
             known = "more often than it was created or begun" if pool in uses else "but was never created or begun"
             reason = f"pool {pool} is released {known}"
+        elif op == Op.POOL_SWITCH and pool != -1 and pool not in begun:
+            reason = f"pool {pool} has not begun"
+        elif op == Op.POOL_CHECKPOINT and pool not in recorded and pool not in uses:
+            reason = f"pool {pool} was never created or begun"
+        elif op == Op.POOL_RESTORE and (pool, checkpoint) not in kept:
+            reason = f"pool {pool} has no checkpoint {checkpoint}"
         if reason:
             yield Finding(index, "pool", reason)
             return
@@ -428,6 +440,8 @@ def _pools(events: Events, initial: Initial | None) -> Iterator[Finding]:
             begun.add(pool)
         elif op == Op.POOL_END:
             begun.discard(pool)
+        elif op == Op.POOL_CHECKPOINT:
+            kept.add((pool, checkpoint))
         elif op == Op.POOL_RELEASE:
             uses[pool] = uses.get(pool, 0) - 1
 

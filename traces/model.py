@@ -55,6 +55,9 @@ class Op(IntEnum):
     WAIT_STREAM = 22
     REGION_BEGIN = 23
     REGION_END = 24
+    POOL_SWITCH = 25
+    POOL_CHECKPOINT = 26
+    POOL_RESTORE = 27
 
 
 CATEGORIES: Final[tuple[str, ...]] = (
@@ -82,8 +85,10 @@ INT_FIELDS: Final[Mapping[str, int]] = {
     "step": -1,
     "pool": -1,
     "on": -1,
+    "checkpoint": -1,
+    "was": -1,
 }
-BOOL_FIELDS: Final[tuple[str, ...]] = ("hold", "no_split", "use_on_oom")
+BOOL_FIELDS: Final[tuple[str, ...]] = ("hold", "no_split", "use_on_oom", "capture")
 FLOAT_FIELDS: Final[tuple[str, ...]] = ("fraction",)
 STRING_FIELDS: Final[tuple[str, ...]] = ("category", "name", "frames", "conf", "group", "kind")
 FIELDS: Final[tuple[str, ...]] = (*INT_FIELDS, *BOOL_FIELDS, *FLOAT_FIELDS, *STRING_FIELDS)

@@ -1,7 +1,7 @@
 """PyTorch's CUDA caching allocator (c10/cuda/CUDACachingAllocator.cpp) as numba kernels over one array of int64.
 
 `layout` names the words of the array. Above it, in the order in which they use each other: `free_lists` (ordered sets),
-`driver` (the device under the allocator), `statistics`, `sizes` (rounding), `private_pools`, `blocks`,
+`driver` (the device under the allocator), `statistics`, `sizes` (rounding), `private_pools`, `checkpoints`, `blocks`,
 `expandable_segments`, `free`, `release_blocks`, `garbage_collection`, `malloc`. What differs between releases
 (`releases`) and what the option string says (`conf`) are switches and numbers in the array.
 

@@ -183,17 +183,37 @@ def process_events(m: Memory) -> None:
 
 
 @kernel
-def synchronize_and_free_events(m: Memory) -> None:
-    """synchronize_and_free_events: the host waits for every event."""
+def synchronize_and_free_events(m: Memory, pool: int) -> None:
+    """synchronize_and_free_events: the host waits for every event, or for those of blocks of one pool (0: all)."""
     m[at.SYNCS] += 1
     process_deferred(m)
     for turn in range(m[at.NUM_STREAMS]):
         stream = visited(m, turn)
+        kept = 0
         while m[stream + at.S_HEAD] != 0:
-            time = m[m[stream + at.S_HEAD] + at.N_TIME]
+            node = m[stream + at.S_HEAD]
+            if pool != 0 and m[m[m[node + at.N_BLOCK] + at.SET] + at.SET_POOL] != pool:
+                m[stream + at.S_HEAD] = m[node + at.N_NEXT]
+                m[node + at.N_NEXT] = kept
+                kept = node
+                continue
+            time = m[node + at.N_TIME]
             if time < at.UNKNOWN:
                 m[at.HOST] = max(m[at.HOST], time)
             pop_event(m, stream)
+        put_back(m, stream, kept)
+
+
+@kernel
+def put_back(m: Memory, stream: int, node: int) -> None:
+    """The events of a stream are those of a list, of which the last comes first."""
+    if node != 0:
+        m[stream + at.S_TAIL] = node
+    while node != 0:
+        before = m[node + at.N_NEXT]
+        m[node + at.N_NEXT] = m[stream + at.S_HEAD]
+        m[stream + at.S_HEAD] = node
+        node = before
 
 
 @kernel

@@ -114,7 +114,8 @@ P_PRIVATE: Final = 9  # 1 for all but the default pool
 P_SETS: Final = 10  # its free sets: those of the small pool by stream, then those of the large pool
 P_RESERVED: Final = 11  # reserved_bytes of the pool: a row of statistics, as below
 P_EVER: Final = P_RESERVED + 12  # 1 once it reserved anything
-P_COLUMNS: Final = P_EVER + 1
+P_CAPTURED: Final = P_EVER + 1  # 1 while it is open, and whoever draws from it has a stream that is captured
+P_COLUMNS: Final = P_CAPTURED + 1
 
 # --- scalars: settings, switches and counters, one int64 each ------------------------------------------------------
 (
@@ -171,6 +172,7 @@ P_COLUMNS: Final = P_EVER + 1
     DEFERRED,  # head of the list of frees deferred by a capture
     DEFERRED_TAIL,
     SCOPES,
+    SERVING,  # record of the pool that requests go to now
     OUTSTANDING,  # events in all FIFOs
     HOLD,
     HOST,  # host clock, ns
@@ -203,8 +205,8 @@ P_COLUMNS: Final = P_EVER + 1
     PEAK_EVENT,
     PEAK_STRANDED,
     PEAK_CACHED,
-) = range(85)
-DIVISIONS: Final = 85  # 16 values
+) = range(86)
+DIVISIONS: Final = 86  # 16 values
 STATS: Final = DIVISIONS + 16  # see below
 
 # statistics: for each stat a row of 12: for small, large: current, allocated, peak, base; then the peak of both
@@ -298,4 +300,5 @@ STOP_SPLIT_RELEASED: Final = 1  # max_split_size was lowered at run time: a spli
 STOP_EXPANDABLE_ASSERT: Final = 2  # before 2.6: GC or max_split release meets an expandable block
 STOP_ODD_PAGE: Final = 3  # 2.15: page size that the driver refuses
 STOP_CAPTURE: Final = 5  # before 2.8: empty_cache during a capture
+STOP_RESTORE: Final = 6  # a pool cannot get the blocks of a checkpoint
 STOP_ADDRESSES: Final = 4  # no address space is left above what was handed out

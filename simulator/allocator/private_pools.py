@@ -15,16 +15,15 @@ def pool_at(m: Memory, number: int) -> int:
 
 @kernel(inline=True)
 def current_pool(m: Memory) -> int:
-    """The pool that requests go to now: the oldest open scope up to 2.9, the newest later."""
-    if m[at.SCOPES] == 0:
-        return m[at.POOLS]
-    return m[pool_at(m, m[at.SCOPES] - 1 if m[at.NEWEST_SCOPE] == 1 else 0) + at.P_SCOPE]
+    """The pool that requests go to now."""
+    return m[at.SERVING]
 
 
 @kernel(inline=True)
 def capturing(m: Memory) -> bool:
-    """Whether the allocator believes that a CUDA graph is being captured (up to 2.12: any open scope)."""
-    return m[at.SCOPES] > 0 and m[at.SCOPE_CAPTURES] == 1
+    """Whether the allocator believes that a CUDA graph is being captured: up to 2.12 in any open scope, later where the
+    current stream is captured."""
+    return m[m[at.SERVING] + at.P_CAPTURED] == 1 or (m[at.SCOPES] > 0 and m[at.SCOPE_CAPTURES] == 1)
 
 
 @kernel
@@ -51,11 +50,31 @@ def create_pool(m: Memory, pool: int) -> None:
 
 
 @kernel
+def serve_scope(m: Memory) -> None:
+    """Requests go to the oldest open scope up to 2.10, to the newest later, to the default pool if none is open."""
+    m[at.SERVING] = m[at.POOLS]
+    if m[at.SCOPES] > 0:
+        m[at.SERVING] = m[pool_at(m, m[at.SCOPES] - 1 if m[at.NEWEST_SCOPE] == 1 else 0) + at.P_SCOPE]
+
+
+@kernel
+def begin_scope(m: Memory, pool: int, capture: int) -> None:
+    """beginAllocateToPool, and markCaptureBegin for a capture; a scope inside of one leaves the stream captured."""
+    create_pool(m, pool)
+    m[pool_at(m, m[at.SCOPES]) + at.P_SCOPE] = pool
+    m[at.SCOPES] += 1
+    m[pool + at.P_CAPTURED] = capture | m[m[at.SERVING] + at.P_CAPTURED]
+    serve_scope(m)
+
+
+@kernel
 def end_scope(m: Memory, pool: int) -> None:
-    """endAllocateToPool: take the pool off the list of scopes."""
+    """endAllocateToPool (and markCaptureEnd): take the pool off the list of scopes."""
+    m[pool + at.P_CAPTURED] = 0
     kept = 0
     for i in range(m[at.SCOPES]):
         if m[pool_at(m, i) + at.P_SCOPE] != pool:
             m[pool_at(m, kept) + at.P_SCOPE] = m[pool_at(m, i) + at.P_SCOPE]
             kept += 1
     m[at.SCOPES] = kept
+    serve_scope(m)

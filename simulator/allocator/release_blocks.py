@@ -72,22 +72,38 @@ def release_blocks(m: Memory, pool: int, large: int) -> None:
 
 
 @kernel
+def release_private_pool(m: Memory, pool: int) -> None:
+    """Release a pool if nobody uses it any more."""
+    if m[pool + at.P_ALIVE] == 0 or m[pool + at.P_USE_COUNT] > 0:
+        return
+    release_blocks(m, pool, 0)
+    release_blocks(m, pool, 1)
+    if m[pool + at.P_MALLOC_COUNT] == 0:
+        m[pool + at.P_ALIVE] = 0
+
+
+@kernel
 def release_private_pools(m: Memory) -> None:
     """Release the pools that nobody uses any more, in order of creation (PyTorch: of a hash map)."""
     for order in range(m[at.CREATED]):
         pool = private_pools.nth_private_pool(m, order)
-        if pool != 0 and m[pool + at.P_USE_COUNT] == 0:
-            release_blocks(m, pool, 0)
-            release_blocks(m, pool, 1)
-            if m[pool + at.P_MALLOC_COUNT] == 0:
-                m[pool + at.P_ALIVE] = 0
+        if pool != 0:
+            release_private_pool(m, pool)
+
+
+@kernel
+def release_cached_blocks_of(m: Memory, pool: int) -> None:
+    """release_cached_blocks of a private pool's id, as the end of a MemPool has it."""
+    if m[pool + at.P_ALIVE] == 1 and m[pool + at.P_USE_COUNT] == 0:
+        free.synchronize_and_free_events(m, pool)
+        release_private_pool(m, pool)
 
 
 @kernel
 def release_cached_blocks(m: Memory) -> None:
     """release_cached_blocks of the default pool id: empty_cache, and the last resort of a malloc."""
     if not private_pools.capturing(m):
-        free.synchronize_and_free_events(m)
+        free.synchronize_and_free_events(m, 0)
         release_blocks(m, m[at.POOLS], 1)
         release_blocks(m, m[at.POOLS], 0)
     release_private_pools(m)

@@ -42,7 +42,11 @@ from traces.model import Int64Array
     POOL_END,
     POOL_RELEASE,
     WAIT_STREAM,
-) = range(23)
+    REGION_BEGIN,
+    REGION_END,
+    POOL_SWITCH,
+) = range(26)
+TAKE_OVER = 255  # an alloc with `was`
 
 # columns of `out`: what stood after an event
 OUT_ALLOCATED = 0
@@ -61,6 +65,7 @@ OUT_PLAIN = 3
 POOL_MASK = (1 << 32) - 1
 POOL_NO_SPLIT = 1 << 32
 POOL_ON_OOM = 1 << 33
+POOL_CAPTURE = 1 << 34
 
 
 @kernel(inline=True)
@@ -122,11 +127,11 @@ def serve_pool(m: Memory, op: int, packed: int) -> None:
         if packed & POOL_ON_OOM != 0:
             m[pool + at.P_ON_OOM] = 1
     elif op == POOL_BEGIN:
-        private_pools.create_pool(m, pool)
-        m[private_pools.pool_at(m, m[at.SCOPES]) + at.P_SCOPE] = pool
-        m[at.SCOPES] += 1
+        private_pools.begin_scope(m, pool, 1 if packed & POOL_CAPTURE != 0 else 0)
     elif op == POOL_END:
         private_pools.end_scope(m, pool)
+    elif op == POOL_SWITCH:
+        m[at.SERVING] = pool
     elif m[pool + at.P_USE_COUNT] > 0:
         m[pool + at.P_USE_COUNT] -= 1
         if m[pool + at.P_USE_COUNT] == 0:
@@ -172,6 +177,8 @@ def serve_rare(m: Memory, op: int, block: int, ident: int, arg: int, number: int
             return at.WAIT
         if private_pools.capturing(m) and m[at.EMPTY_IN_CAPTURE] == 0:
             m[at.STOPPED] = at.STOP_CAPTURE
+        elif arg != 0:
+            release_blocks.release_cached_blocks_of(m, private_pools.pool_at(m, arg))
         else:
             release_blocks.release_cached_blocks(m)
     elif op == RESET_PEAK:
@@ -180,9 +187,9 @@ def serve_rare(m: Memory, op: int, block: int, ident: int, arg: int, number: int
         reset_accumulated(m)
     elif op == OTHER_PROCESS:
         m[at.OTHER_BYTES] = arg
-    elif op >= POOL_CREATE and op <= POOL_RELEASE:
+    elif (op >= POOL_CREATE and op <= POOL_RELEASE) or op == POOL_SWITCH:
         serve_pool(m, op, arg)
-    elif op != PHASE:
+    elif op != PHASE and op != REGION_BEGIN and op != REGION_END:
         return at.CONTROL
     return at.DONE
 
@@ -328,6 +335,12 @@ def finish_event(memory: Int64Array, table: Int64Array, columns: int, index: int
 def resolve_work(memory: Int64Array) -> None:
     """`streams.resolve`, for callers from Python."""
     resolve(pointer(memory))
+
+
+@kernel
+def process_deferred(memory: Int64Array) -> None:
+    """`free.process_deferred`, for callers from Python."""
+    free.process_deferred(pointer(memory))
 
 
 @kernel

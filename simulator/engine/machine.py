@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from simulator.allocator import driver, sizes
+from simulator.allocator import checkpoints, driver, sizes
 from simulator.allocator import layout as at
 from simulator.allocator.conf import AllocatorSettings, parse_conf
 from simulator.allocator.releases import Release
@@ -23,7 +23,10 @@ from traces.check import MAX_DEVICE_BYTES
 from traces.errors import EventError, ReplayError, TraceError
 from traces.model import Device, Events, Initial, InitialSegment, Int64Array, Op, RankEvents
 
-POOL_OPS = (Op.POOL_CREATE, Op.POOL_BEGIN, Op.POOL_END, Op.POOL_RELEASE)
+POOL_OPS = (
+    *(Op.POOL_CREATE, Op.POOL_BEGIN, Op.POOL_END, Op.POOL_RELEASE),
+    *(Op.POOL_SWITCH, Op.POOL_CHECKPOINT, Op.POOL_RESTORE),
+)
 STREAM_OPS = (Op.ALLOC, Op.RECORD_STREAM, Op.COMPLETE_EVENTS, Op.SYNCHRONIZE, Op.KERNEL, Op.COLLECTIVE, Op.WAIT_STREAM)
 LOG_ENTRIES = 4096  # room of the log at first
 FIRST_WORDS = 1 << 16  # room for records at first
@@ -107,11 +110,12 @@ def _arguments(events: Events, on: Int64Array, pools: Int64Array) -> Int64Array:
     if (ops == Op.WAIT_STREAM).any():
         chosen = ops == Op.WAIT_STREAM
         args[chosen] = on[chosen]
-    chosen = ops >= Op.POOL_CREATE
-    chosen &= ops <= Op.POOL_RELEASE
+    chosen = np.isin(ops, (*POOL_OPS, Op.EMPTY_CACHE)) if len(pools) else np.zeros(len(ops), dtype=np.bool_)
     if chosen.any():
-        packed = np.searchsorted(pools, events.ints("pool")) + 1
+        number = events.ints("pool")
+        packed = np.where(number > 0, np.searchsorted(pools, number) + 1, 0)
         packed += events.bools("no_split") * engine.POOL_NO_SPLIT + events.bools("use_on_oom") * engine.POOL_ON_OOM
+        packed += events.bools("capture") * engine.POOL_CAPTURE
         args[chosen] = packed[chosen]
     return args
 
@@ -119,7 +123,8 @@ def _arguments(events: Events, on: Int64Array, pools: Int64Array) -> Int64Array:
 def _pool_numbers(events: Events, initial: Initial) -> Int64Array:
     """The private pools that a rank's events and initial state name, ascending."""
     early = np.asarray([segment.pool_id for segment in initial.segments if segment.pool_id], dtype=np.int64)
-    return np.unique(np.concatenate([events.ints("pool")[np.isin(events.op, POOL_OPS)], early]))
+    named = events.ints("pool")[np.isin(events.op, POOL_OPS)]
+    return np.unique(np.concatenate([named[named > 0], early]))
 
 
 def _plain(column: npt.NDArray[Any]) -> npt.NDArray[Any]:
@@ -140,6 +145,8 @@ def compile_rank(rank: RankEvents, *, timed: bool, solo: npt.NDArray[np.bool_] |
     ops = events.op
     if solo is not None and solo.any():
         ops = np.where(solo, np.uint8(Op.KERNEL), ops)
+    if "was" in events.columns:
+        ops = np.where((ops == Op.ALLOC) & (events.ints("was") >= 0), np.uint8(engine.TAKE_OVER), ops)
     pools = _pool_numbers(events, initial)
     if len(stream_values) * (1 + len(pools)) > MAX_SETS:
         raise TraceError(
@@ -203,6 +210,8 @@ class Machine:
         self.out = np.zeros((len(program), columns), dtype=np.int64)
         self.ids = np.zeros((max(len(program.ids), 1), 2), dtype=np.int64)
         self.log_parts: list[Int64Array] = []
+        self.checkpoints: dict[tuple[int, int], list[Int64Array]] = {}  # pool and number -> blocks of each segment
+        self.restored: dict[int, int] = {}  # dense id at a checkpoint -> the block to be taken over
         self.memory = self._allocate(log)
         self._place(recorded)
         memory = self.memory
@@ -242,6 +251,7 @@ class Machine:
         for cell, size in sizes.items():
             memory[cell] = top
             top += size
+        memory[at.SERVING] = memory[at.POOLS]
         memory[at.TOP] = top
         memory[at.ROOM] = len(memory) - first_leaves
         memory[at.LOG_ROOM] = LOG_ENTRIES if log else 0
@@ -486,7 +496,7 @@ class Machine:
             self.stretch = max(self.stretch // 4, 16)
         return now
 
-    def serve_control(self) -> tuple[str, Mapping[str, Any]] | None:
+    def serve_control(self, rank: int) -> tuple[str, Mapping[str, Any]] | None:
         """Serve the event at `index` that the kernel leaves to Python; a report, if it asked for one."""
         events = self.program.events
         op = Op(int(events.op[self.index]))
@@ -496,15 +506,74 @@ class Machine:
         elif op == Op.SET_ALLOCATOR:
             conf = events.strings("conf").get(self.index) or ""
             self.apply(parse_conf(conf, self.release, self.settings))
+        elif op == Op.ALLOC:
+            self._take_over(int(self.program.idents[self.index]), int(events.ints("was")[self.index]))
+        elif op in (Op.POOL_CHECKPOINT, Op.POOL_RESTORE):
+            serve = self.checkpoint if op == Op.POOL_CHECKPOINT else self.restore
+            serve(int(self.program.args[self.index]), int(events.ints("checkpoint")[self.index]))
         elif op == Op.SNAPSHOT:
             report = ("snapshot", self.snapshot_report())
         else:
             report = ("statistics", self.statistics_report())
+        if self.memory[at.STOPPED]:
+            raise self.undefined(rank)
         if len(self.program.host_ns):
             self.memory[at.HOST] += self.program.host_ns[self.index]
         engine.finish_event(self.memory, self.out.reshape(-1), self.out.shape[1], self.index)
         self.index += 1
         return report
+
+    # --- checkpoints of private pools ---------------------------------------------------------------------------------
+
+    def checkpoint(self, pool: int, number: int) -> None:
+        """getCheckpointState of the private pool of dense number `pool`."""
+        memory = self.memory
+        engine.process_deferred(memory)
+        owners = {int(block): ident for ident, block in enumerate(self.ids[:, 0].tolist()) if block > 0}
+        segments: list[Int64Array] = []
+        for head in self._segments_of(pool):
+            rows = []
+            block = head
+            while block != 0:
+                flags = memory[block + at.FLAGS]
+                owner = owners[block] if flags & at.ALLOCATED else checkpoints.FREE
+                owner = checkpoints.UNMAPPED if flags & at.UNMAPPED else owner
+                rows.append((memory[block + at.PTR], memory[block + at.SIZE], owner, 0))
+                block = int(memory[block + at.NEXT])
+            segments.append(np.array(rows, dtype=np.int64))
+        self.checkpoints[pool, number] = segments
+
+    def _segments_of(self, pool: int) -> list[int]:
+        """The first blocks of a pool's segments: of those that begin with a block in use, then of the others."""
+        memory = self.memory
+        record = memory[at.POOLS] + pool * at.P_COLUMNS
+        used = [int(block) for block in self.ids[:, 0] if block > 0]
+        used += [int(memory[node + at.N_BLOCK]) for node in self._pending_nodes()]
+        mine = [
+            block for block in (*used, *self.free_blocks()) if memory[memory[block + at.SET] + at.SET_POOL] == record
+        ]
+        heads = dict.fromkeys(block for block in mine if memory[block + at.PREV] == 0)
+        return sorted(heads, key=lambda block: not memory[block + at.FLAGS] & at.BUSY)
+
+    def restore(self, pool: int, number: int) -> None:
+        """setCheckpointPoolState, after everything in the pool was freed; `restored` has what lives again."""
+        segments = self.checkpoints[pool, number]
+        self._reserve(sum(map(len, segments)))
+        heads = {int(self.memory[block + at.PTR]): block for block in self._segments_of(pool)}
+        self.restored = {}
+        for rows in segments:
+            if not self.memory[at.STOPPED]:
+                checkpoints.restore_segment(self.memory, rows, heads.get(int(rows[0, checkpoints.C_ADDRESS]), 0))
+            lives = rows[:, checkpoints.C_OWNER] >= 0
+            self.restored.update(rows[lives][:, [checkpoints.C_OWNER, checkpoints.C_BLOCK]].tolist())
+
+    def _take_over(self, ident: int, was: int) -> None:
+        """An allocation gets the block that the trace's id `was` had at the checkpoint."""
+        block = self.restored.pop(int(np.searchsorted(self.program.ids, was)), 0)
+        if block:
+            self.ids[ident] = block, self.memory[block + at.SIZE]
+        else:
+            self.memory[at.STOPPED] = at.STOP_RESTORE
 
     def undefined(self, rank: int) -> ReplayError:
         """The error for what PyTorch leaves undefined, met at `index`."""
@@ -518,6 +587,8 @@ class Machine:
             f" {self.release.text}: give a multiple of 2",
             at.STOP_CAPTURE: "empty_cache while a pool is open is undefined in PyTorch"
             f" {self.release.text} (an internal assertion fails): close the pool first",
+            at.STOP_RESTORE: "the pool cannot get the blocks of the checkpoint, or an allocation takes over a block"
+            " that none had then; this is undefined in PyTorch (it fails a check): free what lives in the pool first",
             at.STOP_ADDRESSES: "no address space is left: the device's va_base, addresses of the initial state or"
             " large_segment_size_mb are too large, or placement 'bump' went too far",
         }

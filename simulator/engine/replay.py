@@ -214,9 +214,11 @@ def _set_up(trace: Trace, conf: str | None, release: str | None, memory: int | N
     if not trace.devices and memory is None:
         gib = DEFAULT_DEVICE.total_bytes / 2**30
         notes.append(f"assumed device {DEFAULT_DEVICE.name} ({gib:.2f} GiB): the trace names none (--memory)")
-    if any(bool((rank.events.op == Op.POOL_BEGIN).any()) for rank in trace.ranks):
-        notes.append("private pools follow PyTorch's source: they are not verified against the library")
     chosen = parse_release(text)
+    if chosen.minor != 13 and any(bool((rank.events.op == Op.POOL_BEGIN).any()) for rank in trace.ranks):
+        notes.append(
+            f"private pools of PyTorch {chosen.text} follow its source: they were checked against the library of 2.13"
+        )
     string = trace.conf if conf is None else conf
     devices = tuple(_override(device, memory, context) for device in (trace.devices or (DEFAULT_DEVICE,)))
     same = conf in (None, trace.conf) and memory is None and context is None
@@ -286,7 +288,7 @@ class Watch:
                 machine.end_here()
         elif status == at.CONTROL:
             index = machine.index
-            report = machine.serve_control()
+            report = machine.serve_control(rank)
             if report is not None:
                 kind, data = report
                 self.reports[number].append(Report(index, "snapshot" if kind == "snapshot" else "statistics", data))

@@ -48,6 +48,12 @@ OPS: dict[str, tuple[Op, tuple[str, ...]]] = {
     "pb": (Op.POOL_BEGIN, ("pool",)),
     "pe": (Op.POOL_END, ("pool",)),
     "pr": (Op.POOL_RELEASE, ("pool",)),
+    "cb": (Op.POOL_BEGIN, ("pool", "capture")),
+    "ps": (Op.POOL_SWITCH, ("pool",)),
+    "ce": (Op.EMPTY_CACHE, ("pool",)),
+    "pk": (Op.POOL_CHECKPOINT, ("pool", "checkpoint")),
+    "px": (Op.POOL_RESTORE, ("pool", "checkpoint")),
+    "t": (Op.ALLOC, ("id", "bytes", "stream", "was")),
 }
 REPORTS = ("s", "x")
 

@@ -65,10 +65,12 @@ def parse(name: str, data: bytes) -> Recording:
         va_base=header["va_base"],
         placement=header["va_policy"],
     )
-    observed = Observed()
+    observed = Observed(memory_stats=header.get("memory_stats", {}))
     for index, (_, result, *calls) in enumerate(lines):
         if isinstance(result, dict):
             observed.reports[index] = result
+            observed.states.append(None)
+        elif result is None:
             observed.states.append(None)
         else:
             address = OUT_OF_MEMORY if result[0] is None else result[0]

@@ -6,6 +6,11 @@ An event is a row as in the recordings (`data/golden/README.md`), with a few mor
     ["cf", id]                                 complete_free
     ["pc", pool, no_split, use_on_oom]         pool_create
     ["pb", pool], ["pe", pool], ["pr", pool]   pool_begin, pool_end, pool_release
+    ["cb", pool, true]                         pool_begin of a capture
+    ["ps", pool or None]                       pool_switch
+    ["ce", pool]                               empty_cache of a pool
+    ["pk", pool, number], ["px", pool, number] pool_checkpoint, pool_restore
+    ["t", id, bytes, stream, was]              alloc that takes over a block of a checkpoint
 """
 
 from __future__ import annotations
