@@ -266,6 +266,22 @@ class Case:
         aliases=("max_grad_norm", "gradient_clipping"),
     )
     steps: Count = declared(3, LOOP, "Training steps.", aliases=("max_steps",))
+    compile: Literal["", "default", "max-autotune-no-cudagraphs"] = declared(
+        "",
+        LOOP,
+        "torch.compile of the model, in this mode.",
+        alone="default",
+        hints=("inductor", "dynamo"),
+        aliases=("torch_compile_mode",),
+        switches={"torch_compile": "default"},
+    )
+    compile_blocks: bool = declared(
+        False,
+        LOOP,
+        "Each block for itself, as torchtitan does, and FSDP2 always.",
+        only=(Only("compile"),),
+        aliases=("use_regional_compilation",),
+    )
     use_cache: bool = declared(
         False, LOOP, "The model keeps keys and values, as in generation.", only=(_CONFIGURATION,)
     )

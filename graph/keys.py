@@ -95,9 +95,10 @@ class About:
 
     `means`: what a value should be, where the type alone does not say it well. `read`: the value that one text stands
     for. `aliases`: other names of the key that are taken; `hints`: those that only help the error of an unknown key.
-    `values`: other names of values. `known`: for a text that may be any name of an open table, all spellings of each
-    name, asked for when a value other than the default is checked. `switches`: names that stand for the key with a
-    value, as `bf16` for autocast. `unset`: what the default is in words, where it is null or empty.
+    `values`: other names of values. `known`: for a text that may be any name of an open table, all spellings of
+    each name, asked for when a value other than the default is checked. `switches`: names that stand for the key
+    with a value, as `bf16` for autocast; `alone`: the value of an option that is given without one. `unset`: what
+    the default is in words, where it is null or empty.
     """
 
     group: Group
@@ -112,6 +113,7 @@ class About:
     values: Mapping[str, str] = field(default_factory=dict)
     known: Callable[[], Mapping[str, str]] | None = None
     switches: Mapping[str, str] = field(default_factory=dict)
+    alone: str | None = None
 
 
 @dataclass(frozen=True)

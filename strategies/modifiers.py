@@ -8,25 +8,31 @@ after minutes, or do nothing. What one method alone cannot have, its record says
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Final
 
 from graph.case import Case
 from graph.optimizers import OPTIMIZERS
 from strategies import registry
-from strategies.strategy import Kind
+from strategies.strategy import Kind, Strategy
 from traces.errors import ConfigError
+
+#: Methods whose ranks call a model that can be compiled, by accelerate's DistributedType.
+_COMPILED: Final = ("NO", "MULTI_GPU", "FSDP")
 
 
 def check(case: Case) -> None:
     """Raises ConfigError for the first key of a case that its method cannot have."""
     strategy = registry.find(case)
-    for refusals in (strategy.refused(case), _refused(case, strategy.kinds(case))):
+    for refusals in (strategy.refused(case), _refused(case, strategy, strategy.kinds(case))):
         for key, reason in refusals:
             given, name = getattr(case, key), strategy.title(case)
             raise ConfigError(f"key '{key}': not {given!r} with strategy {name!r}: {reason}")
 
 
-def _refused(case: Case, kind: Kind) -> Iterator[tuple[str, str]]:
+def _refused(case: Case, strategy: Strategy, kind: Kind) -> Iterator[tuple[str, str]]:
     yield from _offload(case, kind)
+    if case.compile and (strategy.launch.distributed_type not in _COMPILED or "pp" in strategy.axes(case)):
+        yield "compile", "its engine compiles in a way of its own; one GPU, ddp, fsdp1, fsdp2, hsdp and tp are compiled"
     if kind & (Kind.SHARDED | Kind.SPLIT):
         if OPTIMIZERS[case.optimizer].of_bitsandbytes:
             yield "optimizer", "bitsandbytes updates no distributed tensors; ddp, fsdp1 and deepspeed have plain ones"

@@ -65,6 +65,7 @@ class Observer(Protocol):
     # An observer may also have these:
     #   resized(storage, bytes)          its bytes changed while it lived; 0: they were given back
     #   record_stream(storage, stream)   it is in use on another stream (torch.Tensor.record_stream)
+    #   launched(name, args, written)    compiled code launches a kernel (`Runtime.launched`)
     #   wait_stream(stream, on)          what comes on a stream waits for what another one has now
 
 
@@ -136,6 +137,12 @@ class Runtime:
         told = getattr(self._observer, what, None)
         if told is not None:
             told(*values)
+
+    def launched(self, name: str, args: Sequence[object], written: Sequence[bool]) -> None:
+        """Compiled code launches a kernel: its arguments in order, and whether it writes each."""
+        told = getattr(self._observer, "launched", None)
+        if told is not None:
+            told(name, args, written)
 
     def bytes(self, storage: int) -> int:
         """Bytes of a living storage, as requested from the allocator."""

@@ -44,11 +44,35 @@ _HOOKS: Final = [hooks for name, hooks in vars(modules).items() if name.startswi
 _TORCH: Final = os.path.dirname(torch.__file__)
 #: How compiled code makes a buffer, with what we note behind it: the module.
 _MADE: Final = re.compile(r"^\s*(\w+) = empty_strided_cuda\(.*?(?:  # of ([\w.]+))?$")
+#: How a kernel's arguments begin that it writes.
+_WRITTEN: Final = ("out_ptr", "in_out_ptr")
 #: How it starts what writes buffers: a kernel of Triton's, an operator.
 _STARTS: Final = re.compile(r"([\w.]+?)(?:\.run)?\((.*)")
 
 #: Who is told of the kernel and the module behind the buffer that is made next (None: it is made).
 Tell = Callable[[tuple[str, str] | None], None]
+
+
+#: What the error of a compilation is about, and the way out.
+_WAYS_OUT: Final = (
+    (
+        r"'Kernel' object has no attribute",
+        "a Triton kernel of the program's own inside compiled code needs Triton itself: pip install triton",
+    ),
+    (
+        r"fake tensors|fake impl|[Mm]eta\b.*(kernel|backend)",
+        "on a GPU it ends so as well. torch.library.register_fake tells Dynamo what an operator returns, and "
+        "torch.compiler.disable keeps its caller out of compiled code",
+    ),
+    (r"", "TORCH_COMPILE_DISABLE=1 runs the program without torch.compile"),
+)
+
+
+def way_out(error: BaseException) -> str:
+    """A word for the user where Dynamo or Inductor cannot go on, beside what they say; else nothing."""
+    if not type(error).__module__.startswith(("torch._dynamo.", "torch._inductor.")):
+        return ""
+    return next(way for pattern, way in _WAYS_OUT if re.search(pattern, str(error)))
 
 
 @contextlib.contextmanager
@@ -79,6 +103,7 @@ def compiling(runtime: Runtime, folder: Path, tell: Tell) -> Iterator[None]:
         without = _without_graphs(runtime, asked.apply_options)
         stack.enter_context(mock.patch.object(asked, "apply_options", without))
         stack.enter_context(mock.patch.object(modules, "_has_any_global_hook", return_value=False))
+        stack.enter_context(mock.patch.object(modules.Module, "compile", _followed(modules.Module.compile)))
         yield
 
 
@@ -94,10 +119,33 @@ def _without_graphs(runtime: Runtime, plain: Callable[..., None]) -> Callable[..
     return applied
 
 
+def _followed(plain: Callable[..., None]) -> Callable[..., None]:
+    """`Module.compile`, whose module then calls what is registered for all modules, outside what is compiled."""
+
+    def compile(self: Any, *args: object, **kwargs: object) -> None:
+        plain(self, *args, **kwargs)
+        run = self._compiled_call_impl
+
+        def called(*args: object, **kwargs: object) -> Any:
+            for hook in list(modules._global_forward_pre_hooks.values()):
+                hook(self, args)
+            result = None
+            try:
+                result = run(*args, **kwargs)
+            finally:
+                for after in list(modules._global_forward_hooks.values()):
+                    after(self, args, result)
+            return result
+
+        self._compiled_call_impl = called
+
+    return compile
+
+
 def _asker() -> str:
     """The line of the program or library, other than torch, that compiles."""
     frame = sys._getframe(2)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_TORCH):
+    while frame.f_back is not None and frame.f_code.co_filename.startswith((_TORCH, __file__)):
         frame = frame.f_back
     return place(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_qualname)
 
@@ -183,7 +231,8 @@ def _inductor(runtime: Runtime, folder: Path, tell: Tell) -> Iterator[None]:
     with (
         parts["config"].patch(compile_threads=1, bundle_triton_into_fx_graph_cache=False),
         mock.patch.dict(os.environ, {"TORCHINDUCTOR_CACHE_DIR": str(folder), "TRITON_CACHE_DIR": str(folder)}),
-        mock.patch.object(autotuner, "_precompile_config", _built),
+        mock.patch.object(autotuner, "_precompile_config", _building(runtime)),
+        mock.patch.object(autotuner, "bench", _unseen(runtime, autotuner.bench)),
         mock.patch.object(parts["runtime.triton_helpers"], "set_driver_to_gpu"),
         mock.patch.object(torch._C._dynamo.guards, "_empty_strided_cuda", _empty(tell)),
         mock.patch.object(wrapper, "make_buffer_allocation", _noted(wrapper.make_buffer_allocation)),
@@ -201,12 +250,13 @@ class _Built:
 
     config: Any
     kernel: SimpleNamespace
+    launched: Callable[..., None]
 
     def make_launcher(self) -> Any:
         """What launches it: nothing happens."""
 
         def launcher(*args: object, stream: object, **kwargs: object) -> None:
-            pass
+            self.launched(args)
 
         facts = {
             "config": self.config,
@@ -220,9 +270,29 @@ class _Built:
         return launcher
 
 
-def _built(autotuner: object, config: object) -> _Built:
+def _building(runtime: Runtime) -> Callable[[Any, object], _Built]:
     """In place of `CachingAutotuner._precompile_config`. How many registers a kernel takes is not known."""
-    return _Built(config, SimpleNamespace(hash="", n_regs=None))
+
+    def built(autotuner: Any, config: object) -> _Built:
+        name = autotuner.fn.__name__
+        written = [word.startswith(_WRITTEN) for word in autotuner.fn.arg_names]
+        return _Built(config, SimpleNamespace(hash="", n_regs=None), lambda args: runtime.launched(name, args, written))
+
+    return built
+
+
+def _nothing(*launch: object) -> None:
+    """A launch that is not told; a mock would keep its tensors."""
+
+
+def _unseen(runtime: Runtime, plain: Callable[..., Any]) -> Callable[..., Any]:
+    """A function, during which no launch is told: it measures."""
+
+    def unseen(*args: object, **kwargs: object) -> Any:
+        with mock.patch.object(runtime, "launched", _nothing):
+            return plain(*args, **kwargs)
+
+    return unseen
 
 
 # ---------------------------------------------------------------------------------------------------------- buffers

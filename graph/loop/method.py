@@ -6,8 +6,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
+
+from graph.errors import CaptureError
 
 if TYPE_CHECKING:
     import torch
@@ -42,6 +44,11 @@ class Method:
         found: Mapping[str, int] = built.load(lambda module, keep: place(recorder, module, keep=keep))
         return found
 
+    def compile(self, case: Case, module: torch.nn.Module) -> None:
+        """Mark the wrapped module, or each of its blocks, to be compiled: `compile` changes no name in it."""
+        for part in layers(module) if case.compile_blocks else [module]:
+            part.compile(mode=case.compile)
+
     def optimizer(self, case: Case, parameters: list[torch.nn.Parameter]) -> Any:
         """The optimizer over the trainable parameters of the wrapped module."""
         from graph.loop.training import make_optimizer
@@ -64,3 +71,23 @@ class Method:
 
     def settle(self) -> None:
         """The host has waited for the device: work that was finished is dropped."""
+
+
+def layers(module: torch.nn.Module) -> list[torch.nn.Module]:
+    """The repeated blocks of a model: items of its lists of modules that lie in no other such list.
+
+    Raises CaptureError for a model without any.
+    """
+    import torch
+
+    def walk(part: torch.nn.Module) -> Iterator[torch.nn.Module]:
+        for child in part.children():
+            if isinstance(child, torch.nn.ModuleList) and len(child) > 1:
+                yield from child
+            else:
+                yield from walk(child)
+
+    found = list(walk(module))
+    if not found:
+        raise CaptureError("the model has no list of layers (torch.nn.ModuleList) that could be wrapped one by one")
+    return found

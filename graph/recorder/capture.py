@@ -11,7 +11,9 @@ import torch
 from graph.errors import CaptureError
 from graph.fake_cuda import sdpa as attention
 from graph.hardware.profile import profile
+from graph.host.compiled import way_out
 from graph.loop import generation
+from graph.loop.compiled import compiling
 from graph.loop.method import Method
 from graph.loop.placement import described
 from graph.loop.training import LOAD, Clock
@@ -38,20 +40,21 @@ if TYPE_CHECKING:
 def capture(case: Case, *, progress: Progress | None = None, method: Method | None = None) -> StepGraph:
     """One training run of `case` (a `graph.case.Case`), or one generation, as a step graph.
 
-    The model is built without weights, placed on a fake GPU, and trained for `case.steps` iterations: two for real,
-    the others as copies of the second, after a check that it repeats. `progress(phase, step, operators)` is called
-    from time to time; it may raise to stop the capture. Raises CaptureError for what cannot be captured, ConfigError
-    for a bad case, UnsupportedTorch where this PyTorch does not behave as the capture needs. `method` runs the model
-    as one rank of a job; None: on one GPU.
+    The model is built without weights, placed on a fake GPU, and trained for `case.steps` iterations: two (or
+    three) for real, the others as copies of the last, after a check that it repeats. `progress(phase, step,
+    operators)` is called from time to time; it may raise to stop the capture. Raises CaptureError for what cannot
+    be captured, ConfigError for a bad case, UnsupportedTorch where this PyTorch does not behave as the capture
+    needs. `method` runs the model as one rank of a job; None: on one GPU.
     """
     method = Method() if method is None else method
-    real = min(case.steps, method.real_steps)
+    fewest = method.real_steps + bool(case.compile)  # a compiled function may be compiled anew at its second call
+    real = min(case.steps, fewest)
     with quiet():
         while True:
             graph = _attempt(case, real, progress, method)
             if graph is not None:
                 return graph
-            real = min(case.steps, method.real_steps + 1) if real == method.real_steps else case.steps
+            real = min(case.steps, fewest + 1) if real == fewest else case.steps
 
 
 def line_of(case: Case, operator: int, method: Method | None = None) -> str:
@@ -111,11 +114,18 @@ def _attempt(
         try:
             running.enter_context(method.running(runtime, recorder))
             clock.begin(LOAD, -1, Role.LOAD)
-            with _told(case, recorder), recorder.ordered_casts(), recorder.nested_backward():
+            with (
+                _told(case, recorder),
+                recorder.ordered_casts(),
+                recorder.nested_backward(),
+                compiling(case, runtime, recorder),
+            ):
                 parameters = method.load(recorder, built)
                 tensors = described(recorder, built.module)
                 modules = tuple((name, type(part).__name__) for name, part in built.module.named_modules())
                 buffers = frozenset(name for name, _ in built.module.named_buffers(remove_duplicate=False))
+                if case.compile:
+                    method.compile(case, built.module)
                 with followed(recorder, built.module, roles):
                     if inference:
                         generation.generate(clock, built, case, roles)
@@ -164,9 +174,10 @@ def _told(case: Case, recorder: Recorder) -> Iterator[None]:
     except Exception as error:
         place = f"step {recorder.step}" if recorder.step >= 0 else "loading"
         module, line = recorder.where(), raised(error)
+        way = f"; {hint}" if (hint := way_out(error)) else ""
         raise CaptureError(
             f"model {case.model}: {type(error).__name__} in {place}{f', in or after {module}' if module else ''}"
-            f"{f', at {line}' if line else ''}: {reason(error)}"
+            f"{f', at {line}' if line else ''}: {reason(error)}{way}"
         ) from error
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from array import array
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import CodeType
 from typing import TYPE_CHECKING, Any, Final
@@ -19,7 +19,8 @@ from graph.fake_cuda.torch_private import current_node
 from graph.recorder.lines import NONE, Lines
 from graph.recorder.origins import Origins
 from graph.recorder.recorder import Memo
-from graph.recorder.sequences import BIRTH, KEEP, RELEASE, Sequence, sequence
+from graph.recorder.sequences import BIRTH, KEEP, RELEASE, sequence
+from graph.recorder.sequences import Sequence as Steps
 from graph.workspaces import plan, rules
 from graph.workspaces.rules import Call
 
@@ -147,6 +148,13 @@ class ProgramRecorder:
             place = self._place(thread, self.labels.code(str(func)))
             self._follow(steps, born, stream, place)
 
+    def launched(self, name: str, args: Sequence[object], written: Sequence[bool]) -> None:
+        """Compiled code launches a kernel, which moves its arguments once."""
+        if self._price is not None:
+            current = self.runtime.stream
+            duration = self._price(name, tuple(args), {}, None)
+            self.allocator.launch(self.labels.code(name), duration, 0 if current is None else current.stream_id)
+
     def freed(self, storage: int) -> None:
         """A storage has died (any thread)."""
         number = self._numbers.pop(storage, -1)
@@ -234,7 +242,7 @@ class ProgramRecorder:
         labels.stack.append(stack)
         return self._malloc(size, stream)
 
-    def _follow(self, steps: Sequence, born: list[int], stream: int, place: Place) -> None:
+    def _follow(self, steps: Steps, born: list[int], stream: int, place: Place) -> None:
         """Allocate and free as a call does. Where memory runs out, what the call has so far is given back."""
         slots: dict[int, int] = {}
         told: list[int] = []

@@ -8,9 +8,11 @@ forward operator behind a backward one, versions of storages, and the allocation
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import torch
@@ -72,6 +74,12 @@ class Signature:
         self.flops = 0
         self.moved = 0
 
+    def named(self, code: int) -> Signature:
+        """The same by another name."""
+        other = copy.copy(self)
+        other.code = code
+        return other
+
 
 #: Operators in place that do not read what they overwrite.
 OVERWRITING: Final = frozenset(
@@ -130,6 +138,8 @@ class Recorder:
         self._versions: dict[int, int] = {}  # ours -> version, where it is not 0
         self._main = _get_ident()
         self._storage = runtime.storage
+        self._written: tuple[int, int] | None = None  # name and module of a buffer of compiled code
+        self._kernels: dict[tuple[Any, ...], Signature] = {}  # of compiled code, by name and arguments
 
     # What others ask -------------------------------------------------------------------------------------------
 
@@ -148,7 +158,24 @@ class Recorder:
         if self._progress is not None:
             self._progress(phase, self.step, len(self.log.operators))
 
+    def writes(self, told: tuple[str, str] | None) -> None:
+        """What compiled code allocates next is written by a kernel and of a module, both by name (None: as usual)."""
+        self._written = None if told is None else (self.log.code(told[0]), self.log.code(told[1]) if told[1] else -1)
+
     # What the device tells -------------------------------------------------------------------------------------
+
+    def launched(self, name: str, args: Sequence[object], written: Sequence[bool]) -> None:
+        """Compiled code launches a kernel, which moves its arguments once (`written`: which of them it writes)."""
+        places = [place for place, value in enumerate(args) if isinstance(value, torch.Tensor)]
+        given: list[Any] = [args[place] for place in places]
+        key = (name, *(tensor.nbytes for tensor in given))
+        signature = self._kernels.get(key)
+        if signature is None:
+            signature = self._kernels[key] = Signature(self.log.code(name), name)
+            signature.reads = tuple(place for place in places if not written[place])
+            signature.writes = tuple(place for place in places if written[place])
+            signature.moved = sum(key[1:])
+        self.operator(None, args, {}, None, [], SimpleNamespace(note=signature))
 
     def freed(self, storage: int) -> None:
         """A storage has died (any thread)."""
@@ -211,9 +238,18 @@ class Recorder:
         self.log.event(Kind.COLLECTIVE, self.log.code(name), size)
 
     def operator(
-        self, func: Operator, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: object, born: list[int], memo: Memo
+        self,
+        func: Operator | None,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        out: object,
+        born: list[int],
+        memo: Memo,
     ) -> None:
-        """A kernel has run; `born` are the storages of its new outputs. `memo.note` is ours, by kind of call."""
+        """A kernel has run; `born` are the storages of its new outputs. `memo.note` is ours, by kind of call.
+
+        `func` is asked for where that is None.
+        """
         log = self.log
         thread = 0 if _get_ident() == self._main else 1
         current = self.runtime.stream
@@ -233,7 +269,12 @@ class Recorder:
                 origin, module = self.origins.behind()
         signature = memo.note
         if signature is None:
+            assert func is not None
             signature = memo.note = self._sign(func, args, kwargs, out)
+        if self._written is not None:
+            name, written = self._written
+            signature = signature.named(name)
+            module = written if written >= 0 else module
         log.events.append(number << KIND_BITS | _OPERATOR)
         numbers, versions, storage = self._numbers, self._versions, self._storage
         reads: list[tuple[int, int]] = []

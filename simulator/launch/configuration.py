@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 from graph.case import Case
 from graph.dtypes import NAMES
 from graph.optimizers import OPTIMIZERS
-from simulator.launch.training_script import Predicted, axes_of, deepspeed_runs, script, templates, why_not
+from simulator.launch.training_script import Predicted, axes_of, by_block, deepspeed_runs, script, templates, why_not
 from strategies import registry
 from strategies.parallel.deepspeed import configuration
 from strategies.parallel.fsdp import Flattened
@@ -148,6 +148,12 @@ def accelerate(case: Case) -> dict[str, Any]:
         "same_network": True,
         "use_cpu": False,
     }
+    if case.compile:
+        found["dynamo_config"] = {
+            "dynamo_backend": "INDUCTOR",
+            "dynamo_mode": case.compile,
+            "dynamo_use_regional_compilation": by_block(case),
+        }
     if kind == "FSDP":
         found["fsdp_config"] = _fsdp(case)
     if kind == "DEEPSPEED":
@@ -227,6 +233,8 @@ def training_arguments(case: Case) -> dict[str, Any]:
         "bf16": case.autocast == "bf16",
         "fp16": case.autocast == "fp16",
     }
+    if case.compile:
+        found |= {"torch_compile": True, "torch_compile_mode": case.compile}
     if found["activation_checkpointing"]:
         found["activation_checkpointing_kwargs"] = {"use_reentrant": case.checkpointing == "reentrant"}
     if case.accum > 1 and case.grad_sync == "each" and case.world > 1 and not deepspeed_runs(case):

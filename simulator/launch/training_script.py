@@ -18,13 +18,14 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from graph.dtypes import NAMES
 from graph.keys import is_function
+from graph.loop.method import layers
 from graph.models import catalogue
 from graph.models.lookup import configuration
 from graph.optimizers import OPTIMIZERS
 from strategies import registry
 from strategies.parallel.fsdp import Flattened
 from strategies.parallel.meshes import ReplicasWithShards
-from strategies.parallel.native import layers, tied
+from strategies.parallel.native import tied
 from strategies.parallel.tp import COUNTS, layer_plan, model_plan
 from strategies.strategy import Axis
 from traces.errors import ConfigError
@@ -175,6 +176,11 @@ def deepspeed_runs(case: Case) -> bool:
     return registry.find(case).launch.distributed_type == "DEEPSPEED"
 
 
+def by_block(case: Case) -> bool:
+    """Whether blocks are compiled, each for itself."""
+    return case.compile_blocks or Axis.SHARDS in axes_of(case)
+
+
 def _context(case: Case) -> dict[str, Any]:
     """What the template asks of a case and its method."""
     strategy, axes, deepspeed, flat = registry.find(case), axes_of(case), deepspeed_runs(case), _flat(case)
@@ -185,6 +191,7 @@ def _context(case: Case) -> dict[str, Any]:
         "case": case,
         "method": _titled(case),
         "axes": axes,
+        "by_block": by_block(case),
         "dtypes": {word: f"torch.{name}" for word, name in NAMES.items()},
         "repository": repository_of(case),
         "saved": _saved(case),

@@ -118,9 +118,10 @@ def case_options(command: _Command) -> _Command:
             command = click.option(_option(other), other, is_flag=True, default=None, hidden=True)(command)
         for other in key.about.aliases:
             command = click.option(_spelled(key, other), other, default=None, hidden=True)(command)
-        command = click.option(_spelled(key, name), name, cls=CaseOption, key=key, default=None, metavar=_metavar(key))(
-            command
-        )
+        alone = {} if key.about.alone is None else {"is_flag": False, "flag_value": key.about.alone}
+        command = click.option(
+            _spelled(key, name), name, cls=CaseOption, key=key, default=None, metavar=_metavar(key), **alone
+        )(command)
     return command
 
 

@@ -21,8 +21,8 @@ class Prices:
         self._clock = clock
         self._speed = clock.speed()
 
-    def kernel(self, func: Operator, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: object) -> int:
-        """Of an operator, by the roofline; 0 where it computes and moves nothing."""
+    def kernel(self, func: Operator | str, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: object) -> int:
+        """Of an operator, or a kernel of compiled code by name, by the roofline; 0: it computes and moves nothing."""
         name = str(func)
         flops, moved = cost(name, args, kwargs, out)
         over = name == COPY and args[0].is_cuda != args[1].is_cuda
@@ -33,9 +33,9 @@ class Prices:
         return self._clock.collective(SAME.get(kind, kind), size, ranks)
 
 
-def _dtype(func: Operator, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: object) -> str:
+def _dtype(func: Operator | str, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: object) -> str:
     """The type of the first operand on the device that is read; of what is written, where none is."""
-    first = int(func._opname in OVERWRITING)
+    first = 0 if isinstance(func, str) else int(func._opname in OVERWRITING)
     for tensor in tensors((args[first:], kwargs, out, args[:first])):
         if tensor.is_cuda:
             return str(tensor.dtype).removeprefix("torch.")

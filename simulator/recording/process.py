@@ -26,7 +26,7 @@ from graph.fake_cuda.device import Runtime, fake_cuda
 from graph.fake_cuda.job import joined
 from graph.fake_cuda.served import OutOfMemoryError, has_triton
 from graph.hardware.profile import profile
-from graph.host.compiled import compiling
+from graph.host import compiled
 from graph.host.extensions import launching_nothing, way_out
 from graph.host.memory import untouched
 from graph.host.weights import never_read
@@ -89,7 +89,7 @@ def main(text: str) -> int:
             launching_nothing(),
             untouched(runtime),
             never_read(runtime, folder),
-            compiling(runtime, folder / "inductor", recorder.writes),
+            compiled.compiling(runtime, folder / "inductor", recorder.writes),
             recorder.ordered_casts(),
             cycles.followed(recorder),
             joined(runtime, recorder) as job,
@@ -256,7 +256,7 @@ def _tell(error: BaseException) -> None:
         frames = frames.tb_next
     error = error.with_traceback(frames or error.__traceback__)
     sys.excepthook(type(error), error, error.__traceback__)
-    if hint := way_out(error):
+    if hint := way_out(error) or compiled.way_out(error):
         print(f"llmem: {hint}", file=sys.stderr)
 
 

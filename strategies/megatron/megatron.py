@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 from graph.case import Case
 from graph.errors import CaptureError
-from strategies.parallel.native import Native, layers, place_all
+from graph.loop.method import layers
+from strategies.parallel.native import Native, place_all
 from strategies.parallel.tp import COLUMNS, ROWS, check_heads, divides, fewer_heads, give_positions, role_of
 from strategies.strategy import Kind, Launch, Share, Strategy
 

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from graph.case import Case
-from strategies.parallel.native import Native, layers, synchronized, without_autocast
+from graph.loop.method import layers
+from strategies.parallel.native import Native, synchronized, without_autocast
 from strategies.strategy import FSDP, Kind, Launch, Strategy
 
 if TYPE_CHECKING:

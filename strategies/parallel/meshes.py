@@ -13,15 +13,15 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING, Any, Final
 
 from graph.case import Case
-from graph.loop.method import Method
+from graph.loop.method import Method, layers
 from strategies.parallel.fsdp import FSDP1
 from strategies.parallel.mesh import Mesh
-from strategies.parallel.native import Native, layers, place_all, synchronized, tied, without_autocast
+from strategies.parallel.native import Native, place_all, synchronized, tied, without_autocast
 from strategies.parallel.pp import Pipeline, check_schedule, refused
 from strategies.parallel.tp import apart, give_positions, parallelize
 from strategies.strategy import FSDP, Axis, Groups, Kind, Launch, Ranks, Share, Strategy
@@ -101,6 +101,10 @@ class MeshRank(Pipeline):
     def captured_case(self) -> Case:
         """Without autocast where the sharding policy casts."""
         return without_autocast(self.case) if self.sharded else self.case
+
+    def compile(self, case: Case, module: torch.nn.Module) -> None:
+        """What is sharded is compiled by block, as torchtitan and accelerate do; what gathers a block is not."""
+        super().compile(replace(case, compile_blocks=case.compile_blocks or self.sharded), module)
 
     def train(self, clock: Clock, built: Built, case: Case, roles: Roles, steps: int) -> None:
         """The schedule's loop with stages, else the usual one."""

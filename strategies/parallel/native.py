@@ -13,7 +13,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from graph.case import Case
-from graph.errors import CaptureError
 from graph.loop.method import Method
 
 if TYPE_CHECKING:
@@ -85,26 +84,6 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     """The part of a tensor that this rank holds."""
     part: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     return part
-
-
-def layers(module: torch.nn.Module) -> list[torch.nn.Module]:
-    """The repeated blocks of a model: items of its lists of modules that lie in no other such list.
-
-    Raises CaptureError for a model without any.
-    """
-    import torch
-
-    def walk(part: torch.nn.Module) -> Iterator[torch.nn.Module]:
-        for child in part.children():
-            if isinstance(child, torch.nn.ModuleList) and len(child) > 1:
-                yield from child
-            else:
-                yield from walk(child)
-
-    found = list(walk(module))
-    if not found:
-        raise CaptureError("the model has no list of layers (torch.nn.ModuleList) that could be wrapped one by one")
-    return found
 
 
 def place_all(recorder: Recorder, built: Built) -> torch.nn.Module:

@@ -43,6 +43,33 @@ print(counters["stats"]["unique_graphs"], sum(counters["graph_break"].values()))
 """
 
 
+UNKNOWN = """
+import sys
+import torch
+
+@torch.library.custom_op("mine::twice", mutates_args=())
+def twice(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+if "known" in sys.argv:
+    twice.register_fake(torch.empty_like)
+run = torch.compile(lambda x: twice(x).sum())
+print(run(torch.randn(8, 64, device="cuda")).shape)
+"""
+
+
+def test_an_operator_that_dynamo_does_not_know_has_pytorchs_message_and_a_way_out(tmp_path: Path) -> None:
+    """The way that is told is one."""
+    folder_of(tmp_path, {"train.py": UNKNOWN})
+    done = record(tmp_path, "train.py")
+    assert done.returncode == 1
+    assert "torch._dynamo.exc.TorchRuntimeError: " in done.stderr
+    (told,) = (line for line in done.stderr.splitlines() if line.startswith("llmem: "))
+    assert "torch.library.register_fake" in told
+    done = record(tmp_path, "train.py", "known")
+    assert (done.returncode, done.stdout) == (0, "torch.Size([])\n"), done.stderr
+
+
 @pytest.mark.parametrize("words", [(), ("break",), ("graphs",), ("tuned",)])
 def test_graphs_breaks_and_recompilations_are_pytorchs(words: tuple[str, ...], tmp_path: Path) -> None:
     """As many as without us, on the CPU. The second size makes sizes symbols; a break makes two graphs of one."""

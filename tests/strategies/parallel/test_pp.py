@@ -14,10 +14,10 @@ import torch
 
 from graph.analysis import makers
 from graph.case import Case
+from graph.loop.method import layers
 from graph.model import Role, StepGraph
 from simulator.estimator.estimate import captured, estimate
 from strategies import lower, registry
-from strategies.parallel.native import layers
 from strategies.parallel.stages import cut, shares
 from traces.check import check
 from traces.errors import ConfigError
