@@ -42,6 +42,7 @@ _INTERFACE: Final = (
 #: What is registered for all modules' forward passes.
 _HOOKS: Final = [hooks for name, hooks in vars(modules).items() if name.startswith("_global_forward")]
 _TORCH: Final = os.path.dirname(torch.__file__)
+_OURS: Final = str(Path(__file__).resolve().parents[2])
 #: How compiled code makes a buffer, with what we note behind it: the module.
 _MADE: Final = re.compile(r"^\s*(\w+) = empty_strided_cuda\(.*?(?:  # of ([\w.]+))?$")
 #: How a kernel's arguments begin that it writes.
@@ -178,6 +179,9 @@ def _device(runtime: Runtime) -> Iterator[None]:
     with ExitStack() as stack:
         for name, answer in answers.items():
             stack.enter_context(mock.patch.object(interface.CudaInterface, name, answer))
+        rules = importlib.import_module("torch._dynamo.trace_rules")  # the device's kernels are no code to be traced
+        skipped = re.compile(f"{rules.SKIP_DIRS_RE.pattern}|{re.escape(_OURS)}/(graph|simulator|strategies|traces)/")
+        stack.enter_context(mock.patch.object(rules, "SKIP_DIRS_RE", skipped))
         utils = importlib.import_module("torch._dynamo.utils")
         stack.enter_context(mock.patch.object(utils, "triton", importlib.import_module("triton"), create=True))
         for module, name, told in _triton_answers(runtime):

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import functools
 import gc
+import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 import torch
@@ -32,14 +36,16 @@ def compiling(case: Case, runtime: Runtime, recorder: Recorder) -> Iterator[None
         return
     from graph.host.compiled import compiling as of_device
 
-    with tempfile.TemporaryDirectory() as name, _triton(Path(name)):
+    with tempfile.TemporaryDirectory() as name, _triton():
         torch._dynamo.reset()
         torch._dynamo.callback.on_compile_end(_collect)
+        if case.compile.startswith("max-autotune"):
+            runtime.note("of the kernels that are measured the first is taken: which is the fastest is not known")
         try:
             with of_device(runtime, Path(name) / "inductor", recorder.writes):
                 yield
         finally:
-            torch._dynamo.callback_handler.remove_end_callback(_collect)
+            torch._dynamo.callback.callback_handler.remove_end_callback(_collect)
             torch._dynamo.reset()
 
 
@@ -48,17 +54,29 @@ def _collect(finished: object) -> None:
     gc.collect()
 
 
+#: What stood for Triton in this process: Inductor keeps to the modules that it has imported.
+_stood: dict[str, ModuleType] = {}
+
+
 @contextlib.contextmanager
-def _triton(folder: Path) -> Iterator[None]:
+def _triton() -> Iterator[None]:
     """Where Triton is not installed, something stands for it."""
     if has_triton():
         yield
         return
-    place = str(triton_stand_in.installed(folder))
+    place = _stand_in()
     sys.path.append(place)
+    sys.modules.update(_stood)
     try:
         yield
     finally:
         sys.path.remove(place)
-        for module in [name for name in sys.modules if name.partition(".")[0] == "triton"]:
-            del sys.modules[module]
+        for name in [name for name in sys.modules if name.partition(".")[0] == "triton"]:
+            _stood[name] = sys.modules.pop(name)
+
+
+@functools.cache
+def _stand_in() -> str:
+    folder = tempfile.mkdtemp()
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return str(triton_stand_in.installed(Path(folder)))

@@ -175,7 +175,7 @@ class Recorder:
             signature.reads = tuple(place for place in places if not written[place])
             signature.writes = tuple(place for place in places if written[place])
             signature.moved = sum(key[1:])
-        self.operator(None, args, {}, None, [], SimpleNamespace(note=signature))
+        self.operator(None, tuple(args), {}, None, [], SimpleNamespace(note=signature))
 
     def freed(self, storage: int) -> None:
         """A storage has died (any thread)."""
@@ -240,7 +240,7 @@ class Recorder:
     def operator(
         self,
         func: Operator | None,
-        args: Sequence[Any],
+        args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
         out: object,
         born: list[int],

@@ -13,8 +13,9 @@ pytest.importorskip("transformers")
 from tests.accuracy.scripts import Steps, compared, difference
 
 
-def test_a_script_does_what_was_estimated(tmp_path: Path) -> None:
-    ((_, count, differs),) = compared(["fsdp2"], tmp_path)
+@pytest.mark.parametrize("name", ["fsdp2", "accumulated", "compiled"])
+def test_a_script_does_what_was_estimated(name: str, tmp_path: Path) -> None:
+    ((_, count, differs),) = compared([name], tmp_path)
     assert not differs
     assert count > 1000
 

@@ -40,6 +40,24 @@ def test_a_shell_completes_commands_and_values(words: str, offered: str) -> None
     assert all(one.casefold().startswith(words.split(" ")[-1]) for one in completed(words))
 
 
+@pytest.mark.parametrize(
+    ("words", "mode"),
+    [
+        ("--compile", "default"),
+        ("--compile --batch 2", "default"),
+        ("--compile max-autotune-no-cudagraphs", "max-autotune-no-cudagraphs"),
+        ("--torch-compile", "default"),
+        ("--torch_compile_mode default", "default"),
+        ("--compile none", ""),
+        ("", ""),
+    ],
+)
+def test_compile_needs_no_mode(words: str, mode: str) -> None:
+    context = main.get_command(click.Context(main), "estimate")
+    assert context is not None
+    assert case_from("gpt2", context.make_context("estimate", ["gpt2", *words.split()]).params).compile == mode
+
+
 def test_what_is_no_model_of_the_catalogue_may_be_a_file() -> None:
     (found,) = ShellComplete(main, {}, "llmem", "_LLMEM_COMPLETE").get_completions(["estimate"], "./folder/co")
     assert (found.type, found.value) == ("file", "./folder/co")
