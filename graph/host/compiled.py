@@ -236,7 +236,7 @@ def _inductor(runtime: Runtime, folder: Path, tell: Tell) -> Iterator[None]:
         parts["config"].patch(compile_threads=1, bundle_triton_into_fx_graph_cache=False),
         mock.patch.dict(os.environ, {"TORCHINDUCTOR_CACHE_DIR": str(folder), "TRITON_CACHE_DIR": str(folder)}),
         mock.patch.object(autotuner, "_precompile_config", _building(runtime)),
-        mock.patch.object(autotuner, "bench", _unseen(runtime, autotuner.bench)),
+        mock.patch.object(autotuner, "bench", _measured(runtime, tell, autotuner.bench)),
         mock.patch.object(parts["runtime.triton_helpers"], "set_driver_to_gpu"),
         mock.patch.object(torch._C._dynamo.guards, "_empty_strided_cuda", _empty(tell)),
         mock.patch.object(wrapper, "make_buffer_allocation", _noted(wrapper.make_buffer_allocation)),
@@ -289,14 +289,18 @@ def _nothing(*launch: object) -> None:
     """A launch that is not told; a mock would keep its tensors."""
 
 
-def _unseen(runtime: Runtime, plain: Callable[..., Any]) -> Callable[..., Any]:
-    """A function, during which no launch is told: it measures."""
+def _measured(runtime: Runtime, tell: Tell, plain: Callable[..., Any]) -> Callable[..., Any]:
+    """`CachingAutotuner.bench`: its launches are not told, and what it allocates is for measuring a kernel."""
 
-    def unseen(*args: object, **kwargs: object) -> Any:
-        with mock.patch.object(runtime, "launched", _nothing):
-            return plain(*args, **kwargs)
+    def bench(self: Any, *args: object, **kwargs: object) -> Any:
+        tell((f"autotuning of {self.fn.__name__}", ""))
+        try:
+            with mock.patch.object(runtime, "launched", _nothing):
+                return plain(self, *args, **kwargs)
+        finally:
+            tell(None)
 
-    return unseen
+    return bench
 
 
 # ---------------------------------------------------------------------------------------------------------- buffers
