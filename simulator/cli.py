@@ -25,6 +25,7 @@ COMMANDS: Final = {
     "capture": "Run a model's training step without a GPU and keep it as a graph.",
     "graph": "Ask a captured graph what waits for what, and what to recompute.",
     "estimate": "Work out what a run of a model needs of its GPU, without one.",
+    "fit": "Find the cheapest changes that make a run fit its GPU.",
     "select": "Find the method and micro-batch for a model on given GPUs.",
     "sweep": "Estimate many cases, on all cores, resumable.",
     "stress": "Replay a trace under many settings, and say which one helps.",

@@ -17,7 +17,7 @@ from traces.units import parse_size
 
 if TYPE_CHECKING:
     from simulator.estimator.outside import Context
-    from simulator.estimator.remedies import Remedies
+    from simulator.fit.plans import Plans
 
 #: Seconds of work before a spinner appears.
 PATIENCE: Final = 0.5
@@ -117,7 +117,7 @@ def _announced_compilation() -> Iterator[None]:
         yield
 
 
-def remedied(case: Mapping[str, Any], context: Context, what: str, quiet: bool) -> tuple[Remedies | None, bool]:
+def remedied(case: Mapping[str, Any], context: Context, what: str, quiet: bool) -> tuple[Plans | None, bool]:
     """What would make a case fit, each change tried, and whether that was interrupted; meanwhile it says `what`."""
     from simulator.estimator.estimate import estimate
 

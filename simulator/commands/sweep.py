@@ -16,8 +16,8 @@ from traces.errors import OutputError
 from traces.text import path_text
 
 if TYPE_CHECKING:
-    from simulator.estimator.remedies import Remedies
     from simulator.estimator.sweep import Summary
+    from simulator.fit.plans import Plans
 
 _EPILOG = (
     "A line of CASES.jsonl is a case: a JSON object with the names of estimate's options as keys (- becomes _) and "
@@ -109,7 +109,7 @@ def _told(name: str, quiet: bool) -> Iterator[None]:
         raise
 
 
-def _nearest(near: Mapping[str, Any] | None, found: Remedies | None) -> Iterator[str]:
+def _nearest(near: Mapping[str, Any] | None, found: Plans | None) -> Iterator[str]:
     """Of the case that lacks least, what it needs and what would fit."""
     from simulator.estimator.results_file import case_of
     from simulator.reports.estimate import case_line, ways_out
@@ -120,7 +120,7 @@ def _nearest(near: Mapping[str, Any] | None, found: Remedies | None) -> Iterator
         yield f"nearest: {ways_out(found)}"
 
 
-def _document(summary: Summary, near: Mapping[str, Any] | None, found: Remedies | None) -> dict[str, object]:
+def _document(summary: Summary, near: Mapping[str, Any] | None, found: Plans | None) -> dict[str, object]:
     from simulator.estimator.sweep import SCHEMA_VERSION
 
     tried = {} if found is None else {"remedies": found.document()}

@@ -27,7 +27,7 @@ from traces.text import one_line, path_text, quoted
 from traces.units import format_bytes, parse_size
 
 if TYPE_CHECKING:
-    from simulator.estimator.remedies import Remedies
+    from simulator.fit.plans import Plans
 
 #: Figures of a rank that are compared, in order.
 FIGURES: Final = (
@@ -93,7 +93,7 @@ class Side:
     result: Result | None = field(default=None, repr=False)
     summary: str = ""
     needs: int | None = None
-    remedies: Remedies | None = None
+    remedies: Plans | None = None
     hint: str = ""
 
     @property

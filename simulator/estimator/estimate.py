@@ -20,19 +20,20 @@ from graph.hardware.gpus import assumed, gpu
 from simulator.allocator.conf import parse_conf
 from simulator.allocator.releases import parse_release
 from simulator.engine.min_memory import smallest_memory
-from simulator.engine.replay import ENDLESS
 from simulator.engine.result import OutsideTerm, RankResult, Result, Shown, Verdict
 from simulator.estimator.closed_form import closed_forms
 from simulator.estimator.devices import device
 from simulator.estimator.failing_line import Captured, with_line
 from simulator.estimator.outside import bytes_of, communicators, outside_of
-from simulator.estimator.remedies import Judged, search
 from simulator.estimator.step_time import of_case
+from simulator.fit.measure import measured
+from simulator.fit.plans import Judged
+from simulator.fit.search import search
 from simulator.reports.verdict import summary
 from strategies import strategy
 from strategies.lowering import lower
 from strategies.timing.clock import Clock
-from traces.errors import ConfigError, Interrupted, LLMemError
+from traces.errors import ConfigError, Interrupted
 from traces.model import Trace
 
 if TYPE_CHECKING:
@@ -43,8 +44,8 @@ if TYPE_CHECKING:
     from graph.model import StepGraph
     from simulator.estimator.closed_form import ClosedForm
     from simulator.estimator.outside import Context
-    from simulator.estimator.remedies import Remedies
     from simulator.estimator.step_time import GenerationTime, StepTime
+    from simulator.fit.plans import Plans
     from strategies.timing.clock import Clock
 
 #: Keys of a case that change nothing in the captured graph, only its replay.
@@ -79,6 +80,8 @@ ANSWER_KEYS: Final = (
 NEEDED: Final = frozenset({"torch", "transformers", "networkx"})
 #: Graphs that a process keeps. One of a large model takes some ten MiB.
 KEPT_GRAPHS: Final = 8
+#: Seconds for which changes are tried of a case that does not fit.
+REMEDY_SECONDS: Final = 40.0
 #: Phases that micro-batches of a step repeat: of those the last one counts, as where a loop notes its peaks by name.
 _REPEATED: Final = frozenset({"forward", "backward", "optimizer", "step"})
 
@@ -104,7 +107,7 @@ class Estimate(Shown):
     min_fit: int | None = None
     step: StepTime | GenerationTime | None = None
     closed: tuple[ClosedForm, ...] = ()
-    remedies: Remedies | None = None
+    remedies: Plans | None = None
 
     def _replayed(self) -> Result:
         return self.result
@@ -203,7 +206,7 @@ def estimate(
     several streams comes back in simulated time, and finds the time of a step; the GPUs meet over `interconnect`
     (`strategies.timing.Clock.connected`). `estimators` are closed forms to stand beside the simulation
     (`simulator.estimator.closed_form`). With `remedies`, changes of a case that does not fit, or needs more than the
-    bytes of a `budget`, are tried, each by a capture and a replay (`simulator.estimator.remedies`); `trying(options)`
+    bytes of a `budget`, are tried, each by a capture and a replay (`simulator.fit`); `trying(options)`
     is called before each.
 
     Raises ConfigError for a bad case, CaptureError where its model cannot be captured, what `replay` raises, and on
@@ -254,13 +257,14 @@ def estimate(
             closed=closed_forms(asked, estimators, aside),
             seconds=time.perf_counter() - started,
         )
-        return _with_remedies(made, asked, answered, budget, trying) if remedies else made
+        return _with_remedies(made, asked, context, graph_of, budget, trying) if remedies else made
 
 
 def _with_remedies(
     made: Estimate,
     asked: Case,
-    answered: Callable[..., tuple[Trace, Result]],
+    context: Context,
+    capture: strategy.Capture,
     budget: int | None,
     trying: Callable[[str], object] | None,
 ) -> Estimate:
@@ -273,15 +277,10 @@ def _with_remedies(
     def judge(case: Case) -> Judged | None:
         if over and case.gpu != asked.gpu:  # no card helps
             return None
-        try:
-            found = answered(case, analyse=False, needs=True)[1]
-        except LLMemError:
-            return None
-        room = min(found.decisive.device.total_bytes, budget or ENDLESS)
-        return Judged(found.needed, room, found.verdict if (found.needed or 0) <= room else "oom")
+        return measured(case, context, capture, budget)
 
     try:
-        return replace(made, remedies=search(asked, needs, judge, trying=trying))
+        return replace(made, remedies=search(asked, judge, seconds=REMEDY_SECONDS, trying=trying))
     except Interrupted as error:
         raise Interrupted(replace(made, remedies=error.found)) from None
 

@@ -16,13 +16,15 @@ from traces.units import format_bytes
 
 if TYPE_CHECKING:
     from simulator.estimator.estimate import Estimate
-    from simulator.estimator.remedies import Remedies
     from simulator.estimator.step_time import GenerationTime, StepTime
+    from simulator.fit.plans import Plans
 
 #: What needs a larger share of what the case needs saves nothing worth a word.
 _SAVES: Final = 0.99
 #: Changes that are not enough, of which a report speaks.
 _MOST: Final = 8
+#: Plans that a report shows.
+_SHOWN: Final = 12
 #: Keys of a case that the headline does not repeat: the report shows them elsewhere, or the model begins the line.
 _SHOWN_ELSEWHERE: Final = frozenset({"model", "memory", "alloc_conf", "release"})
 
@@ -69,27 +71,30 @@ def _with_case(found: Document, estimate: Estimate) -> Document:
     return replace(found, subject=case_line(estimate.case), head=head)
 
 
-def what_fits(found: Remedies) -> Iterator[Block]:
-    """What would fit, the mildest change first, and what does not alone."""
+def what_fits(found: Plans) -> Iterator[Block]:
+    """What would fit, the cheapest change first, and what does not alone."""
+    plans = found.fitting
     rows = tuple(
         (
             one.options,
             WORDS[one.judged.verdict],
             None if one.judged.needs is None else Size(one.judged.needs),
             Size(one.judged.total),
+            "" if one.time is None else f"{one.time:.0%}",
             f"{one.words} ({_COSTS[one.cost]})",
         )
-        for one in found.fitting
+        for one in plans[:_SHOWN]
     )
-    head = ("options", "verdict", "needs", "of", "what changes")
+    head = ("options", "verdict", "needs", "of", "time", "what changes")
     if rows:
-        yield Table("What would fit, each tried by a capture and a replay", head, rows, right=(2, 3))
+        more = f"and {len(plans) - _SHOWN} more (--json has all)" if len(plans) > _SHOWN else ""
+        yield Table("What would fit, each tried by a capture and a replay", head, rows, right=(2, 3, 4), more=more)
     else:
         yield Lines(("Nothing that was tried would fit.",))
     yield Lines(tuple(_not_enough(found)))
 
 
-def ways_out(found: Remedies) -> str:
+def ways_out(found: Plans) -> str:
     """What would fit, in one sentence."""
     if not found.fitting:
         return "nothing that was tried would fit"
@@ -100,7 +105,7 @@ def ways_out(found: Remedies) -> str:
 #: What a change costs, in words.
 _COSTS: Final[Mapping[str, str]] = {
     "nothing": "same results",
-    "time": "same results, slower",
+    "time": "same results",
     "rounding": "other rounding",
     "method": "another method",
     "inputs": "other inputs",
@@ -108,9 +113,9 @@ _COSTS: Final[Mapping[str, str]] = {
 }
 
 
-def _not_enough(found: Remedies) -> Iterator[str]:
+def _not_enough(found: Plans) -> Iterator[str]:
     """What saves something, but not enough, and what there was no time for."""
-    saving = [one for one in found.short if one.judged.needs is not None and one.judged.needs < found.needs * _SAVES]
+    saving = [one for one in found.short if (one.judged.needs or found.needs) < found.needs * _SAVES]
     if saving:
         said = (f"{one.options} ({format_bytes(one.judged.needs or 0)})" for one in saving[:_MOST])
         yield f"Not enough: {'; '.join(said)}."

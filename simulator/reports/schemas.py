@@ -71,6 +71,7 @@ class Remedy(_Part):
     needs: Bytes | None
     gpu_bytes: Bytes
     verdict: Verdict
+    time: Annotated[float | None, Meta(description="nanoseconds a token, as a share of the case's own")]
     costs: str
     what: str
 
@@ -358,6 +359,20 @@ class Spared(_Part):
     at_most_tokens_per_second: float
 
 
+class Fit(_Document):
+    """The cheapest changes that make a case fit."""
+
+    case: dict[str, Any]
+    verdict: Verdict
+    needs: Bytes | None
+    gpu_bytes: Bytes
+    keep: list[str]
+    says: str
+    plans: Annotated[list[Remedy], Meta(description="those that fit, the cheapest first")]
+    short: Annotated[list[Remedy], Meta(description="those that do not fit")]
+    untried: list[str]
+
+
 class Term(_Part):
     """Bytes outside the allocator, with their range and source."""
 
@@ -489,6 +504,7 @@ _RECORDS: Final[Mapping[str, type[Struct]]] = {
     "record": Record,
     "capture": Capture,
     "select": Select,
+    "fit": Fit,
     "sweep": Sweep,
     "stress": Stress,
     "compare": Compare,

@@ -34,7 +34,7 @@ from traces.text import reason
 
 if TYPE_CHECKING:
     from simulator.estimator.outside import Context
-    from simulator.estimator.remedies import Remedies
+    from simulator.fit.plans import Plans
 
 POLICIES: Final = ("throughput", "llmem")
 #: The share of a device that stays free beside the likely size of what lies outside the allocator.
@@ -160,7 +160,7 @@ class Selection:
     seconds: float = 0.0
     unfinished: tuple[str, ...] = ()
     advice: str = ""
-    remedies: Remedies | None = None
+    remedies: Plans | None = None
     """What was tried for the method that lacks least, where none fits."""
 
     @property

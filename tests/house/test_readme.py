@@ -25,6 +25,7 @@ WRITTEN = [page for page in PAGES if not page.startswith("docs/reference/")]
 NOT_RUN = {
     "select gpt2 --gpus 2 --gpu RTX4090 --dtype bf16": "captures twenty methods, minutes on two cores",
     "estimate llama-2-7b --dtype fp32 --lora 16 --gpu RTX4090 --html page.html": "tries a dozen changes for a minute",
+    "fit gpt2 --dtype fp32 --batch 8 --gpu RTX4060-8GB": "tries thirty changes",
 }
 #: What the README says to run, and CI runs.
 RUN = (

@@ -76,18 +76,18 @@ def test_what_would_fit_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     assert code == 3
     assert shown.splitlines() == [
         "check: over budget: m needs 240.00 MiB of 150.00 MiB (160.0%)",
-        "check: it would fit with --checkpointing nonreentrant (120.00 MiB)",
+        "check: it would fit with --checkpointing nonreentrant --every 4 (120.00 MiB)",
     ]
     document = json.loads(invoke(*words, "--json")[1])
     assert document["remedies"][0]["gpu_bytes"] == 150 * MIB
     assert not any("gpu" in one["change"] for one in document["remedies"])
     jsonschema.validate(document, schema("check"))
     text = invoke(*words, "--markdown")[1]
-    assert "| --checkpointing nonreentrant | fits | 120.00 MiB | 150.00 MiB |" in text
+    assert "| --checkpointing nonreentrant --every 4 | fits | 120.00 MiB | 150.00 MiB |" in text
     assert len(invoke(*words, "--no-remedies")[1].splitlines()) == 1
     code, shown = invoke("m", "--context", "0", "--budget", "1GiB", "--memory", "150MiB")
     assert shown.startswith("check: out of memory: m needs 240.00 MiB, lacks 90.00 MiB (the GPU has 150.00 MiB)\n")
-    assert "--checkpointing nonreentrant (120.00 MiB); --gpu " in shown
+    assert "--checkpointing nonreentrant --every 4 (120.00 MiB); --gpu " in shown
 
 
 def test_baselines(path: str, tmp_path: Path) -> None:

@@ -21,7 +21,8 @@ from hypothesis import strategies as st
 
 from graph.case import Case
 from simulator.cli import main
-from simulator.estimator.remedies import Judged, search
+from simulator.fit.plans import Judged
+from simulator.fit.search import search
 from simulator.reports.html import page
 from simulator.reports.select import closeness, document_of, reason, render_json
 from simulator.selector import select as selection
@@ -160,14 +161,17 @@ def test_nothing_is_finished() -> None:
 def test_where_no_method_fits_the_report_has_what_would() -> None:
     asked = Asked(KEYS, ("A100-40GB",) * 4)
     found = ranked(asked, [outcome("far", 0, 4, short=9), outcome("near", 0, 4, short=5)], (), 0.0)
-    tried = search(Case.of({"model": "gpt2"}), 10 << 30, lambda case: Judged(9 << 30, 9 << 30, "fits"))
+    tried = search(
+        Case.of({"model": "gpt2"}),
+        lambda case: Judged(10 << 30, 9 << 30, "oom") if not case.checkpointing else Judged(9 << 30, 9 << 30, "fits"),
+    )
     found = replace(found, remedies=tried)
     assert found.nearest is not None
     assert found.nearest.name == "near"
     assert ranked(asked, [outcome("one", 8, 4, tokens_per_second=1.0)], (), 0.0).nearest is None
     written = page.render(document_of(found))
     assert "near, one sample" in written
-    assert "--checkpointing nonreentrant" in written
+    assert "--checkpointing" in written
     assert render_json(found)["remedies"][0]["options"] == tried.fitting[0].options
 
 

@@ -1,0 +1,101 @@
+"""`fit CASE`: the cheapest changes that make a run fit its GPU, each plan proved by a replay."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from simulator.commands.common import announce, context_size, show, working
+from simulator.options.case import CaseCommand, case_from, case_options, models_like
+from simulator.options.shared import context_option, form_options
+from simulator.reports.outputs import check_output
+from traces.errors import Interrupted
+from traces.text import path_text
+
+if TYPE_CHECKING:
+    from graph.case import Case
+    from simulator.fit.fit import Fitted
+
+_EPILOG = (
+    "Changes that leave the results as they are come first, the cheapest in time before others; then those after which "
+    "rounding, the method, the inputs or the hardware are others. Time is a model, not a measurement. The exit code is "
+    "3 where nothing that was tried makes it fit. Ctrl-C keeps what is finished."
+)
+
+
+@click.command("fit", cls=CaseCommand, epilog=_EPILOG)
+@click.argument("model", metavar="CASE", shell_complete=models_like)
+@click.option("--gpus", metavar="N", type=click.IntRange(1, 1024), help="GPUs that may share the work.")
+@click.option("--keep", metavar="KEY,...", help="Keys of the case that no plan changes, such as batch,seq,dtype.")
+@click.option("--seconds", metavar="N", type=float, default=45.0, show_default=True, help="Seconds to search.")
+@context_option
+@click.option("--jobs", metavar="N", type=click.IntRange(1, 4096), help="Worker processes (default: one a core).")
+@form_options
+@click.option("--html", metavar="FILE", help="Write a page with the plans.")
+@click.option("--force", is_flag=True, help="Replace files that exist.")
+@click.option("-q", "--quiet", is_flag=True, help="No notes and no progress on stderr.")
+@case_options
+def command(
+    model: str,
+    gpus: int | None,
+    keep: str | None,
+    seconds: float,
+    context: str,
+    jobs: int | None,
+    as_json: bool,
+    as_markdown: bool,
+    html: str | None,
+    force: bool,
+    quiet: bool,
+    **options: Any,
+) -> int:
+    """Find the cheapest changes that make CASE fit its GPU: a model with its options, or a file with a case."""
+    outside = context_size(context)
+    case = case_of(model, options)
+    if html is not None:
+        check_output(html, force=force)
+
+    from simulator.reports import fit as report
+
+    found, interrupted = _fitted(case, quiet, keep=_words(keep), gpus=gpus, context=outside, seconds=seconds, jobs=jobs)
+    show(report, found, as_json, as_markdown)
+    if html is not None:
+        from simulator.reports.html import page
+
+        page.write(report.document_of(found), html, force=force)
+    announce((f"wrote {path_text(html)}",) if html is not None else (), quiet)
+    if interrupted:
+        return 130
+    return 0 if found.fits else 3
+
+
+def case_of(model: str, options: dict[str, Any]) -> Case:
+    """The case of a command line: a model with options, or a file with a case. UsageError for options of a file."""
+    from simulator.comparison.compare import read_document
+
+    document = read_document(model) if Path(model).is_file() else None
+    if document is None or "model" not in document:
+        return case_from(model, options)
+
+    from graph.case import Case
+
+    given = {name: value for name, value in options.items() if value is not None}
+    merged = {**document, **case_from(document["model"], given).document()} if given else document
+    return Case.of(merged, path_text(Path(model).name))
+
+
+def _words(text: str | None) -> tuple[str, ...]:
+    return tuple(word.strip().replace("-", "_") for word in (text or "").split(",") if word.strip())
+
+
+def _fitted(case: Case, quiet: bool, **how: Any) -> tuple[Fitted, bool]:
+    """What was found, and whether that was interrupted."""
+    from simulator.fit.fit import fit
+
+    with working("capturing", quiet, compiles=True) as say:
+        try:
+            return fit(case, trying=lambda change: say(f"trying {change}"), **how), False
+        except Interrupted as error:
+            return error.found, True

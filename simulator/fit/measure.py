@@ -1,0 +1,86 @@
+"""What the search asks of a case: whether it fits, its peaks by phase, and how long a token takes.
+
+Memory is that of the case's own trace, as `estimate` has it. Time is that of the same trace with a clock, on a GPU
+without end (`simulator.estimator.step_time`), with what the allocator's retries add on this one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Final
+
+from simulator.engine.replay import ENDLESS, replay
+from simulator.estimator.judging import judged, with_context
+from simulator.estimator.outside import bytes_of, communicators, least_of, outside_of
+from simulator.estimator.step_time import StepTime, of_case, stall_of
+from simulator.fit.plans import Judged
+from strategies.lowering import lower
+from strategies.timing.clock import Clock
+from traces.errors import LLMemError
+
+if TYPE_CHECKING:
+    from graph.case import Case
+    from simulator.engine.result import RankResult
+    from simulator.estimator.outside import Context
+    from strategies.strategy import Capture
+    from traces.model import Trace
+
+#: Bytes an element of paged states, by the optimizer's name: two of Adam, one of Lion.
+_PAGED: Final = {"paged-adamw-8bit": 2, "paged-adamw-32bit": 8, "paged-lion-8bit": 1, "paged-lion-32bit": 4}
+
+
+def measured(case: Case, context: Context, capture: Capture, budget: int | None = None) -> Judged | None:
+    """What a case needs and takes, beside `context` bytes that are not PyTorch's; None where it cannot run.
+
+    `capture` makes its graphs. With a `budget` it may have no more than that many bytes of its GPU.
+    """
+    try:
+        trace = lower(case, capture=capture)
+        terms = outside_of(case, context, communicators(trace))
+        found = judged(trace, terms, analyse=False, needs=True)
+        clocked = lower(case, capture=capture, clock=Clock.connected(case.gpu, ""))
+    except LLMemError:
+        return None
+    needs, total = found.needed, found.decisive.device.total_bytes
+    room = min(total, ENDLESS if budget is None else budget)
+    phases, ns = _taken(clocked, case)
+    if ns is not None and found.verdict == "tight":
+        ns += _waits(trace, case, bytes_of(terms))
+    verdict = found.verdict if needs is None or budget is None or needs <= budget else "oom"
+    return Judged(needs, room, verdict, ns, room - bytes_of(least_of(terms)), phases)
+
+
+def _taken(trace: Trace, case: Case) -> tuple[dict[str, int], float | None]:
+    """Peaks by phase of the largest rank, and nanoseconds a token, on GPUs without end."""
+    ample = replace(trace, devices=tuple(replace(one, total_bytes=ENDLESS, context_bytes=0) for one in trace.devices))
+    result = replay(ample, analyse=False)
+    largest = max(result.ranks, key=lambda rank: rank.peak_allocated)
+    found = of_case(ample, case, result)
+    if found is None:
+        return _peaks(largest), None
+    if isinstance(found, StepTime):
+        ns = (found.step_ns + _paging(trace, case)) / found.tokens
+    else:
+        ns = (found.first_token_ns + found.decode_ns) / (case.batch * case.new)
+    return _peaks(largest), ns
+
+
+def _peaks(rank: RankResult) -> dict[str, int]:
+    """The peak of allocated bytes by phase, over all steps."""
+    peaks: dict[str, int] = {}
+    for phase in rank.phases:
+        peaks[phase.name] = max(peaks.get(phase.name, 0), phase.peak)
+    return peaks
+
+
+def _paging(trace: Trace, case: Case) -> float:
+    """Nanoseconds in which paged states come to the device and go, as they do where it has no room for them."""
+    trained = trace.metadata.get("environment", {}).get("model", {}).get("trained", 0)
+    rate = Clock.connected(case.gpu, "").speed().host_bytes_per_second
+    return 2e9 * _PAGED.get(case.optimizer, 0) * trained / case.world / rate if rate else 0.0
+
+
+def _waits(trace: Trace, case: Case, aside: int) -> float:
+    """Nanoseconds a token that the allocator's retries take."""
+    stall = stall_of(with_context(trace, aside))
+    return stall.seconds * 1e9 / (case.batch * case.accum * case.seq * max(1, trace.world)) if stall.retries else 0.0
