@@ -1,13 +1,15 @@
-"""Compiled extensions of others: bitsandbytes does nothing on the device, and of the rest one line says the way out."""
+"""Compiled extensions of others: bitsandbytes' and flash-attn's do nothing, of the rest one line says the way out."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
 import re
+import sys
 from collections.abc import Iterator
 from typing import Final
 
+from graph.host import flash_attn
 from graph.host.imports import changed
 from graph.models import quantization
 
@@ -15,8 +17,8 @@ from graph.models import quantization
 _WAYS_OUT: Final = (
     (
         r"flash.?attn|FlashAttention",
-        "flash-attn is compiled for CUDA and cannot be installed without it. attn_implementation='sdpa' uses PyTorch's "
-        "own flash kernels, which need as much memory, but for what is packed without padding",
+        "flash-attn's Python code is enough here, and installs without CUDA: FLASH_ATTENTION_FORCE_BUILD=TRUE "
+        "FLASH_ATTENTION_SKIP_CUDA_BUILD=TRUE pip install --no-build-isolation --no-deps flash-attn einops",
     ),
     (
         r"xformers",
@@ -32,10 +34,16 @@ _WAYS_OUT: Final = (
 
 @contextlib.contextmanager
 def launching_nothing() -> Iterator[None]:
-    """Inside, bitsandbytes runs when it is imported: its compiled functions do nothing."""
+    """Inside, bitsandbytes and flash-attn run when they are imported: their compiled functions do nothing."""
     logging.getLogger("bitsandbytes.cextension").setLevel(logging.CRITICAL)  # it says that CUDA's libraries are absent
-    with changed({"bitsandbytes": lambda module: quantization.ready()}):
-        yield
+    changes = {"bitsandbytes.cextension": quantization.loaded, "bitsandbytes": lambda module: quantization.ready()}
+    if flash_attn.wanted():
+        sys.modules[flash_attn.NAME] = flash_attn.module()
+    try:
+        with changed(changes):
+            yield
+    finally:
+        sys.modules.pop(flash_attn.NAME, None)
 
 
 def way_out(error: BaseException) -> str:

@@ -192,9 +192,16 @@ class _StandIn:
     def __init__(self, runtime: Runtime, folder: Path) -> None:
         self.runtime = runtime
         self.folder = folder
+        self._made = 0
 
     def install(self, module: Any) -> None:
         """Look for weights on this machine alone, and go on without."""
+        if hasattr(module, "_get_resolved_checkpoint_files"):
+            self._where_files_are_found(module)
+        else:
+            self._around_all(module)
+
+    def _where_files_are_found(self, module: Any) -> None:
         plain = inspect.unwrap(module._get_resolved_checkpoint_files)
 
         @functools.wraps(plain)
@@ -212,19 +219,37 @@ class _StandIn:
 
         module._get_resolved_checkpoint_files = resolve
 
+    def _around_all(self, module: Any) -> None:
+        """Releases before 4.50 find the files amid from_pretrained: where there are none it is called again, for a
+        folder that has one."""
+        plain = module.PreTrainedModel.from_pretrained.__func__
+
+        @functools.wraps(plain)
+        def from_pretrained(cls: Any, name: Any, *args: Any, config: Any = None, **kwargs: Any) -> Any:
+            kwargs["local_files_only"] = True
+            try:
+                return plain(cls, name, *args, config=config, **kwargs)
+            except OSError:
+                if not isinstance(config, module.PretrainedConfig):
+                    config = cls.config_class.from_pretrained(config or name, local_files_only=True)
+            file = self._file(module, cls, config)
+            folder = file.with_suffix("")
+            folder.mkdir()
+            file.rename(folder / module.SAFE_WEIGHTS_NAME)
+            model = plain(cls, folder, *args, config=config, **kwargs)
+            model.name_or_path = model.config.name_or_path = str(name)
+            return model
+
+        module.PreTrainedModel.from_pretrained = classmethod(from_pretrained)
+
     def _file(self, module: Any, kind: Any, config: Any) -> Path:
         """What a model of this class and configuration would have saved, in the configuration's dtype."""
         config = type(config).from_dict(config.to_dict())
-        dtype = getattr(config, "dtype", None) or torch.float32
+        dtype = getattr(config, "dtype", None) or getattr(config, "torch_dtype", None) or torch.float32
         dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
-        init = module.init
-        on_meta = (torch.device("meta"), init.meta_device_safe_creation_ops(), init.no_init_weights())
-        with module.ContextManagers([module.local_torch_dtype(dtype), *on_meta]):
-            model = kind(config)
-        state = module.remove_tied_weights_from_state_dict(model.state_dict(), model)
-        state = module.revert_weight_conversion(model, state)
-        specs = {name: _spec(tensor) for name, tensor in state.items()}
-        path = self.folder / f"{len(list(self.folder.glob('*.safetensors')))}.safetensors"
+        specs = {name: _spec(tensor) for name, tensor in _saved(module, kind, config, dtype).items()}
+        path = self.folder / f"{self._made}.safetensors"
+        self._made += 1
         _write(path, specs, {"format": "pt"})
         name = config.name_or_path or kind.__name__
         what = (
@@ -232,6 +257,24 @@ class _StandIn:
         )
         self.runtime.assumptions[what] = 1
         return path
+
+
+def _saved(module: Any, kind: Any, config: Any, dtype: torch.dtype) -> Mapping[str, torch.Tensor]:
+    """The tensors that `save_pretrained` would write, on the meta device; `module` is transformers.modeling_utils."""
+    if not hasattr(module, "init"):  # before 5
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(dtype)
+        try:
+            with torch.device("meta"), module.no_init_weights():
+                state = kind(config).state_dict(keep_vars=True)
+        finally:
+            torch.set_default_dtype(before)
+        tied = {id(tensor): name for name, tensor in reversed(state.items())}  # the first name of each
+        return {name: tensor for name, tensor in state.items() if tied[id(tensor)] == name}
+    on_meta = (torch.device("meta"), module.init.meta_device_safe_creation_ops(), module.init.no_init_weights())
+    with module.ContextManagers([module.local_torch_dtype(dtype), *on_meta]):
+        model = kind(config)
+    return module.revert_weight_conversion(model, module.remove_tied_weights_from_state_dict(model.state_dict(), model))
 
 
 def _spec(tensor: torch.Tensor) -> Any:

@@ -7,7 +7,7 @@ library that it calls for the arithmetic is replaced by functions that do nothin
 from __future__ import annotations
 
 import functools
-import importlib
+import importlib.util
 import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
@@ -69,9 +69,21 @@ def ready() -> Any:
         import bitsandbytes
     except ImportError as error:
         raise ConfigError(f"bitsandbytes is needed ({error}); pip install 'vramsim[torch]'") from None
-    _with_cuda_kernels()
+    if not _before_backends():
+        _with_cuda_kernels()
     _with_managed_memory(importlib.import_module("bitsandbytes.functional"))
     return bitsandbytes
+
+
+def loaded(extension: Any) -> None:
+    """To be called once `bitsandbytes.cextension` has been imported, and nothing of bitsandbytes after it."""
+    if _before_backends():
+        extension.lib = _Library(extension.lib if getattr(extension.lib, "compiled_with_cuda", False) else None)
+
+
+def _before_backends() -> bool:
+    """Releases before 0.46 have no backends: their functions call the compiled library where they stand."""
+    return importlib.util.find_spec("bitsandbytes.backends") is None
 
 
 def _with_cuda_kernels() -> None:
@@ -103,10 +115,11 @@ def _with_cuda_kernels() -> None:
 
 def _with_managed_memory(functional: Any) -> None:
     """States of paged optimizers: tensors of the host, as bitsandbytes has them, of the size of CUDA managed memory."""
-    if isinstance(functional.lib, _Library):
-        return
-    functional.lib = _Library(functional.lib)
     real = functional.get_paged
+    if real.__module__ == __name__:
+        return
+    if not isinstance(functional.lib, _Library):
+        functional.lib = _Library(functional.lib)
 
     def get_paged(*shape: int, dtype: torch.dtype = torch.float32, device: torch.device) -> Any:
         if not fake_cuda._active:

@@ -9,8 +9,11 @@ import pytest
 pytest.importorskip("torch")
 
 from graph.host.extensions import way_out
+from tests.places import ROOT
 from tests.simulator.recording.test_record import answer, folder_of, record
 
+#: What installs flash-attn's Python side alone.
+PYTHON_SIDE = "FLASH_ATTENTION_SKIP_CUDA_BUILD=TRUE"
 EIGHT_BIT = """
 import torch
 import bitsandbytes
@@ -42,8 +45,14 @@ def test_bitsandbytes_runs_and_says_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("error", "told"),
     [
-        (ModuleNotFoundError("No module named 'flash_attn'", name="flash_attn"), "attn_implementation='sdpa'"),
-        (ImportError("FlashAttention2 has been toggled on, but it cannot be used"), "attn_implementation='sdpa'"),
+        (
+            ModuleNotFoundError("No module named 'flash_attn'", name="flash_attn"),
+            PYTHON_SIDE,
+        ),
+        (
+            ImportError("FlashAttention2 has been toggled on, but it cannot be used"),
+            PYTHON_SIDE,
+        ),
         (ModuleNotFoundError("No module named 'xformers'", name="xformers"), "scaled_dot_product_attention"),
         (OSError("libcudart.so.12: cannot open shared object file"), "an extension in C++ needs CUDA"),
         (ModuleNotFoundError("No module named 'numpyy'", name="numpyy"), ""),
@@ -58,4 +67,63 @@ def test_the_way_out_of_extensions(error: BaseException, told: str) -> None:
 def test_a_missing_extension_is_told_below_the_traceback(tmp_path: Path) -> None:
     done = record(folder_of(tmp_path, {"train.py": "import torch\nimport flash_attn\n"}), "train.py")
     assert done.returncode == 1
-    assert "llmem: flash-attn is compiled for CUDA" in done.stderr
+    assert "llmem: flash-attn's Python code is enough here" in done.stderr
+
+
+#: As flash_attn/flash_attn_interface.py (2.7.3) calls its extension.
+FLASH_ATTENTION = """
+import torch
+import flash_attn_2_cuda
+
+def step(shape, fewer, varying):
+    q, k, v = (torch.empty(one, dtype=torch.bfloat16, device="cuda") for one in (shape, fewer, fewer))
+    lengths = torch.tensor([0, shape[0]], dtype=torch.int32, device="cuda")
+    ends = (lengths, lengths)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    if varying:
+        made = flash_attn_2_cuda.varlen_fwd(q, k, v, None, *ends, None, None, None, None, shape[0], shape[0],
+                                            0.0, 1.0, False, True, -1, -1, 0.0, False, None)
+    else:
+        made = flash_attn_2_cuda.fwd(q, k, v, None, None, 0.0, 1.0, True, -1, -1, 0.0, False, None)
+    kept = torch.cuda.memory_allocated() - before
+    highest = torch.cuda.max_memory_allocated() - before
+    out, lse, p, state = made
+    dq, dk, dv = (torch.empty_like(one) for one in (q, k, v))
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    if varying:
+        grads = flash_attn_2_cuda.varlen_bwd(q, q, k, v, out, lse, dq, dk, dv, *ends, None, shape[0], shape[0],
+                                             0.0, 1.0, False, True, -1, -1, 0.0, False, None, state)
+    else:
+        grads = flash_attn_2_cuda.bwd(q, q, k, v, out, lse, dq, dk, dv, None,
+                                      0.0, 1.0, True, -1, -1, 0.0, False, None, state)
+    print(kept, highest, torch.cuda.memory_allocated() - before, torch.cuda.max_memory_allocated() - before)
+
+step((8, 1024, 16, 96), (8, 1024, 4, 96), False)
+step((1, 128, 4, 64), (1, 4096, 4, 64), False)
+step((1000, 16, 96), (1000, 16, 96), True)
+"""
+
+
+def test_flash_attn_allocates_what_its_extension_would(tmp_path: Path) -> None:
+    """Bytes by csrc/flash_attn/flash_api.cpp: output, fp32 logarithms, random state; row sums and dQ in fp32, dK and dV
+    by head where heads are grouped. Few rows and many keys are split."""
+    (tmp_path / "flash_attn").mkdir()
+    (tmp_path / "flash_attn" / "__init__.py").touch()
+    program = folder_of(tmp_path, {"train.py": FLASH_ATTENTION})
+    done = record(program, "--gpu", "A100-80GB", "--steps", "all", "train.py", PYTHONPATH=f"{ROOT}:{tmp_path}")
+    assert done.returncode == 0, done.stderr
+    found = [tuple(map(int, line.split())) for line in done.stdout.splitlines()]
+    tokens, kib = 8 * 1024, 1024
+    lse = tokens * 16 * 4
+    kept = tokens * 16 * 96 * 2 + lse + 512
+    assert found[0] == (kept, kept, lse, lse + tokens * 16 * 96 * 4 + 2 * tokens * 16 * 96 * 2)
+    kept = 128 * 4 * 64 * 2 + 128 * 4 * 4 + 512
+    splits = 16  # key blocks of 256 in 4096 keys; 8 row blocks of 64 x 4 heads leave most of 216 idle
+    sums = splits * (4 * 128 * 4 + 4 * 128 * 64 * 4)
+    assert found[1] == (kept, kept + sums, 2 * kib, 2 * kib + 128 * 4 * 64 * 4)
+    lse, rows = -(-1000 * 16 * 4 // 512) * 512, 1000 + 128
+    kept = 1000 * 16 * 96 * 2 + lse + 512
+    row_sums = -(-rows * 16 * 4 // 512) * 512
+    assert found[2] == (kept, kept, row_sums, row_sums + rows * 16 * 96 * 4)

@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import resource
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
+from safetensors.torch import load_file  # noqa: E402
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver  # noqa: E402
 
 from graph.fake_cuda.device import Runtime, fake_cuda  # noqa: E402
 from graph.hardware.profile import profile  # noqa: E402
 from graph.host.memory import untouched  # noqa: E402
-from graph.host.weights import never_read  # noqa: E402
+from graph.host.weights import _StandIn, never_read  # noqa: E402
 from graph.recorder.checkpoints import Saving  # noqa: E402
 from graph.recorder.program import ProgramRecorder  # noqa: E402
 from simulator.allocator.releases import parse_release  # noqa: E402
@@ -189,6 +192,66 @@ def test_a_model_without_weights_is_loaded_as_if_it_had_them(runtime: Runtime, t
     whole = sum(one.nbytes for one in with_them.parameters())
     with_them.cuda()
     assert torch.cuda.memory_allocated() >= whole
+
+
+class Settings:
+    """A configuration, as transformers had them before 4.50."""
+
+    name_or_path = "someone/tiny"
+    torch_dtype = "bfloat16"
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Settings:
+        return cls()
+
+    @classmethod
+    def from_pretrained(cls, name: object, **kwargs: object) -> Settings:
+        return cls()
+
+    def to_dict(self) -> dict[str, Any]:
+        return {}
+
+
+class Tiny(torch.nn.Module):
+    """A model of such a release: from_pretrained finds the file itself, or there is an OSError."""
+
+    config_class = Settings
+    name_or_path = ""
+
+    def __init__(self, config: Settings) -> None:
+        super().__init__()
+        self.config = config
+        self.up = torch.nn.Linear(64, 32)
+        self.head = torch.nn.Linear(64, 32, bias=False)
+        self.head.weight = self.up.weight  # tied
+
+    @classmethod
+    def from_pretrained(cls, name: str | Path, config: Settings | None = None, **kwargs: object) -> Tiny:
+        file = Path(name) / "model.safetensors"
+        if not file.exists():
+            raise OSError(f"no file named model.safetensors in {name}")
+        model = cls(config or Settings()).to(torch.bfloat16)
+        found = load_file(file)
+        assert {name: (tuple(one.shape), one.dtype) for name, one in found.items()} == {
+            "up.weight": ((32, 64), torch.bfloat16),
+            "up.bias": ((32,), torch.bfloat16),
+        }
+        return model
+
+
+def test_releases_of_transformers_that_find_the_files_themselves(runtime: Runtime, tmp_path: Path) -> None:
+    module = SimpleNamespace(
+        PreTrainedModel=Tiny,
+        PretrainedConfig=Settings,
+        SAFE_WEIGHTS_NAME="model.safetensors",
+        no_init_weights=contextlib.nullcontext,
+    )
+    stand_in = _StandIn(runtime, tmp_path)
+    stand_in.install(module)
+    for _ in range(2):
+        model = module.PreTrainedModel.from_pretrained(tmp_path / "model")
+        assert model.name_or_path == model.config.name_or_path == str(tmp_path / "model")
+    assert [told for told in runtime.assumptions if "they count as those that Tiny saves, in torch.bfloat16" in told]
 
 
 def test_a_name_of_the_hub_needs_its_configuration_alone(runtime: Runtime, tmp_path: Path) -> None:
