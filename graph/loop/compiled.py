@@ -15,6 +15,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 import torch
+from torch._dynamo.callback import CallbackArgs, CallbackTrigger, callback_handler, on_compile_end
 
 from graph.fake_cuda import triton_stand_in
 from graph.fake_cuda.served import has_triton
@@ -38,20 +39,21 @@ def compiling(case: Case, runtime: Runtime, recorder: Recorder) -> Iterator[None
 
     with tempfile.TemporaryDirectory() as name, _triton():
         torch._dynamo.reset()
-        torch._dynamo.callback.on_compile_end(_collect)
+        on_compile_end(_collect)
         if case.compile.startswith("max-autotune"):
             runtime.note("of the kernels that are measured the first is taken: which is the fastest is not known")
         try:
             with of_device(runtime, Path(name) / "inductor", recorder.writes):
                 yield
         finally:
-            torch._dynamo.callback.callback_handler.remove_end_callback(_collect)
+            callback_handler.remove_end_callback(_collect)
             torch._dynamo.reset()
 
 
-def _collect(finished: object) -> None:
-    """Compiling makes so many objects that Python's collector always runs; a capture has it at one place."""
-    gc.collect()
+def _collect(finished: CallbackArgs) -> None:
+    """Compiling a backward makes so many objects that Python's collector runs at some time; a capture has it after."""
+    if finished.callback_trigger is CallbackTrigger.LAZY_BACKWARD:
+        gc.collect()
 
 
 #: What stood for Triton in this process: Inductor keeps to the modules that it has imported.
