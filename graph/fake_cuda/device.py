@@ -91,6 +91,7 @@ class Runtime:
         self._streams: dict[int, Any] = {}
         self.main_thread = threading.get_ident()
         self.points = fake_stubs.Points()
+        self.captured: set[int] = set()  # streams that a CUDA graph is captured of
         self.managed = 0  # bytes of CUDA managed memory that were asked for
         self.late = False  # whether work ends only when the host waits for the device, or for any event
         self.synchronizations: Callable[[], None] | None = None

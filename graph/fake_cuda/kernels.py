@@ -184,7 +184,7 @@ def _schema(func: Operator) -> _Schema:
 
 def _distinct(args: tuple[Any, ...]) -> tuple[tuple[Any, ...], list[int]]:
     """Arguments of a foreach operator with one entry for each kind of its lists' entries, and which it is for each."""
-    length = len(args[0])
+    length = next(len(value) for value in args if isinstance(value, list | tuple))
     lists = [value for value in args if isinstance(value, list | tuple) and len(value) == length]
     seen: dict[tuple[Any, ...], int] = {}
     places = [seen.setdefault(_kind(entries, False), len(seen)) for entries in zip(*lists, strict=True)]
@@ -250,7 +250,7 @@ class Kernels:
         """A kernel that makes new tensors."""
         runtime, kinds, values = self.runtime, dict[Any, Kind](), self.runtime.values
         single = schema.returns == 1
-        new = runtime.memory.new
+        new, captured = runtime.memory.new, runtime.captured
 
         def make(what: Any, args: tuple[Any, ...], kwargs: dict[str, Any], born: list[int]) -> Any:
             kind = what.__class__
@@ -264,6 +264,8 @@ class Kernels:
 
         def kernel(*args: object, **kwargs: object) -> Any:
             key = (_kind(args, True), *kwargs, _kind(kwargs.values(), True)) if kwargs else _kind(args, True)
+            if captured:
+                key = (*key, "captured")
             kind = kinds.get(key)
             if kind is None:
                 kind = kinds[key] = Kind(self._remembered(func, schema, key, args, kwargs))
@@ -360,7 +362,7 @@ class Kernels:
                 for name in schema.out
                 if isinstance(kwargs[name], torch.Tensor) and kwargs[name].shape != fakes[name].shape
             )
-        outputs = corrected(str(func), fake, args, kwargs)
+        outputs = corrected(str(func), fake, args, kwargs, bool(self.runtime.captured))
         if places is not None:
             outputs = [outputs[place] for place in places]
         made = tuple(
@@ -380,7 +382,7 @@ class Kernels:
         if needed <= tensor.untyped_storage().nbytes():
             torch.ops.aten.as_strided_.default(tensor, shape, strides, tensor.storage_offset())
         else:
-            set_storage(tensor, self.runtime.memory.new(layout, born), shape, strides)
+            set_storage(tensor, self.runtime.memory.new(layout, born).untyped_storage(), shape, strides)
         return old
 
     # -- operators with rules of their own: each method makes the kernel

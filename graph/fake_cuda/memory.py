@@ -166,6 +166,7 @@ class Memory:
         self.freed: Callable[[int], None] = ignore
         self.live: dict[int, int] = {}
         self.values: dict[int, torch.UntypedStorage] = {}  # what storages hold, of those that have values
+        self.again_bytes: dict[int, int] = {}  # of storages that were made again
         self._next = 1
         self.lock: AbstractContextManager[Any]
         locking(self)
@@ -174,6 +175,24 @@ class Memory:
         """Number from 1 again."""
         assert not self.live
         self._next = 1
+
+    def again(self, number: int, size: int) -> torch.Tensor:
+        """A tensor of bytes with a storage where storage `number` was, whose death is told as that of the first."""
+        layout = Layout((size,), (1,), torch.uint8)
+        with self.lock:
+            self.again_bytes[number] = size
+            return self._placed(layout, number, _Again(self, number))
+
+    def _placed(self, layout: Layout, number: int, life: object) -> torch.Tensor:
+        """A tensor of `layout` whose storage has this number; `life` goes with it."""
+        record = layout._record
+        _keep(life)
+        record.data = number << ADDRESS_BITS
+        record.owner = id(life)
+        record.device_id = self.index
+        place = _take(_RECORD_BYTES)
+        _copy(place, layout._address, _RECORD_BYTES)
+        return from_dlpack(_capsule(place, _CAPSULE, None))
 
     def new(self, layout: Layout, born: list[int]) -> torch.Tensor:
         """A tensor of `layout` on the device, with a storage of its own, whose number is appended to `born`."""
@@ -199,6 +218,19 @@ class Memory:
         return _viewed(tensor, layout) if layout._view else tensor
 
 
+class _Again:
+    """Lives as long as a storage that was made again."""
+
+    __slots__ = ("memory", "number")
+
+    def __init__(self, memory: Memory, number: int) -> None:
+        self.memory = memory
+        self.number = number
+
+    def __del__(self) -> None:
+        self.memory.freed(self.number)
+
+
 def ignore(storage: int) -> None:
     """Nobody wants to know."""
 
@@ -217,6 +249,12 @@ def _viewed(storage: torch.Tensor, layout: Layout) -> torch.Tensor:
     return view
 
 
-def set_storage(tensor: torch.Tensor, source: torch.Tensor, shape: Sequence[int], strides: Sequence[int]) -> None:
-    """Give `tensor` the storage of `source`, with this shape and these strides."""
-    _set(BY_CPU_KERNEL, tensor, source.untyped_storage(), 0, shape, strides)
+def set_storage(
+    tensor: torch.Tensor,
+    source: torch.UntypedStorage,
+    shape: Sequence[int],
+    strides: Sequence[int],
+    offset: int = 0,
+) -> None:
+    """Give `tensor` the storage `source`, with this shape, these strides and this offset (in elements)."""
+    _set(BY_CPU_KERNEL, tensor, source, offset, shape, strides)

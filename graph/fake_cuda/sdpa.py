@@ -434,12 +434,14 @@ def _aligned_bias(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) ->
     return aten.expand(mask, [query.shape[0], query.shape[1], query.shape[2], key.shape[2]])
 
 
-def corrected(name: str, outputs: Sequence[torch.Tensor], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def corrected(
+    name: str, outputs: Sequence[torch.Tensor], args: Sequence[Any], kwargs: Mapping[str, Any], captured: bool
+) -> Any:
     """What operator `name` (`aten._scaled_dot_product_efficient_attention.default`) returns on CUDA, where PyTorch's
-    rules for shapes say something else: random state of the efficient kernel is on the host, and cuDNN's makes no
-    logsumexp if not asked to. Any other `outputs` are returned as they are.
+    rules for shapes say something else: random state of the efficient kernel is on the host (but where a CUDA graph is
+    captured), and cuDNN's makes no logsumexp if not asked to. Any other `outputs` are returned as they are.
     """
-    if name == "aten._scaled_dot_product_efficient_attention.default":
+    if name == "aten._scaled_dot_product_efficient_attention.default" and not captured:
         host = torch.empty((), dtype=torch.long, device="cpu")
         return (*outputs[:2], host, host)
     if name == "aten._scaled_dot_product_cudnn_attention.default":

@@ -47,6 +47,35 @@ class Allocator(Protocol):
     def synchronize(self, stream: int) -> None:
         """The host waits for a stream (-1: for all)."""
 
+    def pool_create(self, pool: tuple[int, int], no_split: bool, use_on_oom: bool) -> None:
+        """A private pool comes into use."""
+
+    def pool_begin(self, pool: tuple[int, int], streams: set[int] | None) -> None:
+        """What is allocated on one of these streams, of which a graph is captured, or (None) by this thread comes from
+        a private pool; it counts as a use. The set may change."""
+
+    def pool_end(self, pool: tuple[int, int]) -> None:
+        """It comes from the pool no more."""
+
+    def pool_release(self, pool: tuple[int, int]) -> None:
+        """A use of the pool ends."""
+
+    def pool_empty(self, pool: tuple[int, int]) -> None:
+        """Give back to the driver what is cached in a pool without uses."""
+
+    def pool_uses(self, pool: tuple[int, int]) -> int:
+        """How many uses the pool has."""
+
+    def pool_living(self, pool: tuple[int, int]) -> set[int]:
+        """The allocations that live in the pool."""
+
+    def pool_checkpoint(self, pool: tuple[int, int]) -> int:
+        """Remember the pool's blocks, by a number."""
+
+    def pool_restore(self, pool: tuple[int, int], number: int) -> tuple[set[int], dict[int, int]]:
+        """The pool has the blocks that it had: allocations that were freed, and those that lived then by their new
+        numbers."""
+
     def empty_cache(self) -> None:
         """Give back to the driver what is cached."""
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch.profiler import ProfilerActivity
 
-from graph.fake_cuda import objects, served
+from graph.fake_cuda import graphs, objects, served
 from graph.fake_cuda.operators import rnn
 from graph.fake_cuda.operators.composed import jitted
 from graph.fake_cuda.torch_private import BINDINGS, JITTED, RAW_STREAM, fake_tensor
@@ -54,6 +54,8 @@ class Stream:
     def wait_stream(self, stream: Stream) -> None:
         """What comes on this stream waits for what is on `stream` now."""
         self.runtime.tell("wait_stream", self.stream_id, stream.stream_id)
+        if stream.stream_id in self.runtime.captured:
+            self.runtime.captured.add(self.stream_id)
 
     def wait_event(self, event: Event) -> None:
         """What comes on this stream waits for `event`."""
@@ -104,6 +106,7 @@ class Event:
     def __init__(self, *args: object, **kwargs: object) -> None:
         self.device = Stream.runtime.device
         self._point = 0
+        self._captured = False
         self._points = Stream.runtime.points
 
     def __del__(self) -> None:
@@ -114,6 +117,7 @@ class Event:
         on = (Stream.runtime.stream if stream is None else stream).stream_id
         self._points.give_back(self._point)
         self._point = self._points.take(on)
+        self._captured = on in Stream.runtime.captured
         Stream.runtime.tell("wait_stream", self._point, on)
 
     def wait(self, stream: Stream | None = None) -> None:
@@ -121,6 +125,8 @@ class Event:
         if self._point:
             waiting = Stream.runtime.stream if stream is None else stream
             Stream.runtime.tell("wait_stream", waiting.stream_id, self._point)
+            if self._captured and Stream.runtime.captured:
+                Stream.runtime.captured.add(waiting.stream_id)
 
     def query(self) -> bool:
         """It is complete."""
@@ -143,12 +149,13 @@ class _Storages:
 
     def __init__(self, runtime: Runtime) -> None:
         self.live = runtime.memory.live
+        self.again = runtime.memory.again_bytes
         self.tell = runtime.tell
         self.number = runtime.number_at
 
     def changes(self) -> list[tuple[Any, str, Any]]:
         """Owner, name and function of each."""
-        live, tell, number = self.live, self.tell, self.number
+        live, again, tell, number = self.live, self.again, self.tell, self.number
         storage: Any = torch.UntypedStorage
         resize, nbytes, record = storage.resize_, storage.nbytes, torch.Tensor.record_stream
 
@@ -164,7 +171,8 @@ class _Storages:
         def measured(self: torch.UntypedStorage) -> Any:
             if self.device.type != "cuda":
                 return nbytes(self)  # a symbol where sizes are symbols: Dynamo must not take it for a number
-            return live.get(number(self.data_ptr()), 0)
+            mine = number(self.data_ptr())
+            return live.get(mine) or again.get(mine, 0)
 
         def recorded(self: torch.Tensor, stream: Stream | torch.Stream) -> None:
             if isinstance(stream, Stream):
@@ -262,7 +270,7 @@ def attributes(runtime: Runtime) -> dict[str, Any]:
         "is_available": lambda: True,
         "is_initialized": lambda: True,
         "_is_in_bad_fork": lambda: False,
-        "is_current_stream_capturing": lambda: False,
+        "is_current_stream_capturing": lambda: runtime.stream.stream_id in runtime.captured,
         "device_count": lambda: runtime.count,
         "_device_count_nvml": lambda: runtime.count,
         "current_device": lambda: index,
@@ -314,7 +322,7 @@ def patched(runtime: Runtime) -> Iterator[None]:
     allocator = runtime.allocator
     answers = attributes(runtime) | (_unserved(runtime) if allocator is None else {})
     changes: list[tuple[Any, str, Any]] = [(torch.cuda, name, answer) for name, answer in answers.items()]
-    for part in ("memory", "random"):
+    for part in ("memory", "random", "graphs"):
         module = importlib.import_module(f"torch.cuda.{part}")
         changes += [(module, name, answer) for name, answer in answers.items() if hasattr(module, name)]
     changes += [
@@ -334,7 +342,7 @@ def patched(runtime: Runtime) -> Iterator[None]:
     ]
     changes += _Storages(runtime).changes()
     changes += objects.changes()
-    changes += [] if allocator is None else served.changes(allocator)
+    changes += [] if allocator is None else [*served.changes(allocator), *graphs.changes(runtime, allocator)]
     before = [(target, name, vars(target).get(name, _ABSENT)) for target, name, _ in changes]
     try:
         for target, name, answer in changes:

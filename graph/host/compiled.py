@@ -32,7 +32,6 @@ from torch.utils import _triton
 from graph.fake_cuda.device import Runtime
 from graph.fake_cuda.torch_private import TorchDispatchMode
 from graph.hardware.gpus import gpu
-from graph.user_code import place
 
 #: What Dynamo took of `torch.cuda` when it was imported (torch/_dynamo/device_interface.py).
 _INTERFACE: Final = (
@@ -41,7 +40,6 @@ _INTERFACE: Final = (
 )
 #: What is registered for all modules' forward passes.
 _HOOKS: Final = [hooks for name, hooks in vars(modules).items() if name.startswith("_global_forward")]
-_TORCH: Final = os.path.dirname(torch.__file__)
 _OURS: Final = str(Path(__file__).resolve().parents[2])
 #: How compiled code makes a buffer, with what we note behind it: the module.
 _MADE: Final = re.compile(r"^\s*(\w+) = empty_strided_cuda\(.*?(?:  # of ([\w.]+))?$")
@@ -100,24 +98,9 @@ def compiling(runtime: Runtime, folder: Path, tell: Tell) -> Iterator[None]:
             self.enter_exit_hooks.append(_hidden)
 
         stack.enter_context(mock.patch.object(context, "__init__", made))
-        asked: Any = torch._TorchCompileInductorWrapper
-        without = _without_graphs(runtime, asked.apply_options)
-        stack.enter_context(mock.patch.object(asked, "apply_options", without))
         stack.enter_context(mock.patch.object(modules, "_has_any_global_hook", return_value=False))
         stack.enter_context(mock.patch.object(modules.Module, "compile", _followed(modules.Module.compile)))
         yield
-
-
-def _without_graphs(runtime: Runtime, plain: Callable[..., None]) -> Callable[..., None]:
-    """What is compiled with CUDA graphs (mode "reduce-overhead") is compiled without, and it is told."""
-
-    def applied(self: object, options: Mapping[str, object] | None) -> None:
-        if options and options.get("triton.cudagraphs"):
-            runtime.note(f"{_asker()} compiles with CUDA graphs: recorded without, so their private pools are missing")
-            options = {**options, "triton.cudagraphs": False}
-        plain(self, options)
-
-    return applied
 
 
 def _followed(plain: Callable[..., None]) -> Callable[..., None]:
@@ -141,14 +124,6 @@ def _followed(plain: Callable[..., None]) -> Callable[..., None]:
         self._compiled_call_impl = called
 
     return compile
-
-
-def _asker() -> str:
-    """The line of the program or library, other than torch, that compiles."""
-    frame = sys._getframe(2)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith((_TORCH, __file__)):
-        frame = frame.f_back
-    return place(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_qualname)
 
 
 def _hidden() -> Callable[[], None]:

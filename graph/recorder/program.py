@@ -84,6 +84,8 @@ class ProgramRecorder:
         self._main = _get_ident()
         self._here = self.labels.lines.here
         self._state: dict[Any, Any] = {}  # of the workspace rules
+        self._workspaces: dict[tuple[str, int, int], int] = {}  # that stay: of what, thread and stream
+        self._cleared = 0  # how often they went
         self._numbers: dict[int, int] = {}  # the device's number of a living storage -> the allocator's
         self._malloc = allocator.malloc
         self._free: Callable[[int], None] = allocator.free
@@ -130,7 +132,7 @@ class ProgramRecorder:
         known = memo.note
         if known is None:
             known = memo.note = {}
-        mode = (len(born), stream << 2 | thread << 1 | _grad_enabled())
+        mode = (len(born), stream << 2 | thread << 1 | _grad_enabled(), self._cleared)
         steps = known.get(mode)
         if steps is None:
             card, grad = self.runtime.profile, _grad_enabled()
@@ -165,6 +167,34 @@ class ProgramRecorder:
                 self._free(number)
             else:
                 self._held.append(number)
+
+    def clear_workspaces(self, stream: int = -1) -> None:
+        """The workspaces that stay on a stream (-1: on any) are given back, and made anew where they are needed."""
+        for key in [key for key in self._workspaces if stream in (-1, key[-1])]:
+            del self._state[key]
+            self._cleared += 1
+            self._free(self._workspaces.pop(key))
+
+    def allocation(self, storage: int) -> int:
+        """The allocation behind a storage, -1 if it has none."""
+        return self._numbers.get(storage, -1)
+
+    def storages(self, allocations: set[int]) -> dict[int, int]:
+        """The storages of living allocations."""
+        return {number: storage for storage, number in self._numbers.items() if number in allocations}
+
+    def restored(self, freed: set[int], again: Mapping[int, int], storages: Mapping[int, int]) -> None:
+        """A pool got its blocks back: allocations that are gone, those that live again, whose storages these were."""
+        self._numbers = {storage: number for storage, number in self._numbers.items() if number not in freed}
+        labels = self.labels
+        for old, new in again.items():
+            for column in (labels.operator, labels.module, labels.stack):
+                column.append(column[old])
+            for known in (labels.category, labels.title):
+                if old in known:
+                    known[new] = known[old]
+            if old in storages:
+                self._numbers[storages[old]] = new
 
     def resized(self, storage: int, size: int) -> None:
         """A storage has now `size` bytes: the new memory is there before the old one goes (`Recorder.resized`)."""
@@ -256,7 +286,10 @@ class ProgramRecorder:
                 else:
                     ident = self._allocate(size, stream, (self.labels.code(name), *place[1:]))
                     self.labels.category[ident] = self.labels.code("workspace")
-                    if action != KEEP:
+                    if action == KEEP:
+                        key = next(key for key in self._state if isinstance(key, tuple) and key not in self._workspaces)
+                        self._workspaces[key] = ident
+                    else:
                         slots[slot] = ident
         except torch.OutOfMemoryError:
             for ident in slots.values():

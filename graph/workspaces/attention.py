@@ -152,13 +152,15 @@ def efficient_forward(call: Call) -> Plan | None:
     """aten::_scaled_dot_product_efficient_attention: output, logsumexp, and an fp32 output for half precision.
 
     The accumulator is there where a head dimension is above 128 (`kNeedsOutputAccumulatorBuffer`). Seed and offset are
-    on the host.
+    on the host; where a CUDA graph is captured they come first on the device.
     """
     query, value = call.args[0], call.args[2]
     logsumexp = bool(argument(call, 4, "compute_log_sumexp", False))
     batch, heads, rows, head = query.shape
     value_head = value.shape[3]
     steps = _Steps()
+    if isinstance(call.out, tuple) and call.out[2].device.type == "cuda":
+        steps.out(2, 3)
     steps.out(0)
     if logsumexp:
         steps.out(1)

@@ -6,6 +6,7 @@ The allocator is made at its first use, as PyTorch's is: a program may set PYTOR
 from __future__ import annotations
 
 import os
+import threading
 from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -18,6 +19,7 @@ from simulator.allocator import layout as at
 from simulator.allocator import sizes
 from simulator.allocator.conf import conf_from_environment, parse_conf
 from simulator.allocator.releases import Release, parse_release
+from simulator.engine import kernels as engine
 from simulator.engine.machine import Machine, Program
 from simulator.engine.result import EventLog
 from simulator.engine.torch_snapshot import torch_snapshot
@@ -32,6 +34,10 @@ FIRST_CLOCK: Final = 900
 _ALLOC, _FREE, _RECORD_STREAM = int(Op.ALLOC), int(Op.FREE), int(Op.RECORD_STREAM)  # as plain numbers: numba asks what
 _COMPLETE_FREE, _KERNEL, _SYNCHRONIZE = int(Op.COMPLETE_FREE), int(Op.KERNEL), int(Op.SYNCHRONIZE)
 _EMPTY_CACHE, _RESET_PEAK, _RESET_ACCUMULATED = int(Op.EMPTY_CACHE), int(Op.RESET_PEAK), int(Op.RESET_ACCUMULATED)
+_POOL_CREATE, _POOL_BEGIN, _POOL_END = int(Op.POOL_CREATE), int(Op.POOL_BEGIN), int(Op.POOL_END)
+_POOL_RELEASE, _POOL_SWITCH = int(Op.POOL_RELEASE), int(Op.POOL_SWITCH)
+#: Private pools that there may be at a time.
+POOLS: Final = 64
 _ROWS: Final = 1 << 16
 #: Nanoseconds of a collective: of its kind, bytes and ranks.
 Times = Callable[[str, int, tuple[int, ...]], int]
@@ -51,7 +57,7 @@ def _no_events(timed: bool) -> Program:
         host_ns=empty,
         ids=empty,
         stream_values=np.arange(STREAMS + 1, dtype=np.int64),
-        pools=empty,
+        pools=np.arange(1, POOLS + 1, dtype=np.int64),
         timed=timed,
         num_collectives=0,
     )
@@ -83,6 +89,18 @@ class Mark(NamedTuple):
     done: int
     retries: int
     calls: int
+
+
+class _Scope(NamedTuple):
+    """A pool that is begun: by a capture of these streams, or (None) by a thread."""
+
+    pool: int
+    streams: set[int] | None
+    thread: int
+
+    def catches(self, stream: int) -> bool:
+        """Whether it serves an allocation of this thread on a stream."""
+        return threading.get_ident() == self.thread if self.streams is None else stream in self.streams
 
 
 class LiveAllocator:
@@ -118,6 +136,11 @@ class LiveAllocator:
         self.conf = conf
         self.fractions: dict[int, float] = {}  # row of the history -> what set_memory_fraction set
         self.confs: dict[int, str] = {}  # row of the history -> what set_allocator set
+        self.checkpoints: dict[int, int] = {}  # row of the history -> number of the checkpoint of a pool
+        self.taken: dict[int, int] = {}  # row of the history -> the allocation whose block it takes over
+        self._pools: dict[tuple[int, int], int] = {}  # PyTorch's id of a pool -> the machine's number
+        self._scopes: list[_Scope] = []  # oldest first
+        self._serving = 0  # the pool that the machine's allocations come from
         self.marks: list[Mark] = []  # where phases began, in simulated time
         self._error = error
         self._machine: Machine | None = None
@@ -145,6 +168,7 @@ class LiveAllocator:
             )
             self._machine.ids = self._ids.reshape(-1, 2)
             self._machine.memory[at.HOLD] = self.late
+            self._machine.memory[at.NUM_POOLS] = 1
         return self._machine
 
     @property
@@ -169,6 +193,8 @@ class LiveAllocator:
             self._born += 1
             if 2 * self._born > len(self._ids):
                 self._more_ids()
+            if self._scopes:
+                self._switch(stream)
             status = self._serve(_ALLOC, ident, size, stream)
         if status == at.OUT_OF_MEMORY:
             raise self._error(self._failure())
@@ -196,6 +222,122 @@ class LiveAllocator:
         """torch.cuda.empty_cache."""
         with self.lock:
             self._serve(_EMPTY_CACHE, -1, 0, 0)
+
+    # --- private pools --------------------------------------------------------------------------------------------
+
+    def pool_create(self, pool: tuple[int, int], no_split: bool, use_on_oom: bool) -> None:
+        """`torch.cuda.MemPool`."""
+        with self.lock:
+            flags = no_split * engine.POOL_NO_SPLIT + use_on_oom * engine.POOL_ON_OOM
+            self._serve(_POOL_CREATE, -1, self._pool(pool) + flags, 0)
+
+    def pool_begin(self, pool: tuple[int, int], streams: set[int] | None) -> None:
+        """What comes on `streams`, which a graph is captured of, or (None) from this thread is served by a pool."""
+        with self.lock:
+            number = self._pool(pool)
+            self._serve(_POOL_BEGIN, -1, number + (streams is not None) * engine.POOL_CAPTURE, 0)
+            self._scopes.append(_Scope(number, streams, threading.get_ident()))
+            self._serving = self._newest()
+
+    def pool_end(self, pool: tuple[int, int]) -> None:
+        """It is served by the pool no more."""
+        with self.lock:
+            number = self._pool(pool)
+            self._serve(_POOL_END, -1, number, 0)
+            self._scopes = [scope for scope in self._scopes if scope.pool != number]
+            self._serving = self._newest()
+
+    def pool_release(self, pool: tuple[int, int]) -> None:
+        """A use of the pool ends."""
+        with self.lock:
+            self._serve(_POOL_RELEASE, -1, self._pool(pool), 0)
+
+    def pool_empty(self, pool: tuple[int, int]) -> None:
+        """What is cached in the pool, which has no uses, goes back to the driver."""
+        with self.lock:
+            self._serve(_EMPTY_CACHE, -1, self._pool(pool), 0)
+
+    def pool_uses(self, pool: tuple[int, int]) -> int:
+        """How many uses the pool has."""
+        return int(self.machine.memory[self._record(self._pool(pool)) + at.P_USE_COUNT])
+
+    def pool_living(self, pool: tuple[int, int]) -> set[int]:
+        """The allocations that live in the pool."""
+        memory, record = self.machine.memory, self._record(self._pool(pool))
+        blocks = self.machine.ids[: self._born, 0]
+        idents = np.flatnonzero(blocks)
+        blocks = blocks[idents]
+        mine = (memory[memory[blocks + at.SET] + at.SET_POOL] == record) & (
+            memory[blocks + at.FLAGS] & at.ALLOCATED != 0
+        )
+        return set(idents[mine].tolist())
+
+    def pool_checkpoint(self, pool: tuple[int, int]) -> int:
+        """Remember the pool's blocks; the number of the checkpoint."""
+        with self.lock:
+            number = len(self.checkpoints)
+            self.machine.checkpoint(self._pool(pool), number)
+            self.checkpoints[self._rows] = number
+            self._enter(Op.POOL_CHECKPOINT, -1, self._pool(pool))
+            return number
+
+    def pool_restore(self, pool: tuple[int, int], number: int) -> tuple[set[int], dict[int, int]]:
+        """The pool gets its blocks back: allocations that are freed by it, and new numbers of those that lived then."""
+        with self.lock:
+            freed = self.pool_living(pool)
+            for ident in sorted(freed):
+                self._serve(_FREE, ident, 0, 0)
+            machine = self.machine
+            machine.restore(self._pool(pool), number)
+            self.checkpoints[self._rows] = number
+            self._enter(Op.POOL_RESTORE, -1, self._pool(pool))
+            if machine.memory[at.STOPPED]:
+                machine.index = self._rows - 1
+                raise ReplayError(str(machine.undefined(0)))
+            again = {}
+            for old, block in machine.restored.items():
+                again[old] = self._born
+                self._born += 1
+                if 2 * self._born > len(self._ids):
+                    self._more_ids()
+                size = machine.memory[block + at.SIZE]
+                machine.ids[again[old]] = block, size
+                stream = machine.memory[machine.memory[block + at.SET] + at.SET_STREAM] + at.S_VALUE
+                self.taken[self._rows] = old
+                self._enter(Op.ALLOC, again[old], int(size), int(machine.memory[stream]))
+            return freed, again
+
+    def _pool(self, pool: tuple[int, int]) -> int:
+        """The machine's number of a pool; a place that is free now for a pool that has none."""
+        if pool not in self._pools:
+            memory = self.machine.memory
+            used = int(memory[at.NUM_POOLS])
+            gone = [number for number in range(1, used) if not memory[self._record(number) + at.P_ALIVE]]
+            if not gone and used > POOLS:
+                raise ReplayError(f"the program has more than {POOLS} memory pools at a time (CUDA graphs, MemPool)")
+            number = gone[0] if gone else used
+            memory[at.NUM_POOLS] = max(used, number + 1)
+            self._pools = {known: place for known, place in self._pools.items() if place != number}
+            self._pools[pool] = number
+        return self._pools[pool]
+
+    def _record(self, number: int) -> int:
+        """Where the machine keeps a pool."""
+        return int(self.machine.memory[at.POOLS]) + number * at.P_COLUMNS
+
+    def _newest(self) -> int:
+        """The pool that serves after a pool was begun or ended."""
+        return self._scopes[-1 if self.release.newest_scope_first else 0].pool if self._scopes else 0
+
+    def _switch(self, stream: int) -> None:
+        """What comes now is of this thread and on this stream; the lock is held."""
+        scopes = reversed(self._scopes) if self.release.newest_scope_first else self._scopes
+        wanted = next((scope.pool for scope in scopes if scope.catches(stream)), 0)
+        if wanted != self._serving:
+            self._serving = wanted
+            self._serve(_POOL_SWITCH, -1, wanted, 0)
+
+    # ----------------------------------------------------------------------------------------------------------------
 
     def launch(self, name: int, duration: int, stream: int) -> None:
         """Work of `duration` ns begins on a stream; the name's code is the caller's."""

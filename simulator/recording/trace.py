@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from graph.recorder.phase_names import BACKWARD, FORWARD, PHASES
+from simulator.engine import kernels as engine
+from simulator.engine.machine import POOL_OPS
 from simulator.recording import kernels
 from strategies.rank_events import held
-from traces.model import BoolArray, Column, Events, Int64Array, Op, RankEvents, Strings, Trace
+from traces.model import BoolArray, Column, Events, Int64Array, Op, OpArray, RankEvents, Strings, Trace
 
 if TYPE_CHECKING:
     from graph.recorder.program import Labels
@@ -74,6 +76,12 @@ def _events(allocator: LiveAllocator, labels: Labels) -> Events:
     for what, column, none in ((Op.KERNEL, "duration_ns", 0), (Op.WAIT_STREAM, "on", -1)):
         if (op == what).any():
             columns[column] = np.where(op == what, history[:, kernels.H_ARG], none)
+    columns |= _pools(op, history[:, kernels.H_ARG])
+    for name, sparse in (("checkpoint", allocator.checkpoints), ("was", allocator.taken)):
+        if sparse:
+            numbers = np.full(len(op), -1, dtype=np.int64)
+            numbers[list(sparse)] = list(sparse.values())
+            columns[name] = numbers
     if allocator.fractions:
         fractions = np.full(len(op), np.nan)
         fractions[list(allocator.fractions)] = list(allocator.fractions.values())
@@ -82,6 +90,17 @@ def _events(allocator: LiveAllocator, labels: Labels) -> Events:
         columns["conf"] = Strings.encode([allocator.confs.get(row) for row in range(len(op))])
     events = Events(op, columns)
     return held(events) if allocator.late else events
+
+
+def _pools(op: OpArray, args: Int64Array) -> dict[str, Column]:
+    """What events of private pools say, if there are any."""
+    where = np.isin(op, POOL_OPS) | ((op == Op.EMPTY_CACHE) & (args > 0))
+    if not where.any():
+        return {}
+    packed = np.where(where, args, 0)
+    number = packed & engine.POOL_MASK
+    flags = {"no_split": engine.POOL_NO_SPLIT, "use_on_oom": engine.POOL_ON_OOM, "capture": engine.POOL_CAPTURE}
+    return {"pool": np.where(number > 0, number, -1), **{name: packed & bit != 0 for name, bit in flags.items()}}
 
 
 def _categories(labels: Labels, alloc: BoolArray, phase: Int64Array, ident: Int64Array, free: BoolArray) -> Strings:

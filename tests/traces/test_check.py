@@ -193,11 +193,12 @@ def test_pools_live_by_use_counts() -> None:
     assert fault(one_rank([begin, end, end], pool=[1] * 3))[2] == "pool 1 ends without having begun"
     keep, restore, switch = Op.POOL_CHECKPOINT, Op.POOL_RESTORE, Op.POOL_SWITCH
     check(one_rank([begin, switch, switch, end, keep, restore], pool=[1, -1, 1, 1, 1, 1], checkpoint=[-1] * 4 + [3, 3]))
-    for ops, reason in (
+    faults: list[tuple[list[int], str]] = [
         ([switch], "pool 1 has not begun"),
         ([keep], "pool 1 was never created or begun"),
         ([create, restore], "pool 1 has no checkpoint 3"),
-    ):
+    ]
+    for ops, reason in faults:
         assert fault(one_rank(ops, pool=[1] * len(ops), checkpoint=[3] * len(ops))) == (len(ops) - 1, "pool", reason)
 
 

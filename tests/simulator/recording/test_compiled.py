@@ -80,9 +80,7 @@ def test_graphs_breaks_and_recompilations_are_pytorchs(words: tuple[str, ...], t
     done = record(tmp_path, "-o", "trace.npz", "--steps", "all", "train.py", *words)
     assert (done.returncode, done.stdout) == (0, alone.stdout), done.stderr
     told = [text for text in answer(tmp_path)["assumptions"] if "CUDA graphs" in text]
-    assert len(told) == (words == ("graphs",))
-    line = PROGRAM[: PROGRAM.index("torch.compile(")].count("\n") + 1
-    assert all(f"train.py:{line} " in text for text in told)
+    assert not told
     events = traces.read(tmp_path / "trace.npz").ranks[0].events
     names = [events.strings("name").get(place) for place in range(len(events)) if events.op[place] == Op.ALLOC]
     assert any(str(name).startswith(("up: extern_kernels.", "up: triton_")) for name in names)

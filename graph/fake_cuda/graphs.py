@@ -1,0 +1,229 @@
+"""CUDA graphs and pools of memory where no GPU is: what is captured draws from its pool, and a replay does nothing.
+
+`torch.cuda.graph`, `make_graphed_callables` and Inductor's trees of graphs are PyTorch's own; what they call in C++ is
+answered here (aten/src/ATen/cuda/CUDAGraph.cpp and MemPool.cpp, torch/csrc/cuda/Module.cpp).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from graph.fake_cuda.memory import Layout, set_storage
+from graph.fake_cuda.torch_private import BINDINGS
+
+if TYPE_CHECKING:
+    from graph.fake_cuda.device import Runtime
+    from graph.fake_cuda.served import Allocator
+
+#: A pool's id in PyTorch: (0, n) where a program asked for it, (n, 0) where a capture did.
+Handle = tuple[int, int]
+
+
+class CUDAGraph:
+    """`torch.cuda.CUDAGraph`."""
+
+    runtime: Runtime
+    allocator: Allocator
+    handles: itertools.count[int]
+
+    def __init__(self, keep_graph: bool = False) -> None:
+        self._pool: Handle = (0, 0)
+        self._stream = 0
+        self._captured = False
+        self._seeds: list[torch.Tensor] = []
+
+    def capture_begin(
+        self, pool: Handle | None = None, capture_error_mode: str = "global", check_input_liveness: bool = False
+    ) -> None:
+        """The current stream is captured, and what is allocated on it comes from the pool."""
+        runtime = self.runtime
+        stream = runtime.stream
+        if self._captured:
+            raise RuntimeError(
+                "This CUDAGraph instance already owns a captured graph. To capture a new graph, create a new instance."
+            )
+        if stream == runtime.default_stream:
+            raise RuntimeError(
+                "CUDA graphs must be captured on a non-default stream. (However, after capture, it's ok to replay them "
+                "on the default stream.)"
+            )
+        self._pool = (next(self.handles), 0) if pool is None else pool
+        self._stream = stream.stream_id
+        with torch.cuda.stream(runtime.default_stream):  # of the generator: its seed and its offset
+            self._seeds = [torch.empty(1, dtype=torch.int64, device="cuda") for _ in range(2)]
+        runtime.captured.add(stream.stream_id)
+        self.allocator.pool_begin(self._pool, runtime.captured)
+
+    def capture_end(self) -> None:
+        """The capture ends."""
+        self.runtime.captured.clear()
+        self.allocator.pool_end(self._pool)
+        self._captured = True
+
+    def reset(self) -> None:
+        """The graph is given up, and its pool if no other graph has it."""
+        while self._seeds:
+            self._seeds.pop()
+        if self._captured:
+            self._captured = False
+            self.runtime.tell("clear_workspaces", self._stream)
+            self.allocator.pool_release(self._pool)
+
+    def pool(self) -> Handle:
+        """The pool, for other graphs to share."""
+        if not self._captured:
+            raise RuntimeError("Called CUDAGraph::pool() without a preceding successful capture.")
+        return self._pool
+
+    def replay(self) -> None:
+        """Nothing is allocated by it."""
+        if not self._captured:
+            raise RuntimeError("Called CUDAGraph::replay without a preceding successful capture.")
+
+    def _nothing(self, *args: object) -> None:
+        """Nothing changes."""
+
+    instantiate = register_generator_state = enable_debug_mode = debug_dump = _nothing
+
+    def __del__(self) -> None:
+        self.reset()
+
+
+class MemPool:
+    """`torch.cuda.MemPool`."""
+
+    live: Allocator
+    handles: itertools.count[int]
+
+    def __init__(self, allocator: object = None, use_on_oom: bool = False, no_split: bool = False) -> None:
+        self.allocator = allocator
+        self.id: Handle = (0, next(self.handles))
+        self.live.pool_create(self.id, no_split, use_on_oom)
+
+    def use_count(self) -> int:
+        """How often it is in use."""
+        return self.live.pool_uses(self.id)
+
+    def snapshot(self, include_traces: bool = True) -> Any:
+        """Its segments."""
+        shown: Any = torch.cuda.memory_snapshot
+        return shown(self.id)
+
+    def __del__(self) -> None:
+        self.live.pool_release(self.id)
+        self.live.pool_empty(self.id)
+
+
+class State(NamedTuple):
+    """A pool's blocks at one point; `storages` are those of the allocations that lived then."""
+
+    pool: Handle
+    number: int
+    storages: dict[int, int]
+
+
+class _Trees:
+    """What Inductor's trees of graphs ask (torch/_inductor/cudagraph_trees.py)."""
+
+    def __init__(self, runtime: Runtime, allocator: Allocator) -> None:
+        self.runtime, self.allocator = runtime, allocator
+        self.memory = runtime.memory
+
+    def number_of(self, storage: int) -> int:
+        """The number of a storage, by PyTorch's own reference to it."""
+        made: Any = torch.UntypedStorage
+        return self.runtime.number_at(made._new_with_weak_ptr(storage).data_ptr())
+
+    def check_live(self, device: int, pool: Handle, addresses: Iterable[int]) -> bool:
+        """Whether these are all that lives in the pool."""
+        known: Any = self.runtime.observer
+        wanted = {known.allocation(self.runtime.number_at(address)) for address in addresses}
+        return wanted == self.allocator.pool_living(pool)
+
+    def checkpoint(self, device: int, pool: Handle) -> State:
+        """getCheckpointState."""
+        known: Any = self.runtime.observer
+        return State(pool, self.allocator.pool_checkpoint(pool), known.storages(self.allocator.pool_living(pool)))
+
+    def restore(self, device: int, state: State, stale: list[int], live: list[int]) -> None:
+        """setCheckpointPoolState: what lived lives again, to be freed with its storage, or by `raw_delete`."""
+        known: Any = self.runtime.observer
+        known.restored(*self.allocator.pool_restore(state.pool, state.number), state.storages)
+
+    def raw_delete(self, address: int) -> None:
+        """An allocation whose storage is gone is freed."""
+        self.memory.freed(self.runtime.number_at(address))
+
+    def forget(self, storage: int) -> None:
+        """The allocation of a storage is freed while the storage goes on."""
+        self.memory.freed(self.number_of(storage))
+
+    def owned(self, storage: int) -> bool:
+        """Whether an allocation is freed with the storage."""
+        known: Any = self.runtime.observer
+        return bool(known.allocation(self.number_of(storage)) >= 0)
+
+    def storage(self, address: int, device: torch.device, size: int) -> torch.UntypedStorage:
+        """A storage at an address where a graph has left a tensor."""
+        return self.memory.again(self.runtime.number_at(address), size).untyped_storage()
+
+    def tensor(self, metadata: dict[str, Any], storage: torch.UntypedStorage) -> torch.Tensor:
+        """A tensor of a storage."""
+        made = self.memory.new(Layout((0,), (1,), metadata["dtype"]), [])
+        set_storage(made, storage, metadata["size"], metadata["stride"], metadata["storage_offset"])
+        return made
+
+    def clear_workspaces(self) -> None:
+        """cuBLAS has no workspaces any more."""
+        self.runtime.tell("clear_workspaces")
+
+    def answers(self) -> dict[str, Callable[..., Any]]:
+        """By their names in `torch._C`."""
+        return {
+            "_cuda_checkPoolLiveAllocations": self.check_live,
+            "_cuda_getCheckpointState": self.checkpoint,
+            "_cuda_setCheckpointPoolState": self.restore,
+            "_cuda_cudaCachingAllocator_raw_delete": self.raw_delete,
+            "_free_And_Remove_DeleterFn": self.forget,
+            "_has_Standard_Deleter": self.owned,
+            "_construct_storage_from_data_pointer": self.storage,
+            "_construct_CUDA_Tensor_From_Storage_And_Metadata": self.tensor,
+            "_cuda_clearCublasWorkspaces": self.clear_workspaces,
+            "_tensors_data_ptrs_at_indices_equal": _same_addresses,
+            "_set_storage_access_error_msg": lambda tensor, message: None,
+            "_set_storage_data_ptr_access_error_msg": lambda storage, message: None,
+            "_cuda_get_conv_benchmark_empty_cache": lambda: True,
+            "_cudnn_set_conv_benchmark_empty_cache": lambda enabled: None,
+            "_cuda_isHistoryEnabled": lambda: False,
+            "_cuda_cudaCachingAllocator_is_enabled": lambda: True,
+        }
+
+
+def _same_addresses(tensors: list[Any], addresses: list[int | None], places: list[int]) -> bool:
+    """Whether the tensors at these places are where they were."""
+    return all(tensors[place].data_ptr() == addresses[place] for place in places)
+
+
+def changes(runtime: Runtime, allocator: Allocator) -> list[tuple[Any, str, Any]]:
+    """Owner, name and replacement of each."""
+    handles, captures = itertools.count(1), itertools.count(1)
+    CUDAGraph.runtime, CUDAGraph.allocator, MemPool.live = runtime, allocator, allocator
+    CUDAGraph.handles, MemPool.handles = captures, handles
+    graphs, memory = torch.cuda.graphs, torch.cuda.memory
+    pools: dict[str, Callable[..., Any]] = {
+        "_cuda_beginAllocateCurrentThreadToPool": lambda device, pool: allocator.pool_begin(pool, None),
+        "_cuda_endAllocateToPool": lambda device, pool: allocator.pool_end(pool),
+        "_cuda_releasePool": lambda device, pool: allocator.pool_release(pool),
+    }
+    return [
+        *((owner, "CUDAGraph", CUDAGraph) for owner in (torch.cuda, graphs)),
+        *((owner, "MemPool", MemPool) for owner in (torch.cuda, memory)),
+        *((owner, name, answer) for name, answer in pools.items() for owner in (BINDINGS, memory)),
+        *((BINDINGS, name, answer) for name, answer in _Trees(runtime, allocator).answers().items()),
+        (graphs, "_graph_pool_handle", lambda: (0, next(handles))),
+        (BINDINGS, "_host_emptyCache", lambda: None),
+    ]
