@@ -3,21 +3,35 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from simulator.explain.judgement import Judgement, judge
 from simulator.explain.message import OutOfMemory
 from traces.errors import TraceError
 
+if TYPE_CHECKING:
+    from simulator.estimator.estimate import Estimate
+    from simulator.fit.fit import Fitted
+
 SCHEMA_VERSION: Final = 1
 
 
 @dataclass(frozen=True)
+class Beside:
+    """The case beside a text: its estimate, and what would make it fit."""
+
+    estimate: Estimate
+    fitted: Fitted
+
+
+@dataclass(frozen=True)
 class Explanation:
-    """Messages with their causes, in the order of the text; `where` names it."""
+    """Messages with their causes, in the order of the text; `where` names it, and `beside` is the case that it is of,
+    where that was given."""
 
     where: str
     messages: tuple[tuple[OutOfMemory, Judgement], ...]
+    beside: Beside | None = None
 
 
 def explain(data: bytes, where: str) -> Explanation:

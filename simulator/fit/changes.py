@@ -26,6 +26,8 @@ MOST_CARDS: Final = 3
 COSTS: Final = ("nothing", "time", "rounding", "method", "inputs", "hardware")
 #: How much else a run is after changes of such costs; 0: the same results.
 LEVELS: Final = {"nothing": 0, "time": 0, "rounding": 1, "method": 2, "inputs": 3, "hardware": 4}
+#: Parts that may change what loading takes, which is weights.
+LOADING: Final = frozenset({"precision", "quantisation", "method", "gpus", "host"})
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,11 @@ class Change:
     keys: Callable[[Case], Iterator[Mapping[str, Any]]]
     alone: bool = False
     """Whether it is in no combination."""
+
+    @property
+    def loads(self) -> bool:
+        """Whether less may be loaded with it."""
+        return self.part in LOADING
 
     @property
     def level(self) -> int:

@@ -115,15 +115,17 @@ class _Search:
         waiting: list[_Option] = []
         for level in sorted({one.change.level for one in options} - {hardware}):
             ours = [one for one in options if one.change.level == level]
-            if not self._best(level) and not self._hopeful([*waiting, *ours]):
-                waiting += ours
+            if level == 0 and not self._hopeful(ours):
+                waiting = ours
                 continue
             self._alone(ours)
-            if not any(len(plan.changes) == 1 for plan in self._best(level)):
-                self._alone(waiting)
-                waiting = []
-            if not self._best(level - 1):
-                self._combined(level)
+            if self._best(level - 1) or any(plan.level == level > 0 for plan in self._best(level)):
+                continue
+            if waiting and not self._hopeful(waiting):
+                continue
+            self._alone(waiting)
+            waiting = []
+            self._combined(level)
         self.deadline += self.spared
         self._alone([one for one in options if one.change.level == hardware])
 
@@ -140,6 +142,11 @@ class _Search:
         for one in (*self.singles, *options):
             if not one.change.alone:
                 parts.setdefault(one.change.part, {})[one.change] = one
+        room = self.whole.room or self.whole.total
+        if self.whole.phases.get("load", 0) > room and not any(
+            change.loads for part in parts.values() for change in part
+        ):
+            return False
         last, before = ([list(values.values())[-back:][0] for values in parts.values()] for back in (1, 2))
         return any(self._fits(join) for one in (before, last, last[::-1]) if (join := self._compatible(one)))
 

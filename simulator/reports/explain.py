@@ -6,10 +6,12 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Final
 
-from simulator.explain.explain import SCHEMA_VERSION, Explanation
+from simulator.explain.explain import SCHEMA_VERSION, Beside, Explanation
 from simulator.explain.judgement import WORDS, Cause
-from simulator.reports import markdown
+from simulator.reports import fit, markdown
 from simulator.reports.document import Block, Cell, Document, Lines, Name, Section, Size, Table
+from simulator.reports.estimate import case_line, what_fits
+from simulator.reports.run import largest_table
 from traces.text import one_line
 from traces.units import format_bytes
 
@@ -24,7 +26,8 @@ MOST: Final = 16
 def render_json(found: Explanation) -> dict[str, Any]:
     """The document of `explain --json`: every message with its figures in bytes, null where it does not say them."""
     messages = [_message_json(message, judged) for message, judged in found.messages]
-    return {"schema_version": SCHEMA_VERSION, "messages": messages}
+    case = {} if found.beside is None else {"fit": fit.render_json(found.beside.fitted)}
+    return {"schema_version": SCHEMA_VERSION, "messages": messages, **case}
 
 
 def _message_json(message: OutOfMemory, judged: Judgement) -> dict[str, Any]:
@@ -51,11 +54,25 @@ def document_of(found: Explanation) -> Document:
         lead="; ".join(WORDS[cause] for cause in firsts),
         facts=tuple(_facts(found)),
         head=(_all(found),) if several else (),
-        sections=tuple(
-            Section(f"{_place(message)}: {WORDS[judged.cause]}" if several else "", tuple(_blocks(message, judged)))
-            for message, judged in firsts.values()
+        sections=(
+            *(
+                Section(f"{_place(message)}: {WORDS[judged.cause]}" if several else "", tuple(_blocks(message, judged)))
+                for message, judged in firsts.values()
+            ),
+            *(() if found.beside is None else (_case(found.beside),)),
         ),
     )
+
+
+def _case(beside: Beside) -> Section:
+    """The tensors of the case at its peak, or where it fails, and the plans that make it fit."""
+    case, rank = beside.estimate, beside.estimate.worst
+    lines = [fit.says(beside.fitted)]
+    if case.verdict == "fits":
+        lines.append("The case as given fits: the program needs more than it says, or the GPU had less.")
+    when = "at the peak" if rank.oom is None else "when it failed"
+    tried = () if beside.fitted.whole.verdict == "fits" else what_fits(beside.fitted.plans)
+    return Section(case_line(case.case), (Lines(tuple(lines)), largest_table(rank.shown.largest, when), *tried))
 
 
 def _facts(found: Explanation) -> Iterator[str]:

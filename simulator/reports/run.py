@@ -273,7 +273,7 @@ def section_of(rank: RankResult, label: str, phases: int = MOST_PHASES) -> Secti
     if rank.shown.by_category:
         blocks.append(_categories(rank.shown, when))
     if rank.shown.largest:
-        blocks.append(_largest(rank.shown.largest, when))
+        blocks.append(largest_table(rank.shown.largest, when))
     blocks.append(_fragmentation(rank))
     blocks += [*_reports(rank), *_sources(rank.outside)]
     title = f"{label} on {cut(rank.device.name, 40)}, {format_bytes(rank.device.total_bytes)}"
@@ -353,7 +353,8 @@ def _categories(peak: Peak, when: str) -> Table:
     return Table(f"Alive {when}, by category", ("category", "bytes", "share"), rows)
 
 
-def _largest(tensors: Sequence[LiveTensor], when: str) -> Table:
+def largest_table(tensors: Sequence[LiveTensor], when: str) -> Table:
+    """Tensors with their category and since when they live."""
     rows = tuple(
         (
             Size(tensor.bytes),

@@ -497,6 +497,7 @@ class Explain(_Document):
     """Why memory ran out: every message of a text, or every device of a snapshot."""
 
     messages: list[Message]
+    fit: Annotated[Fit | None, Meta(description="the plans for the case beside it, where one was given")] = None
 
 
 #: Commands with a document of their own record.

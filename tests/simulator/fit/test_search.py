@@ -39,8 +39,7 @@ def made_up(limit: float, whole: float = 100.0) -> Callable[[Case], Judged]:
             if after[name] != before[name]:
                 needs, ns = needs * share, ns * TAKES[name]
         total = gpu(case.gpu).total_bytes / GIB if case.gpu != "RTX4090" else limit
-        verdict = "fits" if needs <= total else "oom"
-        return Judged(round(needs * GIB), round(total * GIB), verdict, ns)
+        return Judged(round(needs * GIB), round(total * GIB), "fits" if needs <= total else "oom", ns)
 
     return judge
 
@@ -129,7 +128,7 @@ def test_nothing_is_combined_where_all_together_do_not_fit() -> None:
     combined = [one for one in found.tried if len(one.changes) > 1]
     assert not any(one.fits for one in combined)
     assert len(combined) <= 3 * len({one.level for one in combined})
-    assert not any(len(one.changes) == 1 and one.level < LEVELS["hardware"] for one in found.tried)
+    assert not any(len(one.changes) == 1 and one.level == 0 for one in found.tried)
     assert {one.cost for one in found.fitting} <= {"hardware"}
 
 
@@ -143,6 +142,16 @@ def test_two_peaks_that_each_need_a_change_of_their_own() -> None:
 
     first = search(Case.of(FULL), judge, keep=["batch"]).fitting[0]
     assert {change.part for change in first.changes} == {"activations", "loss"}
+
+
+def test_where_weights_alone_are_too_much_nothing_is_tried_that_leaves_them() -> None:
+    def judge(case: Case) -> Judged:
+        load = 100 if case.dtype == "fp32" else 50
+        return Judged(load + 10, 80, "fits" if load + 10 <= 80 else "oom", 1.0, 80, {"load": load, "step": load + 10})
+
+    found = search(Case.of(FULL), judge)
+    assert found.fitting[0].options == "--dtype bf16"
+    assert not any(one.level == 0 for one in found.tried)
 
 
 def test_time_that_is_up_leaves_the_rest_untried() -> None:
