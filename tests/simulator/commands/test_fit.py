@@ -92,13 +92,14 @@ def test_a_case_in_a_file_and_a_page(tmp_path: Path) -> None:
 
 def test_a_case_beside_an_out_of_memory_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("simulator.fit.fit.default_jobs", lambda: 1)
-    (tmp_path / "case.json").write_text(json.dumps({"model": "m", "memory": 600 * MIB}))
+    (tmp_path / "case.json").write_text(json.dumps({"model": "m", "memory": 2000 * MIB}))
     log = Path("tests/data/out_of_memory/four_ranks.log")
     words = ["explain", str(log.resolve()), "--case", str(tmp_path / "case.json")]
     shown = " ".join(CliRunner().invoke(main, words).stdout.split())
     assert "What to try first" in shown
-    assert "Largest tensors alive when it failed" in shown or "Largest tensors alive at the peak" in shown
+    assert "Largest tensors alive at the peak" in shown
+    assert "nothing has to change The case as given fits" in shown
     document = json.loads(CliRunner().invoke(main, [*words, "--json"]).stdout)
     jsonschema.validate(document, schema("explain"))
-    assert document["fit"]["case"]["memory"] == 600 * MIB
+    assert document["fit"]["case"]["memory"] == 2000 * MIB
     assert len(document["messages"]) == 4
