@@ -224,7 +224,6 @@ class _StandIn:
         folder that has one."""
         plain = module.PreTrainedModel.from_pretrained.__func__
 
-        @functools.wraps(plain)
         def from_pretrained(cls: Any, name: Any, *args: Any, config: Any = None, **kwargs: Any) -> Any:
             kwargs["local_files_only"] = True
             try:
@@ -274,7 +273,9 @@ def _saved(module: Any, kind: Any, config: Any, dtype: torch.dtype) -> Mapping[s
     on_meta = (torch.device("meta"), module.init.meta_device_safe_creation_ops(), module.init.no_init_weights())
     with module.ContextManagers([module.local_torch_dtype(dtype), *on_meta]):
         model = kind(config)
-    return module.revert_weight_conversion(model, module.remove_tied_weights_from_state_dict(model.state_dict(), model))
+    state = module.remove_tied_weights_from_state_dict(model.state_dict(), model)
+    converted: Mapping[str, torch.Tensor] = module.revert_weight_conversion(model, state)
+    return converted
 
 
 def _spec(tensor: torch.Tensor) -> Any:

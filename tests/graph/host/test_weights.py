@@ -212,7 +212,7 @@ class Settings:
         return {}
 
 
-class Tiny(torch.nn.Module):
+class Tiny(torch.nn.Module):  # type: ignore[misc, name-defined]
     """A model of such a release: from_pretrained finds the file itself, or there is an OSError."""
 
     config_class = Settings

@@ -273,7 +273,7 @@ def marks_of(case: Case) -> list[int]:
     def serve(number: int, machine: Machine, status: int) -> None:
         assert status == at.CONTROL
         order.append(classes[number].ranks[0])
-        machine.serve_control()
+        machine.serve_control(classes[number].ranks[0])
 
     Schedule(classes, machines).run(serve)
     assert all(machine.index == len(machine.program) for machine in machines)

@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 
 from graph.case import Case
 from graph.errors import CaptureError
+from graph.loop.method import layers
 from simulator.estimator.estimate import estimate
 from strategies import registry
-from strategies.parallel import meshes, native
+from strategies.parallel import meshes
 from traces.errors import LLMemError
 from traces.model import Op
 
@@ -167,6 +168,6 @@ def test_layers_are_the_outermost_lists() -> None:
     experts = nn.ModuleList(nn.Linear(2, 2) for _ in range(8))
     block = nn.ModuleDict({"experts": experts})
     model = nn.Sequential(nn.Linear(2, 2), nn.ModuleList([block, nn.Linear(2, 2)]))
-    assert len(native.layers(model)) == 2
+    assert len(layers(model)) == 2
     with pytest.raises(CaptureError, match="no list of layers"):
-        native.layers(nn.Linear(2, 2))
+        layers(nn.Linear(2, 2))
