@@ -224,7 +224,7 @@ class _StandIn:
         folder that has one."""
         plain = module.PreTrainedModel.from_pretrained.__func__
 
-        def from_pretrained(cls: Any, name: Any, *args: Any, config: Any = None, **kwargs: Any) -> Any:
+        def from_pretrained(cls: Any, /, name: Any, *args: Any, config: Any = None, **kwargs: Any) -> Any:
             kwargs["local_files_only"] = True
             try:
                 return plain(cls, name, *args, config=config, **kwargs)

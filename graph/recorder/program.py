@@ -19,7 +19,7 @@ from graph.fake_cuda.torch_private import current_node
 from graph.recorder.lines import NONE, Lines
 from graph.recorder.origins import Origins
 from graph.recorder.recorder import Memo
-from graph.recorder.sequences import BIRTH, KEEP, RELEASE, sequence
+from graph.recorder.sequences import BIRTH, EMPTY, KEEP, RELEASE, sequence
 from graph.recorder.sequences import Sequence as Steps
 from graph.workspaces import plan, rules
 from graph.workspaces.rules import Call
@@ -139,7 +139,7 @@ class ProgramRecorder:
             steps = sequence(
                 plan(Call(str(func), args, kwargs, out, card, stream, thread, grad, self._state)), len(born)
             )
-            if all(step[0] != KEEP for step in steps):
+            if all(step[0] not in (KEEP, EMPTY) for step in steps):
                 known[mode] = steps
         if self._price is not None:
             if (duration := known.get(_DURATION)) is None:
@@ -283,6 +283,8 @@ class ProgramRecorder:
                     told.append(born[slot])
                 elif action == RELEASE:
                     self._free(slots.pop(slot))
+                elif action == EMPTY:
+                    self.allocator.empty_cache()
                 else:
                     ident = self._allocate(size, stream, (self.labels.code(name), *place[1:]))
                     self.labels.category[ident] = self.labels.code("workspace")

@@ -11,7 +11,8 @@ from typing import Any
 from graph.workspaces.rules import Plan
 
 #: What a step does with its slot: output `slot` is born; scratch `slot` is born, dies; a workspace is born for good.
-BIRTH, SCRATCH, RELEASE, KEEP = range(4)
+#: The last has none: the cache is emptied.
+BIRTH, SCRATCH, RELEASE, KEEP, EMPTY = range(5)
 Sequence = tuple[tuple[int, int, int, str], ...]  # action, slot, bytes, name
 
 
@@ -32,6 +33,8 @@ def sequence(plan: Plan | None, outputs: int) -> Sequence:
             found += rest
         elif kind == "keep":
             found.append((KEEP, 0, step[2], "workspace"))
+        elif kind == "empty":
+            found.append((EMPTY, 0, 0, ""))
         elif kind == "alloc" and step[2]:
             slots[step[1]] = len(slots) if step[1] not in slots else slots[step[1]]
             alive.append(slots[step[1]])

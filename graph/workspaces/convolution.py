@@ -7,9 +7,10 @@ c10/core/MemoryFormat.h.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from graph.workspaces.metadata import (
     dtype,
@@ -23,7 +24,7 @@ from graph.workspaces.metadata import (
     width,
 )
 from graph.workspaces.reduction import merged, scratch
-from graph.workspaces.rules import REST, Call, Plan, Rule, after, within
+from graph.workspaces.rules import EMPTY, REST, Call, Plan, Rule, within
 
 if TYPE_CHECKING:
     import torch
@@ -86,7 +87,20 @@ def cudnn_convolution(call: Call) -> Plan | None:
     """`cudnn_convolution`, also transposed: weight, then input, in its format, after the output (ConvShared.cpp)."""
     source, weight = (_Operand.of(tensor) for tensor in call.args[:2])
     last = _last(source, weight, dtype(call.args[0]) == "float64")
-    return after(_needed([("weight", weight), ("input", source)], last))
+    copies, search = _needed([("weight", weight), ("input", source)], last), _search(call, call.name, call.args[2:6])
+    return (REST, *within(copies, *search)) if copies or search else None
+
+
+def _search(call: Call, operation: str, settings: Sequence[Any]) -> Plan:
+    """With `torch.backends.cudnn.benchmark` the first of its kind gives back what is cached (Conv_v8.cpp)."""
+    from torch._C import _get_cudnn_benchmark
+
+    operands = ((shape(one), _Operand.of(one).channels_last) for one in call.args[:2])
+    key = ("convolution", operation, *operands, dtype(call.args[0]), str(settings))
+    if not _get_cudnn_benchmark() or key in call.state:
+        return ()
+    call.state[key] = True
+    return (EMPTY,)
 
 
 def depthwise_convolution(call: Call) -> Plan | None:
@@ -108,7 +122,7 @@ def convolution_backward(call: Call) -> Plan | None:
     wide = dtype(call.args[1]) == "float64"
     bias = _bias(call, sum(wanted[:2])) if wanted[2] else ()
     if not _is_depthwise(call, source, weight):
-        way = _transposed_backward if call.args[7] else _cudnn_backward
+        way: Callable[..., Plan] = partial(_transposed_backward if call.args[7] else _cudnn_backward, call)
     elif len(source.sizes) == 4:
         way = _depthwise_backward
     else:  # of volumes: a strided gradient is copied when its results are there (DepthwiseConv3d.cu)
@@ -127,7 +141,9 @@ def _bias(call: Call, number: int) -> Plan:
     return (*births, *scratch(call.profile, loop, item, max(item, 4), item, is_half(given)))
 
 
-def _cudnn_backward(gradient: _Operand, source: _Operand, weight: _Operand, wanted: Sequence[bool], wide: bool) -> Plan:
+def _cudnn_backward(
+    call: Call, gradient: _Operand, source: _Operand, weight: _Operand, wanted: Sequence[bool], wide: bool
+) -> Plan:
     """`cudnn_convolution_backward`: each of the two gradients copies what it needs into its own memory format."""
     steps: Plan = ()
     kept: list[tuple[str, int]] = []
@@ -140,20 +156,21 @@ def _cudnn_backward(gradient: _Operand, source: _Operand, weight: _Operand, want
         gradient = gradient.put(source.channels_last)
     if wanted[0]:
         copies = _needed([("weight", weight), ("its gradient", gradient)], _last(gradient, weight, wide))
-        steps += (("out", 0), *within(copies))
+        steps += (("out", 0), *within(copies, *_search(call, "input", call.args[4:10])))
     if wanted[1]:
         copies = _needed([("weight's gradient", gradient), ("input", source)], _last(source, gradient, wide))
-        steps += within(copies, ("out", int(wanted[0])))
+        steps += within(copies, ("out", int(wanted[0])), *_search(call, "weight", call.args[4:10]))
     return within(kept, *steps)
 
 
 def _transposed_backward(
-    gradient: _Operand, source: _Operand, weight: _Operand, wanted: Sequence[bool], wide: bool
+    call: Call, gradient: _Operand, source: _Operand, weight: _Operand, wanted: Sequence[bool], wide: bool
 ) -> Plan:
     """`cudnn_convolution_transpose_backward`: the gradient is put into the format of the input first."""
     last = source.channels_last
     return within(
-        _needed([("gradient", gradient)], last), *_cudnn_backward(gradient.put(last), source, weight, wanted, wide)
+        _needed([("gradient", gradient)], last),
+        *_cudnn_backward(call, gradient.put(last), source, weight, wanted, wide),
     )
 
 

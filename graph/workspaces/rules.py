@@ -19,6 +19,8 @@ Step = tuple[Any, ...]
 Plan = tuple[Step, ...]
 #: The outputs that no step has named are born.
 REST: Final = ("rest",)
+#: What the allocator has cached is given back, as torch.cuda.empty_cache does.
+EMPTY: Final = ("empty",)
 
 
 @dataclass(frozen=True, slots=True)

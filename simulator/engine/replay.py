@@ -16,7 +16,8 @@ from simulator.allocator.conf import AllocatorSettings, settings_of
 from simulator.allocator.releases import Release, parse_release
 from simulator.engine import analysis
 from simulator.engine import kernels as engine
-from simulator.engine.machine import Machine, Program, compile_rank
+from simulator.engine.machine import Machine
+from simulator.engine.program import Program, compile_rank
 from simulator.engine.ranks import format_ranks
 from simulator.engine.result import (
     EventColumns,

@@ -20,7 +20,8 @@ from simulator.allocator import sizes
 from simulator.allocator.conf import conf_from_environment, parse_conf
 from simulator.allocator.releases import Release, parse_release
 from simulator.engine import kernels as engine
-from simulator.engine.machine import Machine, Program
+from simulator.engine.machine import Machine
+from simulator.engine.program import Program
 from simulator.engine.result import EventLog
 from simulator.engine.torch_snapshot import torch_snapshot
 from simulator.recording import kernels

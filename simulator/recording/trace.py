@@ -10,7 +10,7 @@ import numpy as np
 
 from graph.recorder.phase_names import BACKWARD, FORWARD, PHASES
 from simulator.engine import kernels as engine
-from simulator.engine.machine import POOL_OPS
+from simulator.engine.program import POOL_OPS
 from simulator.recording import kernels
 from strategies.rank_events import held
 from traces.model import BoolArray, Column, Events, Int64Array, Op, OpArray, RankEvents, Strings, Trace

@@ -13,7 +13,8 @@ import numpy as np
 from simulator.allocator import layout as at
 from simulator.allocator.conf import parse_conf
 from simulator.allocator.releases import parse_release
-from simulator.engine.machine import Machine, Program, compile_rank
+from simulator.engine.machine import Machine
+from simulator.engine.program import Program, compile_rank
 from simulator.engine.replay import replay
 from tests.benchmarks.workloads import Workload
 from traces.model import RankEvents, Strings, Trace

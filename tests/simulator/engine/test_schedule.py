@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from simulator.allocator import layout as at
 from simulator.allocator.conf import parse_conf
 from simulator.allocator.releases import parse_release
-from simulator.engine.machine import Machine, compile_rank
+from simulator.engine.machine import Machine
+from simulator.engine.program import compile_rank
 from simulator.engine.replay import replay
 from simulator.engine.schedule import RANK_PRIORITY, START_PRIORITY, RankClass, Schedule, classify, solo_collectives
 from tests.support.random_ranks import GROUPS, cases
