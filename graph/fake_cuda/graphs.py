@@ -182,7 +182,7 @@ class _Trees:
         self.runtime.tell("clear_workspaces")
 
     def answers(self) -> dict[str, Callable[..., Any]]:
-        """By their names in `torch._C`."""
+        """By their names in PyTorch's C++ bindings."""
         return {
             "_cuda_checkPoolLiveAllocations": self.check_live,
             "_cuda_getCheckpointState": self.checkpoint,

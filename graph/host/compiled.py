@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import importlib
 import linecache
 import os
@@ -26,6 +27,7 @@ from unittest import mock
 
 import torch
 import torch._dynamo.eval_frame
+from torch._dynamo.callback import CallbackArgs, CallbackTrigger, callback_handler, on_compile_end
 from torch.nn.modules import module as modules
 from torch.utils import _triton
 
@@ -124,6 +126,26 @@ def _followed(plain: Callable[..., None]) -> Callable[..., None]:
         self._compiled_call_impl = called
 
     return compile
+
+
+@contextlib.contextmanager
+def anew() -> Iterator[None]:
+    """Inside, nothing that was compiled before is known, and nothing is kept.
+
+    Compiling a backward makes so many objects that Python's collector runs at some time: here it runs after it.
+    """
+    torch._dynamo.reset()
+    on_compile_end(_collect)
+    try:
+        yield
+    finally:
+        callback_handler.remove_end_callback(_collect)
+        torch._dynamo.reset()
+
+
+def _collect(finished: CallbackArgs) -> None:
+    if finished.callback_trigger is CallbackTrigger.LAZY_BACKWARD:
+        gc.collect()
 
 
 def _hidden() -> Callable[[], None]:

@@ -9,6 +9,7 @@ csrc/flash_attn/flash_api.cpp of flash-attn 2.7.3 (`mha_fwd`, `mha_varlen_fwd`, 
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Sequence
 from types import ModuleType
 from typing import Any, Final
 
@@ -18,6 +19,7 @@ from graph.workspaces.attention import flash_splits
 from graph.workspaces.metadata import up, upper
 
 NAME: Final = "flash_attn_2_cuda"
+Optional = torch.Tensor | None
 Made = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
@@ -72,13 +74,13 @@ def _fwd(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor | 
     return _rest(q, out, lse, *(() if dropout else (batch, heads, rows, columns)))
 
 
-def _varlen_fwd(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor | None, *rest: Any) -> Made:
+def _varlen_fwd(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor | None, *rest: object) -> Made:
     total, heads, _ = q.shape
     out = torch.empty_like(q) if out is None else out
     return _rest(q, out, _float(q, heads, total))
 
 
-def _fwd_kvcache(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def _fwd_kvcache(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: object) -> tuple[torch.Tensor, torch.Tensor]:
     batch, rows, heads, _ = q.shape
     columns, key_heads = k.shape[1:3]
     if rows == 1 and heads > key_heads:
@@ -89,10 +91,9 @@ def _fwd_kvcache(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any) 
     return out, lse
 
 
-def _gradients(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rest: tuple[Any, ...]) -> tuple[torch.Tensor, ...]:
-    """dQ, dK and dV: those that the caller has made (after the output and its logarithms), or new ones."""
-    given = rest[2:5]
-    return tuple(torch.empty_like(one) if made is None else made for one, made in zip((q, k, v), given, strict=True))
+def _gradients(operands: Sequence[torch.Tensor], made: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
+    """dQ, dK and dV: those that the caller has made, or new ones."""
+    return [torch.empty_like(one) if done is None else done for one, done in zip(operands, made, strict=True)]
 
 
 def _summed(q: torch.Tensor, k: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor) -> None:
@@ -106,10 +107,21 @@ def _summed(q: torch.Tensor, k: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor
         torch.sum(one.view(*k.shape[:-2], key_heads, heads // key_heads, head), dim=-2, out=out)
 
 
-def _bwd(dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, ...]:
+def _bwd(
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    dq: Optional,
+    dk: Optional,
+    dv: Optional,
+    *rest: object,
+) -> tuple[torch.Tensor, ...]:
     batch, rows, heads, head = q.shape
     rounded = upper(rows, 128)
-    gradients = _gradients(q, k, v, rest)
+    gradients = _gradients((q, k, v), (dq, dk, dv))
     sums = _float(q, batch, heads, rounded)
     accumulated = _float(q, batch, rounded, heads, _rounded(head))
     _summed(q, k, *gradients[1:])
@@ -118,11 +130,21 @@ def _bwd(dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, 
 
 
 def _varlen_bwd(
-    dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    dq: Optional,
+    dk: Optional,
+    dv: Optional,
+    cu_seqlens_q: torch.Tensor,
+    *rest: object,
 ) -> tuple[torch.Tensor, ...]:
     total, heads, head = q.shape
-    rows = total + 128 * (len(rest[5]) - 1)  # cu_seqlens_q
-    gradients = _gradients(q, k, v, rest)
+    rows = total + 128 * (len(cu_seqlens_q) - 1)
+    gradients = _gradients((q, k, v), (dq, dk, dv))
     sums = _float(q, heads, rows)
     accumulated = _float(q, rows, heads, _rounded(head))
     _summed(q, k, *gradients[1:])

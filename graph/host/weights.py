@@ -16,6 +16,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Final
 from unittest import mock
 
@@ -127,7 +128,7 @@ class _OnDevice:
         return _OnDevice(self._inner.get_slice(name), self._device)
 
 
-def _opened_on_host(module: Any) -> None:
+def _opened_on_host(module: ModuleType) -> None:
     """safetensors reads a file into pinned memory where its tensors go to a device: here the pages are mapped."""
     plain = module.safe_open
 
@@ -145,7 +146,7 @@ def _opened_on_host(module: Any) -> None:
             one.safe_open = safe_open  # type: ignore[attr-defined]
 
 
-def _checkpoints(module: Any) -> None:
+def _checkpoints(module: ModuleType) -> None:
     """torch.distributed.checkpoint leaves the files of others as they are."""
     system = module.FileSystem
     create, remove, rename = system.create_stream, system.rm_file, system.rename
@@ -224,7 +225,7 @@ class _StandIn:
         folder that has one."""
         plain = module.PreTrainedModel.from_pretrained.__func__
 
-        def from_pretrained(cls: Any, /, name: Any, *args: Any, config: Any = None, **kwargs: Any) -> Any:
+        def from_pretrained(cls: Any, /, name: object, *args: object, config: Any = None, **kwargs: object) -> Any:
             kwargs["local_files_only"] = True
             try:
                 return plain(cls, name, *args, config=config, **kwargs)
@@ -241,7 +242,7 @@ class _StandIn:
 
         module.PreTrainedModel.from_pretrained = classmethod(from_pretrained)
 
-    def _file(self, module: Any, kind: Any, config: Any) -> Path:
+    def _file(self, module: ModuleType, kind: Any, config: Any) -> Path:
         """What a model of this class and configuration would have saved, in the configuration's dtype."""
         config = type(config).from_dict(config.to_dict())
         dtype = getattr(config, "dtype", None) or getattr(config, "torch_dtype", None) or torch.float32
@@ -258,7 +259,7 @@ class _StandIn:
         return path
 
 
-def _saved(module: Any, kind: Any, config: Any, dtype: torch.dtype) -> Mapping[str, torch.Tensor]:
+def _saved(module: ModuleType, kind: Any, config: Any, dtype: torch.dtype) -> Mapping[str, torch.Tensor]:
     """The tensors that `save_pretrained` would write, on the meta device; `module` is transformers.modeling_utils."""
     if not hasattr(module, "init"):  # before 5
         before = torch.get_default_dtype()

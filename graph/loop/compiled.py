@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
-import gc
 import shutil
 import sys
 import tempfile
@@ -13,9 +12,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
-
-import torch
-from torch._dynamo.callback import CallbackArgs, CallbackTrigger, callback_handler, on_compile_end
 
 from graph.fake_cuda import triton_stand_in
 from graph.fake_cuda.served import has_triton
@@ -35,25 +31,18 @@ def compiling(case: Case, runtime: Runtime, recorder: Recorder) -> Iterator[None
     if not case.compile:
         yield
         return
+    from graph.host.compiled import anew
     from graph.host.compiled import compiling as of_device
 
-    with tempfile.TemporaryDirectory() as name, _triton():
-        torch._dynamo.reset()
-        on_compile_end(_collect)
-        if case.compile.startswith("max-autotune"):
-            runtime.note("of the kernels that are measured the first is taken: which is the fastest is not known")
-        try:
-            with of_device(runtime, Path(name) / "inductor", recorder.writes):
-                yield
-        finally:
-            callback_handler.remove_end_callback(_collect)
-            torch._dynamo.reset()
-
-
-def _collect(finished: CallbackArgs) -> None:
-    """Compiling a backward makes so many objects that Python's collector runs at some time; a capture has it after."""
-    if finished.callback_trigger is CallbackTrigger.LAZY_BACKWARD:
-        gc.collect()
+    if case.compile.startswith("max-autotune"):
+        runtime.note("of the kernels that are measured the first is taken: which is the fastest is not known")
+    with (
+        tempfile.TemporaryDirectory() as name,
+        _triton(),
+        anew(),
+        of_device(runtime, Path(name) / "inductor", recorder.writes),
+    ):
+        yield
 
 
 #: What stood for Triton in this process: Inductor keeps to the modules that it has imported.

@@ -93,11 +93,11 @@ def cudnn_convolution(call: Call) -> Plan | None:
 
 def _search(call: Call, operation: str, settings: Sequence[Any]) -> Plan:
     """With `torch.backends.cudnn.benchmark` the first of its kind gives back what is cached (Conv_v8.cpp)."""
-    from torch._C import _get_cudnn_benchmark
+    from torch.backends import cudnn
 
     operands = ((shape(one), _Operand.of(one).channels_last) for one in call.args[:2])
     key = ("convolution", operation, *operands, dtype(call.args[0]), str(settings))
-    if not _get_cudnn_benchmark() or key in call.state:
+    if not cudnn.benchmark or key in call.state:
         return ()
     call.state[key] = True
     return (EMPTY,)

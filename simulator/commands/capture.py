@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import click
 
-from simulator.commands.common import print_json, working
 from simulator.options.case import MODEL_HELP, CaseCommand, case_from, case_options, models_like
+from simulator.options.common import print_json, working
 from simulator.reports.outputs import check_output
 from traces.errors import ConfigError
 from traces.text import one_line

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from simulator.commands.common import announce, context_size, print_json, size_option, sizes, working
 from simulator.options.case import CaseCommand, case_options
+from simulator.options.common import announce, context_size, print_json, size_option, sizes, working
 from simulator.options.shared import form_options, remedies_option
 from traces.errors import ConfigError
 from traces.text import path_text, quoted

@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 
 from simulator.allocator.releases import parse_release
-from simulator.commands.common import announce, show, working
+from simulator.options.common import announce, show, working
 from simulator.options.shared import form_options
 from simulator.reports.outputs import check_output
 

@@ -9,7 +9,7 @@ import click
 
 import traces
 from simulator.allocator.releases import parse_release
-from simulator.commands.common import announce, working
+from simulator.options.common import announce, working
 from simulator.reports.outputs import check_output, check_parquet, write_snapshots
 from traces.errors import ConfigError, OutputError
 from traces.text import path_text

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import click
 
-from simulator.commands.common import announce, context_size, show, working
 from simulator.options.case import MODEL_HELP, CaseCommand, assumed, case_from, case_options, models_like
+from simulator.options.common import announce, context_size, show, working
 from simulator.options.shared import context_option, file_options, remedies_option
 from simulator.reports.outputs import Outputs
 from traces.errors import Interrupted

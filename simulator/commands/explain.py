@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, cast
 
 import click
 
-from simulator.commands.common import show, working
 from simulator.commands.fit import case_of
+from simulator.options.common import show, working
 from simulator.options.shared import form_options
 from traces.errors import TraceError
 from traces.text import path_text

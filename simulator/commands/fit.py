@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from simulator.commands.common import announce, context_size, show, working
 from simulator.options.case import CaseCommand, case_from, case_options, models_like
+from simulator.options.common import announce, context_size, show, working
 from simulator.options.shared import context_option, form_options
 from simulator.reports.outputs import check_output
 from traces.errors import Interrupted

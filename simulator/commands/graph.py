@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from simulator.commands.common import print_json, working
+from simulator.options.common import print_json, working
 from simulator.reports import terminal
 from simulator.reports.capture import format_count
 from simulator.reports.document import Document, Lines, Section, Table

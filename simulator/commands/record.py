@@ -10,7 +10,7 @@ import click
 
 from graph.hardware.gpus import gpu as gpu_of
 from simulator.allocator.releases import parse_release
-from simulator.commands.common import announce, context_size, size_option, working
+from simulator.options.common import announce, context_size, size_option, working
 from simulator.options.shared import output_options
 from simulator.recording.request import REPEATS, Request
 from simulator.reports.outputs import Outputs, check_output

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from simulator.allocator.releases import parse_release
-from simulator.commands.common import announce, show, sizes, working
+from simulator.options.common import announce, show, sizes, working
 from simulator.options.shared import file_options
 from simulator.reports.outputs import Outputs
 from traces.text import path_text

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from graph.case import KEYS
-from simulator.commands.common import announce, context_size, progress_bar, remedied, show, working
 from simulator.launch.configuration import FILES, absent, files
 from simulator.launch.training_script import Predicted
 from simulator.options.case import CaseCommand, case_from, case_options, models_like
+from simulator.options.common import announce, context_size, progress_bar, remedied, show, working
 from simulator.options.shared import check_workers, context_option, worker_options, workers
 from simulator.reports.outputs import check_output
 from traces.errors import Interrupted, OutputError

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import click
 
 from simulator.allocator.releases import parse_release
-from simulator.commands.common import announce, progress_bar, show, sizes, working
+from simulator.options.common import announce, progress_bar, show, sizes, working
 from simulator.options.shared import check_workers, worker_options, workers
 from simulator.reports.outputs import check_ending, check_output
 from traces.errors import Interrupted

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from simulator.commands.common import announce, context_size, print_json, progress_bar, remedied
+from simulator.options.common import announce, context_size, print_json, progress_bar, remedied
 from simulator.options.shared import check_workers, context_option, remedies_option, worker_options, workers
 from traces.errors import OutputError
 from traces.text import path_text

@@ -7,7 +7,7 @@ import os
 import click
 
 from simulator.allocator.releases import parse_release
-from simulator.commands.common import announce, show, working
+from simulator.options.common import announce, show, working
 from traces.text import path_text
 
 

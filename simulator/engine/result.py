@@ -339,11 +339,11 @@ class RankResult:
 
 def _notebook() -> Any:
     """The reports above this room, when a result is asked to show itself."""
-    return importlib.import_module("simulator.reports.notebook")
+    return importlib.import_module("simulator.reports.html.notebook")
 
 
 class Shown:
-    """How a result shows itself in Python and in a notebook (`simulator.reports.notebook`)."""
+    """How a result shows itself in Python and in a notebook (`simulator.reports.html.notebook`)."""
 
     def _replayed(self) -> Result:
         raise NotImplementedError
