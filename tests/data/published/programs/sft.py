@@ -1,7 +1,8 @@
 """Supervised fine-tuning by TRL's SFTTrainer on samples of one length, as fms-acceleration's benchmark runs it.
 
-    sft.py MODEL --batch N --seq N [--lora RANK TARGETS] [--nf4] [--attn NAME] [--steps N]
+    sft.py MODEL --batch N --seq N [--lora RANK TARGETS] [--nf4 [--as-loaded]] [--attn NAME] [--steps N]
 
+--as-loaded: adapters on the quantized model as it is loaded, without peft's casts to fp32 (accelerated-peft-bnb).
 Settings are those of its `scripts/benchmarks/` and of its bitsandbytes plugin (commit 876e2ed): AdamW of PyTorch,
 gradient checkpointing, packed samples; weights in bf16, with bf16 autocast where they are quantized.
 """
@@ -10,7 +11,7 @@ import argparse
 
 import torch
 from datasets import Dataset
-from peft import LoraConfig
+from peft import LoraConfig, get_peft_model
 from peft.utils.other import fsdp_auto_wrap_policy
 from tokenizers import Tokenizer, models
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedTokenizerFast
@@ -22,6 +23,7 @@ parser.add_argument("--batch", type=int, required=True)
 parser.add_argument("--seq", type=int, required=True)
 parser.add_argument("--lora", nargs=2, metavar=("RANK", "TARGETS"))
 parser.add_argument("--nf4", action="store_true")
+parser.add_argument("--as-loaded", action="store_true")
 parser.add_argument("--attn", default="sdpa")
 parser.add_argument("--steps", type=int, default=3)
 options = parser.parse_args()
@@ -65,6 +67,10 @@ if options.lora:
     adapters = LoraConfig(
         r=int(rank), lora_alpha=16, lora_dropout=0.1, target_modules=targets.split(","), task_type="CAUSAL_LM"
     )
+if options.as_loaded:
+    model.gradient_checkpointing_enable()
+    model.enable_input_require_grads()
+    model, adapters = get_peft_model(model, adapters), None
 trainer = SFTTrainer(
     model=model,
     args=settings,
@@ -72,7 +78,7 @@ trainer = SFTTrainer(
     processing_class=PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="word"),
     peft_config=adapters,
 )
-if trainer.is_fsdp_enabled and adapters is not None:
+if trainer.is_fsdp_enabled and options.lora:
     plugin = trainer.accelerator.state.fsdp_plugin
     plugin.auto_wrap_policy = fsdp_auto_wrap_policy(trainer.model)
 trainer.train()
