@@ -7,6 +7,7 @@ c10/core/MemoryFormat.h.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -93,11 +94,12 @@ def cudnn_convolution(call: Call) -> Plan | None:
 
 def _search(call: Call, operation: str, settings: Sequence[Any]) -> Plan:
     """With `torch.backends.cudnn.benchmark` the first of its kind gives back what is cached (Conv_v8.cpp)."""
-    from torch.backends import cudnn
-
+    torch = sys.modules.get("torch")  # rules work without it
+    if torch is None or not torch.backends.cudnn.benchmark:
+        return ()
     operands = ((shape(one), _Operand.of(one).channels_last) for one in call.args[:2])
     key = ("convolution", operation, *operands, dtype(call.args[0]), str(settings))
-    if not cudnn.benchmark or key in call.state:
+    if key in call.state:
         return ()
     call.state[key] = True
     return (EMPTY,)

@@ -8,13 +8,15 @@ from pathlib import Path
 
 import pytest
 
+from simulator.allocator import checkpoints
 from simulator.engine import kernels
 from traces import jit
 
-MODULES = sorted(jit.sources(vars(kernels)))
+#: What Python calls: the event loop, and the restoring of a checkpoint.
+MODULES = sorted(jit.sources(vars(kernels)) | jit.sources(vars(checkpoints)))
 
 
-def test_the_event_loop_is_made_of_every_module_that_holds_kernels() -> None:
+def test_every_module_that_holds_kernels_is_called_by_python() -> None:
     root = Path(jit.__file__).parent.parent
     holders = {
         ".".join(path.relative_to(root).with_suffix("").parts)

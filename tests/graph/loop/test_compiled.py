@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ from graph.case import Case
 from graph.recorder.capture import capture
 from simulator.estimator.estimate import estimate
 from strategies import modifiers
-from tests.places import DATA
+from tests.places import DATA, ROOT
 from tests.support.launched import model
 from traces.errors import ConfigError
 
@@ -46,6 +48,26 @@ def test_buffers_have_kernels_and_kernels_move_bytes(tmp_path: Path) -> None:
     assert graph.operators.flops.sum() == eager.operators.flops.sum()  # of matrix products, none of them Inductor's own
     moved = [one.operators.moved[one.operators.step == 2].sum() for one in (graph, eager)]
     assert moved[0] < moved[1]
+
+
+INDUCTOR_FIRST = """
+import sys
+import torch
+import torch._inductor.codegen.triton, torch._inductor.codegen.wrapper, torch._inductor.compile_fx
+import torch._inductor.runtime.triton_heuristics
+from graph.case import Case
+from graph.recorder.capture import capture
+
+graph = capture(Case.of({"model": sys.argv[1], "batch": 2, "seq": 16, "steps": 1, "compile": "default"}))
+print(sum(name.startswith("triton_") for name in graph.names) > 0)
+"""
+
+
+def test_inductor_may_have_been_imported_before(tmp_path: Path) -> None:
+    """As in a notebook that has compiled something for the CPU: without Triton, Inductor has placeholders for it."""
+    words = [sys.executable, "-W", "ignore", "-c", INDUCTOR_FIRST, model(tmp_path)]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "True\n"), done.stderr
 
 
 @pytest.mark.parametrize("keys", [{"strategy": "deepspeed-2", "world": 2}, {"strategy": "pp", "world": 2}])

@@ -190,7 +190,7 @@ def test_ctrl_c_while_remedies_are_tried_keeps_the_answer(monkeypatch: pytest.Mo
     assert outcome.exit_code == 130
     assert document["verdict"] == "oom"
     changes = [one["change"] for one in document["remedies"]]
-    assert {"optimizer": "adamw-fused"} in changes
+    assert any(one.get("optimizer") == "adamw-fused" for one in changes)
     assert all("alloc_conf" in one or "optimizer" in one for one in changes)  # settings need no capture
     assert len(calls) == 3
 
