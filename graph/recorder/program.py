@@ -289,8 +289,7 @@ class ProgramRecorder:
                     ident = self._allocate(size, stream, (self.labels.code(name), *place[1:]))
                     self.labels.category[ident] = self.labels.code("workspace")
                     if action == KEEP:
-                        key = next(key for key in self._state if isinstance(key, tuple) and key not in self._workspaces)
-                        self._workspaces[key] = ident
+                        self._workspaces[slot] = ident
                     else:
                         slots[slot] = ident
         except torch.OutOfMemoryError:

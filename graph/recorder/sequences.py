@@ -10,10 +10,10 @@ from typing import Any
 
 from graph.workspaces.rules import Plan
 
-#: What a step does with its slot: output `slot` is born; scratch `slot` is born, dies; a workspace is born for good.
-#: The last has none: the cache is emptied.
+#: What a step does with its slot: output `slot` is born; scratch `slot` is born, dies; the workspace that the rules
+#: know by the key `slot` is born for good. The last has none: the cache is emptied.
 BIRTH, SCRATCH, RELEASE, KEEP, EMPTY = range(5)
-Sequence = tuple[tuple[int, int, int, str], ...]  # action, slot, bytes, name
+Sequence = tuple[tuple[int, Any, int, str], ...]  # action, slot, bytes, name
 
 
 def sequence(plan: Plan | None, outputs: int) -> Sequence:
@@ -22,7 +22,7 @@ def sequence(plan: Plan | None, outputs: int) -> Sequence:
         return tuple((BIRTH, slot, 0, "") for slot in range(outputs))
     named = {step[1] for step in plan if step[0] == "out"}
     rest = [(BIRTH, slot, 0, "") for slot in range(outputs) if slot not in named]
-    found: list[tuple[int, int, int, str]] = [] if ("rest",) in plan else [*rest]
+    found: list[tuple[int, Any, int, str]] = [] if ("rest",) in plan else [*rest]
     slots: dict[Any, int] = {}
     alive: list[int] = []
     for step in plan:
@@ -32,7 +32,7 @@ def sequence(plan: Plan | None, outputs: int) -> Sequence:
         elif kind == "rest":
             found += rest
         elif kind == "keep":
-            found.append((KEEP, 0, step[2], "workspace"))
+            found.append((KEEP, step[1], step[2], "workspace"))
         elif kind == "empty":
             found.append((EMPTY, 0, 0, ""))
         elif kind == "alloc" and step[2]:

@@ -62,7 +62,7 @@ def _stays(call: Call, kind: str, nbytes: int) -> list[Step]:
     if key in call.state:
         return []
     call.state[key] = nbytes
-    return [("keep", kind, nbytes)]
+    return [("keep", key, nbytes)]
 
 
 def cublas(call: Call) -> tuple[list[Step], list[Step]]:

@@ -13,8 +13,9 @@ from typing import Any, Final
 from graph.hardware.profile import Profile
 
 #: ("alloc", key, bytes): scratch `key` is born; ("free", key): it dies; ("out", i): the i-th new output storage of the
-#: call (flattened outputs, new storages only) is born; ("keep", key, bytes): a workspace that stays; ("rest",): outputs
-#: not named yet are born here. Outputs that no step names are born before the first step.
+#: call (flattened outputs, new storages only) is born; ("keep", key, bytes): a workspace that stays, noted in `state`
+#: under this key, which ends with its stream; ("rest",): outputs not named yet are born here. Outputs that no step
+#: names are born before the first step.
 Step = tuple[Any, ...]
 Plan = tuple[Step, ...]
 #: The outputs that no step has named are born.

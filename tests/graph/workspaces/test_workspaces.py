@@ -10,7 +10,7 @@ import pytest
 
 from graph.hardware.profile import profile
 from graph.workspaces import Call, merge, plan, rules
-from graph.workspaces.gemm import HANDLE_PER_THREAD
+from graph.workspaces.gemm import HANDLE_PER_THREAD, workspace_bytes
 from tests.places import DATA as _DATA
 
 DATA = _DATA / "workspaces.json"
@@ -174,7 +174,7 @@ def test_the_cublas_workspace_is_born_once(gpu: str, release: str, nbytes: int) 
     one, other, out = (Tensor("bfloat16", [16, 16]) for _ in range(3))
     state: dict[Any, Any] = {}
     again: dict[str, Any] = {"gpu": gpu, "release": release, "state": state}
-    assert plan(call("aten.mm.default", one, other, out=out, **again)) == (("keep", "cublas", nbytes),)
+    assert plan(call("aten.mm.default", one, other, out=out, **again)) == (("keep", ("cublas", 0, 0), nbytes),)
     assert plan(call("aten.mm.default", one, other, out=out, **again)) is None
     assert plan(call("aten.mm.default", one, other, out=out, thread=1, **again)) is None
 
@@ -183,7 +183,8 @@ def test_a_real_card_has_a_handle_and_a_workspace_for_each_thread() -> None:
     one, other, out = (Tensor("bfloat16", [16, 16]) for _ in range(3))
     state: dict[Any, Any] = {HANDLE_PER_THREAD: True}
     first = [plan(call("aten.mm.default", one, other, out=out, thread=thread, state=state)) for thread in (0, 1)]
-    assert first[0] == first[1] is not None
+    nbytes = workspace_bytes(profile("A100", "2.13"))
+    assert first == [(("keep", ("cublas", thread, 0), nbytes),) for thread in (0, 1)]
     assert plan(call("aten.mm.default", one, other, out=out, thread=1, state=state)) is None
 
 
