@@ -181,41 +181,35 @@ class Memory:
         layout = Layout((size,), (1,), torch.uint8)
         with self.lock:
             self.again_bytes[number] = size
-            return self._placed(layout, number, _Again(self, number))
-
-    def _placed(self, layout: Layout, number: int, life: object) -> torch.Tensor:
-        """A tensor of `layout` whose storage has this number; `life` goes with it."""
-        record = layout._record
-        _keep(life)
-        record.data = number << ADDRESS_BITS
-        record.owner = id(life)
-        record.device_id = self.index
-        place = _take(_RECORD_BYTES)
-        _copy(place, layout._address, _RECORD_BYTES)
+            place = self._placed(layout, number, _Again(self, number))
         return from_dlpack(_capsule(place, _CAPSULE, None))
 
     def new(self, layout: Layout, born: list[int]) -> torch.Tensor:
         """A tensor of `layout` on the device, with a storage of its own, whose number is appended to `born`."""
         with self.lock:  # threads of a program: the number, and the layout's record, are one's own meanwhile
-            record = layout._record
             nbytes = layout.nbytes
             if nbytes:
                 number = self._next
                 self._next = number + 1 + (nbytes >> ADDRESS_BITS)
                 self.live[number] = nbytes
                 born.append(number)
-                life = _Life(self, number)
-                _keep(life)
-                record.data = number << ADDRESS_BITS
-                record.owner = id(life)
+                place = self._placed(layout, number, _Life(self, number))
             else:
-                record.data = 0
-                record.owner = None
-            record.device_id = self.index
-            place = _take(_RECORD_BYTES)
-            _copy(place, layout._address, _RECORD_BYTES)
+                place = self._placed(layout, 0, None)
         tensor = from_dlpack(_capsule(place, _CAPSULE, None))
         return _viewed(tensor, layout) if layout._view else tensor
+
+    def _placed(self, layout: Layout, number: int, life: object) -> int:
+        """Where the record of a tensor of `layout` is, whose storage has this number; `life` goes with it."""
+        record = layout._record
+        record.data = number << ADDRESS_BITS
+        record.owner = None if life is None else id(life)
+        record.device_id = self.index
+        if life is not None:
+            _keep(life)
+        place: int = _take(_RECORD_BYTES)
+        _copy(place, layout._address, _RECORD_BYTES)
+        return place
 
 
 class _Again:

@@ -128,6 +128,27 @@ def _followed(plain: Callable[..., None]) -> Callable[..., None]:
     return compile
 
 
+#: Modules of torch._inductor.runtime that are made of what Triton has, in the order of their imports.
+_OF_TRITON: Final = ("triton_compat", "triton_helpers", "triton_heuristics")
+
+
+def told_of_triton() -> None:
+    """Where Inductor was imported without Triton before, its parts that are made of Triton's are made anew."""
+    compat: Any = sys.modules.get("torch._inductor.runtime.triton_compat")
+    if compat is None or compat.HAS_TRITON:
+        return
+    for part in _OF_TRITON:
+        module = sys.modules.get(f"torch._inductor.runtime.{part}")
+        if module is None:
+            continue
+        before = dict(vars(module))
+        importlib.reload(module)
+        for name in [name for name in sys.modules if name.startswith("torch._inductor.")]:
+            held = vars(sys.modules[name])
+            stale = [key for key, old in before.items() if not key.startswith("__") and held.get(key, held) is old]
+            held.update({key: getattr(module, key) for key in stale})
+
+
 @contextlib.contextmanager
 def anew() -> Iterator[None]:
     """Inside, nothing that was compiled before is known, and nothing is kept.

@@ -15,8 +15,8 @@ from typing import Any, Final
 
 import torch
 
-from graph.workspaces.attention import flash_splits
-from graph.workspaces.metadata import up, upper
+from graph.workspaces.attention import flash_parts, flash_rows
+from graph.workspaces.metadata import upper
 
 NAME: Final = "flash_attn_2_cuda"
 Optional = torch.Tensor | None
@@ -46,9 +46,8 @@ def _float(like: torch.Tensor, *shape: int) -> torch.Tensor:
 def _split(q: torch.Tensor, batch: int, heads: int, rows: int, columns: int) -> tuple[torch.Tensor, ...]:
     """`set_params_splitkv`: fp32 sums of each split of the keys, where the rows alone would not fill the card."""
     head = q.shape[-1]
-    block = 256 if head <= 64 else 128 if head <= 128 else 64
     processors = torch.cuda.get_device_properties(q.device).multi_processor_count
-    splits = flash_splits(batch * heads * up(rows, 64), 2 * processors, up(columns, block))
+    splits = flash_parts(batch, heads, rows, columns, head, processors)
     if splits <= 1:
         return ()
     return _float(q, splits, batch, heads, rows), _float(q, splits, batch, heads, rows, _rounded(head))
@@ -67,8 +66,8 @@ def _fwd(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor | 
     batch, rows, heads, _ = q.shape
     columns, key_heads = k.shape[1:3]
     dropout = float(rest[1])
-    if rows == 1 and heads > key_heads and not dropout:  # a single row of grouped heads is a row a group
-        rows, heads = heads // key_heads, key_heads
+    if not dropout:
+        rows, heads = flash_rows(rows, heads, key_heads)
     out = torch.empty_like(q) if out is None else out
     lse = _float(q, batch, heads, rows)
     return _rest(q, out, lse, *(() if dropout else (batch, heads, rows, columns)))
@@ -83,8 +82,7 @@ def _varlen_fwd(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Te
 def _fwd_kvcache(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: object) -> tuple[torch.Tensor, torch.Tensor]:
     batch, rows, heads, _ = q.shape
     columns, key_heads = k.shape[1:3]
-    if rows == 1 and heads > key_heads:
-        rows, heads = heads // key_heads, key_heads
+    rows, heads = flash_rows(rows, heads, key_heads)
     out = torch.empty_like(q)
     lse = _float(q, batch, heads, rows)
     _split(q, batch, heads, rows, columns)
@@ -107,46 +105,27 @@ def _summed(q: torch.Tensor, k: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor
         torch.sum(one.view(*k.shape[:-2], key_heads, heads // key_heads, head), dim=-2, out=out)
 
 
-def _bwd(
-    dout: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    dq: Optional,
-    dk: Optional,
-    dv: Optional,
-    *rest: object,
+def _backward(
+    operands: Sequence[torch.Tensor], made: Sequence[Optional], *sums: int, rows: Sequence[int]
 ) -> tuple[torch.Tensor, ...]:
-    batch, rows, heads, head = q.shape
+    """dQ, dK, dV and the sums by row, of this shape; dQ's accumulator, whose rows are so, is gone again."""
+    q, k, _ = operands
+    gradients = _gradients(operands, made)
+    by_row = _float(q, *sums)
+    accumulated = _float(q, *rows, q.shape[-2], _rounded(q.shape[-1]))
+    _summed(q, k, *gradients[1:])
+    del accumulated
+    return (*gradients, by_row)
+
+
+def _bwd(_dout: torch.Tensor, *rest: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Arguments: q, k, v, the output and its logsumexp, dQ, dK, dV or None, and more."""
+    batch, rows, heads, _ = rest[0].shape
     rounded = upper(rows, 128)
-    gradients = _gradients((q, k, v), (dq, dk, dv))
-    sums = _float(q, batch, heads, rounded)
-    accumulated = _float(q, batch, rounded, heads, _rounded(head))
-    _summed(q, k, *gradients[1:])
-    del accumulated
-    return (*gradients, sums)
+    return _backward(rest[:3], rest[5:8], batch, heads, rounded, rows=(batch, rounded))
 
 
-def _varlen_bwd(
-    dout: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    dq: Optional,
-    dk: Optional,
-    dv: Optional,
-    cu_seqlens_q: torch.Tensor,
-    *rest: object,
-) -> tuple[torch.Tensor, ...]:
-    total, heads, head = q.shape
-    rows = total + 128 * (len(cu_seqlens_q) - 1)
-    gradients = _gradients((q, k, v), (dq, dk, dv))
-    sums = _float(q, heads, rows)
-    accumulated = _float(q, rows, heads, _rounded(head))
-    _summed(q, k, *gradients[1:])
-    del accumulated
-    return (*gradients, sums)
+def _varlen_bwd(_dout: torch.Tensor, *rest: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """As `_bwd`, and where the sequences begin among the query's rows."""
+    rows = rest[0].shape[0] + 128 * (len(rest[8]) - 1)
+    return _backward(rest[:3], rest[5:8], rest[0].shape[1], rows, rows=(rows,))

@@ -5,14 +5,13 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
-import importlib
 import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from graph.fake_cuda import triton_stand_in
 from graph.fake_cuda.served import has_triton
@@ -53,40 +52,21 @@ _stood: dict[str, ModuleType] = {}
 @contextlib.contextmanager
 def _triton() -> Iterator[None]:
     """Where Triton is not installed, something stands for it."""
+    from graph.host.compiled import told_of_triton
+
     if has_triton():
         yield
         return
     place = _stand_in()
     sys.path.append(place)
     sys.modules.update(_stood)
-    _told_to_inductor()
+    told_of_triton()
     try:
         yield
     finally:
         sys.path.remove(place)
         for name in [name for name in sys.modules if name.partition(".")[0] == "triton"]:
             _stood[name] = sys.modules.pop(name)
-
-
-#: Modules of torch._inductor.runtime that are made of what Triton has, in the order of their imports.
-_OF_TRITON = ("triton_compat", "triton_helpers", "triton_heuristics")
-
-
-def _told_to_inductor() -> None:
-    """Where Inductor was imported without Triton before, its parts that are made of Triton's are made anew."""
-    compat: Any = sys.modules.get("torch._inductor.runtime.triton_compat")
-    if compat is None or compat.HAS_TRITON:
-        return
-    for part in _OF_TRITON:
-        module = sys.modules.get(f"torch._inductor.runtime.{part}")
-        if module is None:
-            continue
-        before = dict(vars(module))
-        importlib.reload(module)
-        for name in [name for name in sys.modules if name.startswith("torch._inductor.")]:
-            held = vars(sys.modules[name])
-            stale = [key for key, old in before.items() if not key.startswith("__") and held.get(key, held) is old]
-            held.update({key: getattr(module, key) for key in stale})
 
 
 @functools.cache

@@ -80,6 +80,17 @@ def flash_splits(blocks: int, processors: int, key_blocks: int, most: int = 128)
     return next(splits for splits, value in filling.items() if float(value) >= enough)
 
 
+def flash_parts(batch: int, heads: int, rows: int, columns: int, head: int, processors: int) -> int:
+    """Into how many parts a call's keys are split (`set_params_splitkv`): blocks of 64 rows on twice the processors."""
+    block = 256 if head <= 64 else 128 if head <= 128 else 64
+    return flash_splits(batch * heads * up(rows, 64), 2 * processors, up(columns, block))
+
+
+def flash_rows(rows: int, heads: int, key_heads: int) -> tuple[int, int]:
+    """Rows and heads as flash attention without dropout counts them: one row of grouped heads is a row a group."""
+    return (heads // key_heads, key_heads) if rows == 1 and heads > key_heads else (rows, heads)
+
+
 def _flash_head(head: int, profile: Profile) -> int:
     """A head dimension as flash attention's accumulators hold it: to 32, from 2.11 on above 128 to 64."""
     return upper(head, 32 if head <= 128 or profile.release < (2, 11) else 64)
@@ -101,11 +112,8 @@ def flash_forward(call: Call) -> Plan | None:
     steps = _Steps()
     steps.out(0, 1)
     if dropout == 0.0:
-        if rows == 1 and heads > key_heads:
-            rows, heads = heads // key_heads, key_heads
-        block = 256 if head <= 64 else 128 if head <= 128 else 64
-        blocks = batch * heads * up(rows, 64)
-        splits = flash_splits(blocks, 2 * call.profile.sm_count, up(columns, block))
+        rows, heads = flash_rows(rows, heads, key_heads)
+        splits = flash_parts(batch, heads, rows, columns, head, call.profile.sm_count)
         if splits > 1:
             lines = splits * batch * heads * rows
             steps.alloc("lse_accum", lines * 4)
