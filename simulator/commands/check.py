@@ -10,7 +10,7 @@ import click
 
 from simulator.options.case import CaseCommand, case_options
 from simulator.options.common import announce, context_size, print_json, size_option, sizes, working
-from simulator.options.shared import form_options, remedies_option
+from simulator.options.shared import form_options, quiet_option, remedies_option
 from traces.errors import ConfigError
 from traces.text import path_text, quoted
 
@@ -36,7 +36,7 @@ _EPILOG = (
 )
 @remedies_option
 @form_options
-@click.option("-q", "--quiet", is_flag=True, help="No notes and no progress on stderr.")
+@quiet_option
 @case_options
 def command(
     run: str,

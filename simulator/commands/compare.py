@@ -6,7 +6,7 @@ import click
 
 from simulator.allocator.releases import parse_release
 from simulator.options.common import announce, show, working
-from simulator.options.shared import form_options
+from simulator.options.shared import form_options, page_options
 from simulator.reports.outputs import check_output
 
 _EPILOG = (
@@ -21,9 +21,7 @@ _EPILOG = (
 @click.option("--fail-over", metavar="2%|SIZE", help="Growth of a peak above which the exit code is 4.")
 @click.option("--release", metavar="R", help="PyTorch release to imitate, over the traces'.")
 @form_options
-@click.option("--html", metavar="FILE", help="Write a page with both side by side.")
-@click.option("--force", is_flag=True, help="Replace files that exist.")
-@click.option("-q", "--quiet", is_flag=True, help="No notes and no progress on stderr.")
+@page_options(" with both side by side")
 def command(
     before: str,
     after: str,

@@ -10,6 +10,7 @@ import click
 import traces
 from simulator.allocator.releases import parse_release
 from simulator.options.common import announce, working
+from simulator.options.shared import quiet_option
 from simulator.reports.outputs import check_output, check_parquet, write_snapshots
 from traces.errors import ConfigError, OutputError
 from traces.text import path_text
@@ -52,7 +53,7 @@ ENDINGS: Final = {
 @click.option("--to", "to", type=click.Choice(list(FORMATS)), help="Format of OUT, where its ending does not say it.")
 @click.option("--release", metavar="R", help="PyTorch release to imitate, 2.0 to 2.15, over the input's.")
 @click.option("--force", is_flag=True, help="Replace OUT if it exists.")
-@click.option("-q", "--quiet", is_flag=True, help="No notes and no progress on stderr.")
+@quiet_option
 def command(source: str, target: str, to: str | None, release: str | None, force: bool, quiet: bool) -> int:
     """Convert IN (found out by its content) to OUT (by its ending, or --to).
 

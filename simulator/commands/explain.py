@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, cast
 
 import click
 
-from simulator.commands.fit import case_of
+from simulator.options.case import case_of
 from simulator.options.common import show, working
-from simulator.options.shared import form_options
+from simulator.options.shared import form_options, quiet_option
 from traces.errors import TraceError
 from traces.text import path_text
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 @click.argument("file", metavar="[FILE]", default="-")
 @click.option("--case", metavar="CASE.json", help="The case that ran: also its tensors, and what would make it fit.")
 @form_options
-@click.option("-q", "--quiet", is_flag=True, help="No notes and no progress on stderr.")
+@quiet_option
 def command(file: str, case: str | None, as_json: bool, as_markdown: bool, quiet: bool) -> int:
     """Say why memory ran out: the cause, the arithmetic behind it, and what to try first.
 

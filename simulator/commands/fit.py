@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from simulator.options.case import CaseCommand, case_from, case_options, models_like
+from simulator.options.case import CaseCommand, case_of, case_options, models_like
 from simulator.options.common import announce, context_size, show, working
-from simulator.options.shared import context_option, form_options
+from simulator.options.shared import context_option, form_options, page_options
 from simulator.reports.outputs import check_output
 from traces.errors import Interrupted
 from traces.text import path_text
@@ -33,9 +32,7 @@ _EPILOG = (
 @context_option
 @click.option("--jobs", metavar="N", type=click.IntRange(1, 4096), help="Worker processes (default: one a core).")
 @form_options
-@click.option("--html", metavar="FILE", help="Write a page with the plans.")
-@click.option("--force", is_flag=True, help="Replace files that exist.")
-@click.option("-q", "--quiet", is_flag=True, help="No notes and no progress on stderr.")
+@page_options(" with the plans")
 @case_options
 def command(
     model: str,
@@ -69,21 +66,6 @@ def command(
     if interrupted:
         return 130
     return 0 if found.fits else 3
-
-
-def case_of(model: str, options: dict[str, Any]) -> Case:
-    """The case of a command line: a model with options, or a file with a case. UsageError for options of a file."""
-    from simulator.comparison.compare import read_document
-
-    document = read_document(model) if Path(model).is_file() else None
-    if document is None or "model" not in document:
-        return case_from(model, options)
-
-    from graph.case import Case
-
-    given = {name: value for name, value in options.items() if value is not None}
-    merged = {**document, **case_from(document["model"], given).document()} if given else document
-    return Case.of(merged, path_text(Path(model).name))
 
 
 def _words(text: str | None) -> tuple[str, ...]:

@@ -15,7 +15,7 @@ from simulator.launch.configuration import FILES, absent, files
 from simulator.launch.training_script import Predicted
 from simulator.options.case import CaseCommand, case_from, case_options, models_like
 from simulator.options.common import announce, context_size, progress_bar, remedied, show, working
-from simulator.options.shared import check_workers, context_option, worker_options, workers
+from simulator.options.shared import check_workers, context_option, json_option, page_options, worker_options, workers
 from simulator.reports.outputs import check_output
 from traces.errors import Interrupted, OutputError
 from traces.files import write_atomically
@@ -54,10 +54,8 @@ _EPILOG = (
 @click.option("--config", metavar="FOLDER", help="Write configuration files for the best method.")
 @context_option
 @worker_options
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead of a table.")
-@click.option("--html", metavar="FILE", help="Write a page: methods side by side, the best two over time.")
-@click.option("--force", is_flag=True, help="Replace files that exist.")
-@click.option("-q", "--quiet", is_flag=True, help="No notes and no progress on stderr.")
+@json_option
+@page_options(": methods side by side, the best two over time")
 @case_options
 def command(
     model: str,

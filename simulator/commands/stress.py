@@ -13,7 +13,7 @@ import click
 
 from simulator.allocator.releases import parse_release
 from simulator.options.common import announce, progress_bar, show, sizes, working
-from simulator.options.shared import check_workers, worker_options, workers
+from simulator.options.shared import check_workers, json_option, page_options, worker_options, workers
 from simulator.reports.outputs import check_ending, check_output
 from traces.errors import Interrupted
 from traces.files import write_atomically
@@ -42,10 +42,8 @@ _EPILOG = (
 @click.option("--context", metavar="SIZE", help="Memory of each GPU that is not PyTorch's.")
 @worker_options
 @click.option("-o", "--output", metavar="FILE", help="Keep outcomes: .jsonl as they come, resumable; .json at the end.")
-@click.option("--html", metavar="FILE", help="Write a page with pictures.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead of tables.")
-@click.option("--force", is_flag=True, help="Replace files that exist.")
-@click.option("-q", "--quiet", is_flag=True, help="No notes and no progress on stderr.")
+@json_option
+@page_options(" with pictures")
 def command(
     trace: str,
     confs: Sequence[str],

@@ -11,7 +11,15 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from simulator.options.common import announce, context_size, print_json, progress_bar, remedied
-from simulator.options.shared import check_workers, context_option, remedies_option, worker_options, workers
+from simulator.options.shared import (
+    check_workers,
+    context_option,
+    json_option,
+    quiet_option,
+    remedies_option,
+    worker_options,
+    workers,
+)
 from traces.errors import OutputError
 from traces.text import path_text
 
@@ -35,8 +43,8 @@ _EPILOG = (
 @click.option("--min-memory", is_flag=True, help="Also find the smallest GPU of every case.")
 @click.option("--retry", is_flag=True, help="Estimate cases again whose answer is an error.")
 @click.option("--force", is_flag=True, help="Begin RESULTS.jsonl anew.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead of a line.")
-@click.option("-q", "--quiet", is_flag=True, help="No notes and no progress on stderr.")
+@json_option
+@quiet_option
 def command(
     cases: str,
     results: str,

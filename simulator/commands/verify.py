@@ -8,14 +8,15 @@ import click
 
 from simulator.allocator.releases import parse_release
 from simulator.options.common import announce, show, working
+from simulator.options.shared import json_option, quiet_option
 from traces.text import path_text
 
 
 @click.command("verify")
 @click.argument("snapshot", metavar="SNAPSHOT")
 @click.option("--release", metavar="R", help="PyTorch release that recorded it, 2.0 to 2.15 (else guessed).")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead of a table.")
-@click.option("-q", "--quiet", is_flag=True, help="No notes and no progress on stderr.")
+@json_option
+@quiet_option
 def command(snapshot: str, release: str | None, as_json: bool, quiet: bool) -> int:
     """Compare a simulated replay with SNAPSHOT, which torch recorded; name the first divergence.
 

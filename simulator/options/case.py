@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import click
@@ -21,7 +22,7 @@ from graph.models import catalogue
 from graph.models.lookup import configuration
 from strategies.parallel.mesh import Mesh
 from traces.errors import ConfigError, LLMemError
-from traces.text import number
+from traces.text import number, path_text
 from traces.units import parse_size
 
 if TYPE_CHECKING:
@@ -139,6 +140,19 @@ def case_from(model: str, options: Mapping[str, Any], *, any_strategy: bool = Fa
     if not is_function(case.model):
         configuration(case.model)  # who names what nobody knows hears it at once, before heavy packages are loaded
     return case
+
+
+def case_of(model: str, options: Mapping[str, Any]) -> Case:
+    """The case of a command line: a model with options, or a file with a case, which options change.
+
+    Raises what `case_from` raises.
+    """
+    from simulator.comparison.compare import read_document
+
+    document = read_document(model) if Path(model).is_file() else None
+    if document is None or "model" not in document:
+        return case_from(model, options)
+    return Case.of({**document, **_given(options)}, path_text(Path(model).name))
 
 
 def assumed(options: Mapping[str, Any]) -> tuple[str, ...]:

@@ -28,6 +28,9 @@ def _either(ctx: click.Context, _: click.Parameter, given: bool) -> bool:
     return given
 
 
+_FORCE_OPTION: Final = click.option("--force", is_flag=True, help="Replace files that exist.")
+_QUIET_OPTION: Final = click.option("-q", "--quiet", is_flag=True, help="No notes and no progress on stderr.")
+_JSON_OPTION: Final = click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead of tables.")
 _FORM_OPTIONS: Final = (
     click.option(
         "--json", "as_json", is_flag=True, callback=_either, help="Print one JSON document instead of tables."
@@ -46,8 +49,8 @@ _FILE_OPTIONS: Final = (
     click.option(
         "--html", metavar="FILE", help="Write a page: memory over time, what was alive, the allocator's blocks."
     ),
-    click.option("--force", is_flag=True, help="Replace files that exist."),
-    click.option("-q", "--quiet", is_flag=True, help="No notes and no progress on stderr."),
+    _FORCE_OPTION,
+    _QUIET_OPTION,
 )
 _CONTEXT_OPTION: Final = click.option(
     "--context",
@@ -76,6 +79,22 @@ def file_options(command: Command) -> Command:
 def form_options(command: Command) -> Command:
     """Add `--json` and `--markdown`, of which one may be given."""
     return _added(_FORM_OPTIONS, command)
+
+
+def json_option(command: Command) -> Command:
+    """Add `--json` alone."""
+    return _JSON_OPTION(command)
+
+
+def quiet_option(command: Command) -> Command:
+    """Add `--quiet`."""
+    return _QUIET_OPTION(command)
+
+
+def page_options(shown: str) -> Callable[[Command], Command]:
+    """Add `--html`, a page on which this is shown, `--force` and `--quiet`."""
+    page = click.option("--html", metavar="FILE", help=f"Write a page{shown}.")
+    return functools.partial(_added, (page, _FORCE_OPTION, _QUIET_OPTION))
 
 
 def remedies_option(command: Command) -> Command:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
+
+import pytest
 
 from graph.case import Case
 from graph.model import StepGraph
+from simulator.estimator.estimate import forget_graphs
 from tests.support.made_graphs import Maker
 
 PHASES = ("load", "forward", "backward", "optimizer", "end")
@@ -66,3 +69,12 @@ def stub(case: Case) -> StepGraph:
     elif what == "exits":
         raise SystemExit(3)
     return training(case.document(), steps=case.steps, micro=case.accum)
+
+
+def in_place_of_captures(patch: pytest.MonkeyPatch, made: Callable[..., StepGraph]) -> Iterator[None]:
+    """Until it is resumed, `made` stands for captures, and models may have names that are in no catalogue."""
+    forget_graphs()
+    patch.setattr("simulator.estimator.estimate.capture_of", made)
+    patch.setattr("simulator.options.case.configuration", lambda model: None)
+    yield
+    forget_graphs()

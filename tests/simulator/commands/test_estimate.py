@@ -18,10 +18,10 @@ from graph.case import KEYS, Case
 from graph.errors import CaptureError
 from graph.model import StepGraph
 from simulator.cli import COMMANDS, main
-from simulator.estimator.estimate import ANSWER_KEYS, forget_graphs
+from simulator.estimator.estimate import ANSWER_KEYS
 from simulator.reports.estimate import case_line
 from simulator.reports.schemas import schema
-from tests.support.step_graphs import stub
+from tests.support.step_graphs import in_place_of_captures, stub
 
 MIB = 1 << 20
 #: What six tensors of 3 MiB make the default run of three steps need: four of them are alive at once.
@@ -35,11 +35,7 @@ def _written(monkeypatch: pytest.MonkeyPatch) -> Any:
             progress("forward", 0, 12)
         return stub(case)
 
-    forget_graphs()
-    monkeypatch.setattr("simulator.estimator.estimate.capture_of", made)
-    monkeypatch.setattr("simulator.options.case.configuration", lambda model: None)  # "m" is in no catalogue
-    yield
-    forget_graphs()
+    yield from in_place_of_captures(monkeypatch, made)
 
 
 def call(*arguments: str) -> Outcome:

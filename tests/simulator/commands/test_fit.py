@@ -14,8 +14,8 @@ from click.testing import Result as Outcome
 from graph.case import Case
 from graph.model import StepGraph
 from simulator.cli import main
-from simulator.estimator.estimate import forget_graphs
 from simulator.reports.schemas import schema
+from tests.support.step_graphs import in_place_of_captures
 from tests.support.step_graphs import training as stubbed
 
 MIB = 1 << 20
@@ -30,11 +30,7 @@ def _written(monkeypatch: pytest.MonkeyPatch) -> Any:
     def made(case: Case, progress: Any = None, method: Any = None) -> StepGraph:
         return stubbed(case.document(), unit=30 * MIB if case.checkpointing else 60 * MIB)
 
-    forget_graphs()
-    monkeypatch.setattr("simulator.estimator.estimate.capture_of", made)
-    monkeypatch.setattr("simulator.options.case.configuration", lambda model: None)  # "m" is in no catalogue
-    yield
-    forget_graphs()
+    yield from in_place_of_captures(monkeypatch, made)
 
 
 def call(*arguments: str) -> Outcome:
