@@ -156,12 +156,28 @@ def anew() -> Iterator[None]:
     Compiling a backward makes so many objects that Python's collector runs at some time: here it runs after it.
     """
     torch._dynamo.reset()
+    _patterns_unknown()
     on_compile_end(_collect)
     try:
         yield
     finally:
         callback_handler.remove_end_callback(_collect)
         torch._dynamo.reset()
+
+
+#: What Inductor looks for in a graph is traced at the first compilation for a device, with scalars on that device; by
+#: module of torch._inductor.fx_passes. Patterns that are known already are passed by.
+_PATTERNS: Final = (
+    *(("joint_graph", "lazy_init"), ("pad_mm", "_pad_mm_init")),
+    *(("fuse_attention", "_sfdp_init"), ("misc_patterns", "_misc_patterns_init")),
+)
+
+
+def _patterns_unknown() -> None:
+    """The next compilation is the first."""
+    for part, name in _PATTERNS:
+        if module := sys.modules.get(f"torch._inductor.fx_passes.{part}"):
+            getattr(module, name).cache_clear()
 
 
 def _collect(finished: CallbackArgs) -> None:

@@ -76,6 +76,13 @@ def test_inductor_may_have_been_imported_before(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout) == (0, "True\n"), done.stderr
 
 
+def test_a_compiled_case_after_another_is_as_in_a_new_process(tmp_path: Path) -> None:
+    """Inductor traces the patterns that it looks for once, on the device: it does so again for each capture."""
+    case = Case.of({"model": model(tmp_path), "batch": 2, "seq": 16, "steps": 1, "compile": "default"})
+    first, second = (capture(case) for _ in range(2))
+    assert first.storages.bytes.tolist() == second.storages.bytes.tolist()
+
+
 @pytest.mark.parametrize("keys", [{"strategy": "deepspeed-2", "world": 2}, {"strategy": "pp", "world": 2}])
 def test_methods_that_compile_in_ways_of_their_own_are_refused(keys: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="key 'compile': not 'default' with strategy"):
