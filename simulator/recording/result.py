@@ -51,7 +51,9 @@ def shown(trace: Trace, result: Result, outside: tuple[OutsideTerm, ...], **kept
 
 def told(result: Result, recorded: Recorded) -> Iterator[str]:
     """The verdict, the peaks of every kind of rank, a line each, and the time of a step."""
-    yield headline(result)
+    failed = recorded.exit_code and not any(rank.oom for rank in result.ranks)
+    until = f"the program ended with exit code {recorded.exit_code}, and until then: " if failed else ""
+    yield f"{until}{headline(result)}"
     for rank in result.ranks:
         peaks = f"{format_bytes(rank.peak_allocated)} allocated, {format_bytes(rank.peak_reserved)} reserved"
         ooms = rank.memory_stats["num_ooms"]

@@ -154,7 +154,7 @@ def test_signals_end_all_and_keep_what_was_recorded(number: int, whole_group: bo
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
     )
@@ -162,15 +162,16 @@ def test_signals_end_all_and_keep_what_was_recorded(number: int, whole_group: bo
     assert process.stdout.readline() == "ready\n"
     (os.killpg if whole_group else os.kill)(process.pid, number)
     assert process.wait(60) == code
-    process.stdout.close()
     for _ in range(100):
         if not running(process.pid):
             break
         time.sleep(0.1)
     assert running(process.pid) == []
+    _, told = process.communicate()
     if number != signal.SIGKILL:
         assert answer(tmp_path)["exit_code"] == code
         assert answer(tmp_path)["ranks"][0]["peak_allocated"] == 4 * MIB
+        assert f"the program ended with exit code {code}, and until then: fits" in told
 
 
 def running(session: int) -> list[str]:
