@@ -69,6 +69,10 @@ class Observer(Protocol):
     #   wait_stream(stream, on)          what comes on a stream waits for what another one has now
 
 
+#: PyTorch's own streams, by which autograd's thread follows; while the device is in use ours have their names.
+_Stream, _stream_of_thread, _set_stream = torch.Stream, torch._C._accelerator_getStream, torch._C._accelerator_setStream
+
+
 class Runtime:
     """The device that is not there."""
 
@@ -113,15 +117,14 @@ class Runtime:
         """The stream that is current on this thread; autograd's thread goes to the stream of each forward operator."""
         if not self._streams:
             return self.default_stream
-        number = torch._C._accelerator_getStream(self.device.index).stream_id
+        number = _stream_of_thread(self.device.index).stream_id
         return self._streams.get(number, self.default_stream)
 
     @stream.setter
     def stream(self, stream: Stream) -> None:
         if self._streams or stream.stream_id:
             self._streams[stream.stream_id] = stream
-            current = torch.Stream(stream_id=stream.stream_id, device_index=self.device.index, device_type=1)
-            torch._C._accelerator_setStream(current)
+            _set_stream(_Stream(stream_id=stream.stream_id, device_index=self.device.index, device_type=1))
 
     @staticmethod
     def storage(tensor: torch.Tensor) -> int:

@@ -42,6 +42,7 @@ class Stream:
         self.device_index = self.device.index
         self.device_type = 1
         self.priority = priority
+        self._outside: list[Stream] = []  # what is current again when it is left
 
     def query(self) -> bool:
         """All is done."""
@@ -50,6 +51,10 @@ class Stream:
     def synchronize(self) -> None:
         """The host waits."""
         self.runtime.synchronized()
+
+    def is_capturing(self) -> bool:
+        """Whether a CUDA graph is captured of it."""
+        return self.stream_id in self.runtime.captured
 
     def wait_stream(self, stream: Stream) -> None:
         """What comes on this stream waits for what is on `stream` now."""
@@ -66,6 +71,14 @@ class Stream:
         recorded = Event() if event is None else event
         recorded.record(self)
         return recorded
+
+    def __enter__(self) -> Stream:
+        self._outside.append(self.runtime.stream)
+        self.runtime.stream = self
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.runtime.stream = self._outside.pop()
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Stream) and other.stream_id == self.stream_id
@@ -251,6 +264,18 @@ def _nothing(*args: object, **kwargs: object) -> None:
     """A call that has no effect without a device."""
 
 
+def _scattered(
+    tensor: torch.Tensor, devices: list[int], sizes: list[int] | None, dim: int, streams: list[Stream | None] | None
+) -> list[torch.Tensor]:
+    """Parts of a tensor, each copied to its device on its stream (`scatter`, torch/csrc/cuda/comm.cpp)."""
+    parts = tensor.chunk(len(devices), dim) if sizes is None else tensor.split_with_sizes(sizes, dim)
+    found = []
+    for part, device, stream in zip(parts, devices, streams or [None] * len(devices), strict=False):
+        with _StreamContext(stream):
+            found.append(part.to(torch.device("cuda", device), non_blocking=True))
+    return found
+
+
 def _each(names: str, answer: Callable[..., Any]) -> dict[str, Callable[..., Any]]:
     """A function of its own for each name: Dynamo has a rule for every function of torch, by the function."""
     return {name: lambda *args, **kwargs: answer(*args, **kwargs) for name in names.split()}
@@ -336,6 +361,11 @@ def patched(runtime: Runtime) -> Iterator[None]:
         (torch.version, "cuda", torch.version.cuda or "13.0"),
         (*RAW_STREAM, lambda device: 0),
         (BINDINGS, "_accelerator_deviceCount", lambda: runtime.count),
+        (BINDINGS, "_accelerator_getStream", lambda device: runtime.stream),
+        (BINDINGS, "_accelerator_setStream", lambda stream: setattr(runtime, "stream", stream)),
+        (BINDINGS, "_scatter", _scattered),
+        (torch, "Stream", Stream),
+        (torch, "Event", Event),
         (JITTED, "__call__", jitted),
         (torch.backends.cudnn, "is_acceptable", rnn.acceptable),
         (importlib.import_module("torch.backends.cudnn.rnn"), "get_cudnn_mode", rnn.mode_number),

@@ -42,7 +42,7 @@ def answer(folder: Path) -> dict[str, Any]:
     [
         *("oom_retry", "oom_dies", "gpt_plain_fused_keepgrads", "varlen_gcthreshold", "compile_gpt_ac", "flex_train"),
         *("graph_whole_step", "graph_whole_step_gpt", "graph_callables", "graph_pools", "compile_graphs"),
-        "cudnn_benchmark",
+        *("cudnn_benchmark", "graph_benchmark", "data_parallel", "streams"),
     ],
 )
 def test_programs_end_with_the_recorded_figures(name: str, tmp_path: Path) -> None:
