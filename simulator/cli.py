@@ -35,6 +35,7 @@ COMMANDS: Final = {
     "verify": "Replay a torch snapshot's causes and compare every consequence.",
     "models": "List the models that are known, with their parameters and names.",
     "gpus": "List the GPUs that are known, with their memory and names.",
+    "mcp": "Serve these answers to AI assistants, by their protocol.",
     "convert": "Convert between trace formats, snapshots and timelines.",
 }
 
@@ -49,6 +50,14 @@ EXIT_CODES: Final = {
 }
 
 
+def command_of(name: str) -> click.Command:
+    """One of `COMMANDS`, imported."""
+    room = "integrations" if name == "mcp" else "commands"
+    command = importlib.import_module(f"simulator.{room}.{name}").command
+    assert isinstance(command, click.Command)
+    return command
+
+
 class _Commands(click.Group):
     """The group of all commands, loaded one by one, with the exit codes of the project."""
 
@@ -56,11 +65,7 @@ class _Commands(click.Group):
         return list(COMMANDS)
 
     def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
-        if name not in COMMANDS:
-            return None
-        command = importlib.import_module(f"simulator.commands.{name}").command
-        assert isinstance(command, click.Command)
-        return command
+        return command_of(name) if name in COMMANDS else None
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]

@@ -46,5 +46,10 @@ def __getattr__(name: str) -> Any:
     return getattr(importlib.import_module(_HOMES[name]), name)
 
 
+def load_ipython_extension(shell: Any) -> None:
+    """`%load_ext vramsim`: the magic `%%llmem` (`simulator.integrations.notebook`)."""
+    importlib.import_module("simulator.integrations.notebook").load(shell)
+
+
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -15,7 +14,7 @@ from graph.case import GROUPS, KEYS
 from graph.hardware.gpus import GPUS
 from graph.keys import Key
 from graph.optimizers import OPTIMIZERS
-from simulator.cli import COMMANDS, EXIT_CODES, main
+from simulator.cli import COMMANDS, EXIT_CODES, command_of, main
 from simulator.options.case import CaseOption
 from simulator.reports.schemas import DOCUMENTS
 from strategies import registry
@@ -63,7 +62,7 @@ def command_line() -> str:
         table(("command", "what it does"), ((f"[`{name}`](#{name})", line) for name, line in COMMANDS.items())),
     ]
     for name in COMMANDS:
-        text += _command(name, importlib.import_module(f"simulator.commands.{name}").command)
+        text += _command(name, command_of(name))
     return "\n\n".join(text)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import io
 import re
 import shlex
@@ -16,7 +15,7 @@ from statistics import median
 import click
 import pytest
 
-from simulator.cli import COMMANDS, main
+from simulator.cli import COMMANDS, command_of, main
 from tests.places import ROOT
 
 PAGES = ["README.md", "CONTRIBUTING.md", *sorted(str(page.relative_to(ROOT)) for page in (ROOT / "docs").rglob("*.md"))]
@@ -107,7 +106,7 @@ def test_commands_have_their_options(page: str) -> None:
     for line in commands(page):
         name, *words = shlex.split(line, comments=True)
         assert name in COMMANDS, line
-        command = importlib.import_module(f"simulator.commands.{name}").command
+        command = command_of(name)
         parent = click.Context(main, **main.context_settings)
         command.make_context(name, words, parent=parent)  # raises UsageError
 

@@ -1,0 +1,32 @@
+"""What other programs run the command line with: `python -m simulator` in a process of its own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Final
+
+_ROOT: Final = str(Path(__file__).resolve().parents[2])
+
+
+def llmem(
+    words: Sequence[str],
+    *,
+    folder: str | Path | None = None,
+    given: str | None = None,
+    environment: Mapping[str, str] | None = None,
+) -> subprocess.CompletedProcess[str]:
+    """What `llmem WORDS` says, in a folder, with a text as its standard input; nothing is raised for its exit code."""
+    path = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), _ROOT)))
+    return subprocess.run(
+        [sys.executable, "-m", "simulator", *words],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": path, **(environment or {})},
+        input=given or "",
+        capture_output=True,
+        text=True,
+        check=False,
+    )

@@ -1,0 +1,68 @@
+"""The marker `gpu_memory`, in pytest itself."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+
+from tests.places import ROOT
+
+TESTS = """
+import pytest, torch
+
+@pytest.fixture
+def weight():
+    assert torch.cuda.is_available()
+    return torch.ones(1 << 28, device="cuda")
+
+@pytest.mark.gpu_memory("4GiB")
+def test_fits(weight):
+    assert torch.cuda.mem_get_info()[1] <= 4 << 30
+    torch.relu(weight)
+
+@pytest.mark.gpu_memory("2GiB", gpu="T4")
+def test_too_small(weight):
+    torch.relu(weight)
+
+@pytest.mark.gpu_memory(gpu="T4")
+def test_asks():
+    assert torch.cuda.get_device_name() == "no such card"
+
+@pytest.mark.gpu_memory("1GiB")
+def test_skipped():
+    pytest.skip("not today")
+
+@pytest.mark.gpu_memory("4")
+def test_without_a_unit():
+    pass
+
+def test_plain():
+    assert not torch.cuda.is_available()
+"""
+
+
+def test_marked_tests_run_on_a_gpu_that_is_not_there(tmp_path: Path) -> None:
+    (tmp_path / "test_train.py").write_text(TESTS)
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-rA", "--strict-markers", "-p", "simulator.integrations.testing"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    said = done.stdout
+    assert done.returncode == 1, said + done.stderr
+    assert "2 passed, 1 skipped" in said
+    assert "3 failed" in said
+    assert "at most 2.00 GiB allocated, 2.00 GiB reserved" in said
+    assert "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 1024.00 MiB" in said
+    assert "'Tesla T4' == 'no such card'" in said
+    assert "size '4' has no unit" in said
+    assert "PASSED test_train.py::test_plain" in said
