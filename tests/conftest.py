@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.support import warm
+
 if TYPE_CHECKING:
     from xdist.workermanage import WorkerController
 
@@ -144,11 +146,11 @@ def _thin(config: pytest.Config, items: list[pytest.Item]) -> None:
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
     """CPU, its own and of the processes that it waited for: the wall clock says how busy the machine is."""
-    before = sum(os.times()[:4])
+    before = sum(os.times()[:4]) + warm.spent
     try:
         return (yield)
     finally:
-        item.user_properties.append(("cpu", sum(os.times()[:4]) - before))
+        item.user_properties.append(("cpu", sum(os.times()[:4]) + warm.spent - before))
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:

@@ -30,6 +30,7 @@ from typing import Any, Final
 
 from tests.accuracy.recordings import read_table
 from tests.places import DATA, ROOT
+from tests.support import warm
 
 FOLDER: Final = DATA / "programs"
 #: Our figure, and the column with theirs.
@@ -72,9 +73,9 @@ def copied(folder: Path, assets: Path | None, where: Path) -> Path:
 
 
 def run(
-    row: Mapping[str, str], where: Path, *options: str, as_recorded: bool = False
+    row: Mapping[str, str], where: Path, *options: str, as_recorded: bool = False, start: warm.Run = warm.cold
 ) -> tuple[dict[str, Any], subprocess.CompletedProcess[str]]:
-    """What `record --json` says of a program that runs in `where`, and the finished process."""
+    """What `record --json` says of a program that runs in `where`, and the finished process, as `start` starts it."""
     settings = dict(word.split("=", 1) for word in row["env"].split())
     valueless = (str(Path(__file__).with_name("as_recorded.py")), settings.get("FAKEGPU_D2H_BOOL", "1"))
     memory = settings.pop("FAKEGPU_MEM", None)
@@ -86,9 +87,7 @@ def run(
     command += ["--json", str(answer), "--force", *options, *(("--memory", memory) if memory else ())]
     command += [*launcher, *(valueless if as_recorded else ()), *shlex.split(row["command"])]
     answer.unlink(missing_ok=True)
-    done = subprocess.run(
-        command, cwd=where, env=environment, capture_output=True, text=True, timeout=LIMIT, check=False
-    )
+    done = start(command, cwd=where, env=environment, timeout=LIMIT)
     if not answer.exists():
         lines = done.stderr.strip().splitlines()
         return {"error": lines[-1] if lines else f"exit code {done.returncode}"}, done

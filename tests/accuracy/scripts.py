@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import subprocess
 import sys
 import tempfile
 from collections import Counter
@@ -27,6 +26,7 @@ import traces
 from graph.case import Case
 from simulator.launch.configuration import files
 from tests.places import ROOT
+from tests.support import warm
 from tests.support.launched import model
 from traces.model import Events, Op
 
@@ -100,7 +100,7 @@ def estimated(case: Case) -> Steps:
     return _of(strategies.lower(case))
 
 
-def recorded(case: Case, folder: Path) -> Steps:
+def recorded(case: Case, folder: Path, start: warm.Run) -> Steps:
     """Rank 0 of the case's script, which `record` runs in `folder`. Raises AssertionError with what it said if not."""
     for name, text in files(case).items():
         (folder / name).write_text(text)
@@ -109,7 +109,7 @@ def recorded(case: Case, folder: Path) -> Steps:
     program = ["--", "torchrun", f"--nproc-per-node={case.world}", "train.py"] if launched else ["train.py"]
     options = ["--gpu", case.gpu, "--ranks", "0", "--steps", "all", "--force", "-o", str(folder / "trace.npz")]
     command = [sys.executable, "-m", "simulator", "record", *options, *program]
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    done = start(command, cwd=folder, env=environment)
     assert done.returncode == 0, done.stderr[-2000:]
     return _of(traces.read(folder / "trace.npz"))
 
@@ -129,13 +129,13 @@ def difference(ours: Steps, script: Steps) -> str:
     return "" if len(script.rows) >= len(ours.rows) and all(row[0] == -1 for row in rest) else "one ends early"
 
 
-def compared(names: list[str], folder: Path) -> Iterator[tuple[str, int, str]]:
+def compared(names: list[str], folder: Path, start: warm.Run = warm.cold) -> Iterator[tuple[str, int, str]]:
     """(name, events of the estimate's steps, what differs) of each case."""
     for name in names:
         case = Case.of({"model": model(folder / "model"), "batch": 2, "seq": 16, **CASES[name]})
         (folder / name).mkdir()
         ours = estimated(case)
-        yield name, len(ours.rows), difference(ours, recorded(case, folder / name))
+        yield name, len(ours.rows), difference(ours, recorded(case, folder / name, start))
 
 
 def main(arguments: list[str]) -> None:

@@ -1,0 +1,205 @@
+"""`llmem record` without the seconds that each process takes to import torch and numba: forked where they are imported.
+
+A server has imported what a command and the process of a rank import. For each call it forks, and the fork goes on as
+`python -m simulator` would from there, with an environment, a folder and streams of its own; a rank's process is
+forked again where a real one is started, and runs the same code. So exit codes and outputs are those of processes. What
+a test says of the start of a process itself (paths, modules with our names, signals to all) needs real ones, and so do
+variables that a library reads when it is imported.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import importlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import traceback
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any, Final, Protocol
+from unittest import mock
+
+from tests.places import ROOT
+
+_SERVE: Final = "import sys; from tests.support.warm import serve; serve(int(sys.argv[1]))"
+_MODULES: Final = ("simulator.allocator.prepared", "simulator.commands.record", "simulator.recording.process")
+#: CPU seconds of the commands so far: they are no children of this process.
+spent = 0.0
+
+
+class Run(Protocol):
+    """How a command is started: it gives what subprocess.run does with the output captured as text."""
+
+    def __call__(
+        self, command: Sequence[str], *, cwd: Path, env: Mapping[str, str], timeout: float = 300
+    ) -> subprocess.CompletedProcess[str]: ...
+
+
+def cold(
+    command: Sequence[str], *, cwd: Path, env: Mapping[str, str], timeout: float = 300
+) -> subprocess.CompletedProcess[str]:
+    """By subprocess.run itself."""
+    return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=timeout, check=False)
+
+
+def run(
+    command: Sequence[str], *, cwd: Path, env: Mapping[str, str], timeout: float = 300
+) -> subprocess.CompletedProcess[str]:
+    """By a fork of the server, which is started at the first call: `[sys.executable, "-m", "simulator", ...]`."""
+    global spent
+    assert list(command[:3]) == [sys.executable, "-m", "simulator"]
+    server = _server()
+    with contextlib.ExitStack() as stack:
+        nothing = stack.enter_context(open(os.devnull, "rb"))
+        out, err = (stack.enter_context(tempfile.TemporaryFile()) for _ in range(2))
+        asked = json.dumps({"words": command[3:], "cwd": str(cwd), "env": dict(env)})
+        socket.send_fds(server, [b"."], [nothing.fileno(), out.fileno(), err.fileno()])
+        server.sendall(asked.encode() + b"\n")
+        answers = stack.enter_context(server.makefile("r"))
+        pid = int(answers.readline())
+        ended = threading.Timer(timeout, os.kill, (pid, signal.SIGKILL))
+        ended.start()
+        code, cpu = json.loads(answers.readline())
+        late = ended.finished.is_set()
+        ended.cancel()
+        spent += cpu
+        texts = [(file.seek(0), file.read().decode())[1] for file in (out, err)]
+    if late:
+        raise subprocess.TimeoutExpired(command, timeout, *texts)
+    return subprocess.CompletedProcess(list(command), code, *texts)
+
+
+@cache
+def _server() -> socket.socket:
+    """The connection to the server, which ends with it."""
+    ours, theirs = socket.socketpair()
+    command = [sys.executable, "-c", _SERVE, str(theirs.fileno())]
+    process = subprocess.Popen(command, cwd=ROOT, pass_fds=[theirs.fileno()], stdout=subprocess.DEVNULL)
+    theirs.close()
+
+    def end() -> None:
+        ours.close()
+        process.wait()
+
+    atexit.register(end)
+    return ours
+
+
+def serve(number: int) -> None:
+    """Fork for each command that comes from a connection, one after another, until it is closed."""
+    import torch
+
+    with mock.patch.object(torch.autograd, "backward"):  # no thread is in a fork: `_code` starts autograd's
+        for name in _MODULES:
+            importlib.import_module(name)
+    with socket.socket(fileno=number) as client:
+        while True:
+            begin, files, _, _ = socket.recv_fds(client, 1, 3)
+            if not begin:
+                return
+            with client.makefile("r") as words:
+                asked = json.loads(words.readline())
+            pid = _forked(lambda: _command(asked, files, client))  # noqa: B023 - it is called at once
+            for file in files:
+                os.close(file)
+            client.sendall(f"{pid}\n".encode())
+            _, status, usage = os.wait4(pid, 0)
+            answer = [os.waitstatus_to_exitcode(status), usage.ru_utime + usage.ru_stime]
+            client.sendall(json.dumps(answer).encode() + b"\n")
+
+
+def _forked(work: Callable[[], object]) -> int:
+    """The number of a process that does `work` and ends as the interpreter does."""
+    pid = os.fork()
+    if pid:
+        return pid
+    code = 1
+    try:
+        work()
+        code = 0
+    except SystemExit as stop:
+        code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+    except BaseException:
+        traceback.print_exc()
+    with contextlib.suppress(BaseException):
+        threading._shutdown()  # type: ignore[attr-defined]
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+    os._exit(code)
+
+
+def _command(asked: Mapping[str, Any], files: Sequence[int], client: socket.socket) -> None:
+    """`python -m simulator`, from where its modules are imported."""
+    client.close()
+    for place, file in enumerate(files):
+        os.dup2(file, place)
+        os.close(file)
+    os.chdir(asked["cwd"])
+    _begin(asked["cwd"], asked["env"])
+    sys.argv = [str(ROOT / "simulator" / "__main__.py"), *asked["words"]]
+    from simulator.cli import main
+    from simulator.recording import launch
+
+    vars(launch)["subprocess"] = _Started
+    main()
+
+
+def _begin(first: str, env: Mapping[str, str]) -> None:
+    """The environment of a process, and where its imports look."""
+    before = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    rest = [place for place in sys.path[1:] if place not in before]
+    sys.path[:] = [first, *filter(None, env.get("PYTHONPATH", "").split(os.pathsep)), *rest]
+    os.environ.clear()
+    os.environ.update(env)
+
+
+class _Started:
+    """What a command starts with subprocess.Popen: `python -c`, of the modules that are imported here."""
+
+    Popen: Any
+
+    def __init__(self, command: Sequence[str], env: Mapping[str, str]) -> None:
+        self.pid = _forked(lambda: _code(command[2], env))
+        self._code: int | None = None
+
+    def wait(self) -> int:
+        if self._code is None:
+            self._code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        return self._code
+
+    def poll(self) -> int | None:
+        return self._code
+
+    def send_signal(self, number: int) -> None:
+        os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        os.kill(self.pid, signal.SIGKILL)
+
+
+_Started.Popen = _Started
+
+
+def _code(text: str, env: Mapping[str, str]) -> None:
+    """`python -c text`; the thread that forked is this process's only one."""
+    import concurrent.futures.thread
+
+    from graph.fake_cuda import device
+
+    device._start_autograd()
+    vars(concurrent.futures.thread)["_threads_queues"].clear()  # what the command has to end is not this process's
+    weakref.finalize._registry.clear()  # type: ignore[attr-defined]
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    _begin("", env)
+    sys.argv = ["-c"]
+    exec(compile(text, "<string>", "exec"), {"__name__": "__main__"})
