@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
 import threading
 from collections import Counter, defaultdict
 from collections.abc import Generator
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -36,8 +38,10 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 
 #: What `scripts/test --quick` leaves out: tests that take more than a second of CPU, as `--measure` finds them, and
-#: whole files that import torch.
+#: some whole files.
 SLOW = Path(__file__).with_name("slow.txt")
+#: It leaves out whole files that import torch, too, by itself or under transformers: how they begin.
+TORCH = re.compile(r"""^(\w+ = )?pytest\.importorskip\("(torch|transformers)"\)""", re.MULTILINE)
 #: Why a test may be skipped where every package is installed. CONTRIBUTING names each.
 NAMED = ("no Chromium", "root may", "no /dev/", "POSIX permissions", "--recordings names no folder")
 
@@ -110,10 +114,17 @@ def slow() -> set[str]:
     return set(SLOW.read_text("utf-8").split())
 
 
+@cache
+def slow_whole(name: str) -> bool:
+    """Whether the quick subset leaves out a whole file."""
+    path = Path(__file__).parents[1] / name
+    return name in slow() or (path.suffix == ".py" and TORCH.search(path.read_text("utf-8")) is not None)
+
+
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """A whole file that is left out is not imported either: it would bring torch."""
     name = collection_path.relative_to(config.rootpath).as_posix()
-    return (config.option.markexpr == "not slow" and name in slow()) or None
+    return (config.option.markexpr == "not slow" and slow_whole(name)) or None
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -121,10 +132,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Mark slow tests, and begin with the files that have them: a worker that ends with one keeps all waiting."""
     named = slow()
     for item in items:
-        if not named.isdisjoint((function(item.nodeid), file(item.nodeid))):
+        if function(item.nodeid) in named or slow_whole(file(item.nodeid)):
             item.add_marker("slow")
-    partly = {file(name): "::" in name for name in named}
-    items.sort(key=lambda item: partly.get(file(item.nodeid), 2))
+    partly = set(map(file, named))
+    items.sort(key=lambda item: 0 if slow_whole(file(item.nodeid)) else 1 if file(item.nodeid) in partly else 2)
     if config.getoption("--thin"):
         _thin(config, items)
 
@@ -174,8 +185,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     if hasattr(session.config, "workerinput"):
         return
     if session.config.getoption("--measure"):
-        whole = {name for name in slow() if "::" not in name}
-        found = (slow() - set(seconds)) | {name for name in seconds if seconds[name] > 1 and file(name) not in whole}
+        found = (slow() - set(seconds)) | {name for name in seconds if seconds[name] > 1 and not slow_whole(file(name))}
         SLOW.write_text("".join(f"{name}\n" for name in sorted(found)), "utf-8")
     if session.config.getoption("--complete") and not all(any(one in reason for one in NAMED) for reason in skipped):
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
