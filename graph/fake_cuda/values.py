@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import mmap
 import operator
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 
 #: Storages of more bytes have no values.
 MOST_BYTES: Final = 1 << 25
+#: Values of as many bytes have pages of their own, which go back to the system with them; malloc would keep them.
+_PAGES: Final = 1 << 20
 #: The dtypes that have values.
 COUNTED: Final = frozenset({torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64})
 #: Operators in place after which nothing is left of what was there.
@@ -183,7 +186,9 @@ def _room(tensor: torch.Tensor, new: bool = False) -> torch.UntypedStorage | Non
     size = tensor.untyped_storage().nbytes()
     if size > MOST_BYTES or (not new and tensor.numel() * tensor.dtype.itemsize != size):
         return None
-    return torch.empty(size, dtype=torch.uint8, device=_CPU).untyped_storage()
+    if size < _PAGES:
+        return torch.empty(size, dtype=torch.uint8, device=_CPU).untyped_storage()
+    return torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8).untyped_storage()
 
 
 def _view(storage: torch.UntypedStorage, tensor: torch.Tensor) -> torch.Tensor:

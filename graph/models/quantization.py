@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -39,9 +39,18 @@ class _Function:
         self.name, self.real = name, real
 
     def __call__(self, *arguments: object) -> Any:
-        if fake_cuda._active or self.real is None:
-            return 0
-        return self.real(*arguments)
+        if fake_cuda._active:
+            _forget(arguments)
+        return 0 if fake_cuda._active or self.real is None else self.real(*arguments)
+
+
+def _forget(arguments: Iterable[object]) -> None:
+    """Let what a function is given, which it may write, have no values: of its arguments, addresses on the device."""
+    runtime = fake_cuda._active[0]
+    for one in arguments:
+        address = getattr(one, "value", one)  # of ctypes
+        if isinstance(address, int):
+            runtime.memory.values.pop(runtime.number_at(address), None)  # other numbers are too small for a storage
 
 
 class _Library:

@@ -42,6 +42,31 @@ def test_bitsandbytes_runs_and_says_nothing(tmp_path: Path) -> None:
     )  # with weights of 4 bits as bf16
 
 
+#: As bitsandbytes before 0.46 quantizes: what it packs into are zeros, so that they have values at first.
+MANY_BYTES = """
+import ctypes
+import torch
+from bitsandbytes import functional
+
+def resident():
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * 4096
+
+packed, before = [], resident()
+for _ in range(12):
+    packed.append(torch.zeros(16 << 20, dtype=torch.uint8, device="cuda"))
+    functional.lib.cquantize_blockwise_bf16_nf4(ctypes.c_void_p(packed[-1].data_ptr()), ctypes.c_int(64))
+print((resident() - before) >> 20)
+"""
+
+
+def test_what_a_library_wrote_takes_no_memory_of_the_host(tmp_path: Path) -> None:
+    pytest.importorskip("bitsandbytes")
+    done = record(folder_of(tmp_path, {"train.py": MANY_BYTES}), "--steps", "all", "train.py")
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) < 100  # of 192 MiB that the 12 are
+
+
 @pytest.mark.parametrize(
     ("error", "told"),
     [
