@@ -5,8 +5,8 @@
 Each row of the table is read into a case by its columns alone: what a column says, what it leaves open and how that was
 decided (`assumed`). A row that no case can say is listed with the reason. Figures are of the metric that was printed:
 of torch's counters the same counter, plus the workspace of autograd's own cuBLAS handle, which every real GPU has; of
-the device's own the reserved memory with the context. KEY is a key of a case (VALUE exactly) or a column of the table
-(VALUE anywhere in it). `--judged`: only the rows with a goal.
+the device's own the reserved memory with the context. Last comes what was kept of rows that are run as programs. KEY is
+a key of a case (VALUE exactly) or a column of the table (VALUE anywhere in it). `--judged`: only the rows with a goal.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from tests.accuracy import sft
 from tests.places import DATA, ROOT
 
 #: The whole collection, where it stands beside the project, and the part of it that the project has.
@@ -508,3 +509,5 @@ def main(arguments: list[str]) -> None:
             found.append(one)
             print(told(one), flush=True)
     print("\n" + "\n".join(summary(found)))
+    print("\nkept from runs of their own programs, not computed now (`python -m tests.accuracy sft`):")
+    print("\n".join(sft.kept()))

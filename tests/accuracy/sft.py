@@ -2,11 +2,12 @@
 
     python -m tests.accuracy sft [--table FILE] [--python PATH] [--results FILE] [WORD]...
 
-Each row of `tests/data/published/sft.csv` (torch's own counter, by the Trainer; no kernels of others) becomes a run of
-`tests/data/published/programs/sft.py`, launched as it was: `python`, or `accelerate launch` with FSDP. PATH is the
-Python of an environment with the libraries of that time (README there); else this one's are used, whose figures differ.
-Ours is the peak of allocated bytes with the workspace of autograd's own cuBLAS handle, which every real GPU has. A row
-without a figure ran out of memory. WORD: only rows whose id has it.
+Each row of `tests/data/published/sft.csv` (torch's own counter, by the Trainer, with nvidia-smi's beside it; no kernels
+of others) becomes a run of `tests/data/published/programs/sft.py`, launched as it was: `python`, or `accelerate launch`
+with FSDP. PATH is the Python of an environment with the libraries of that time (README there); else this one's are
+used, whose figures differ. Ours is the peak of allocated bytes with the workspace of autograd's own cuBLAS handle,
+which every real GPU has; of the whole card, reserved bytes and what lies outside the allocator. A row without a figure
+ran out of memory. WORD: only rows whose id has it.
 """
 
 from __future__ import annotations
@@ -18,17 +19,23 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 
+from graph.hardware.profile import profile
 from graph.models import catalogue
+from simulator.estimator.outside import bytes_of, process_terms
 from tests.places import DATA, ROOT
 
 FOLDER: Final = DATA / "published"
+TABLE: Final = FOLDER / "sft.csv"
+#: What our runs of the table's rows held (README there).
+KEPT: Final = FOLDER / "sft_runs.csv"
+MIB: Final = 1 << 20
 #: The cuBLAS workspace of an A100.
 WORKSPACE: Final = 8_519_680
 LIMIT: Final = 900
@@ -61,24 +68,43 @@ same_network: true
 
 
 @dataclass(frozen=True)
+class Run:
+    """What a run of a row's program held, in bytes: None where it failed (`failure`) or ran out of memory."""
+
+    allocated: int | None = None
+    reserved: int | None = None
+    failure: str = ""
+
+
+@dataclass(frozen=True)
 class Compared:
-    """A row, and our peak: None where the run failed (`failure`) or ran out of memory."""
+    """A row, and our run of it."""
 
     row: Mapping[str, str]
-    peak: int | None
-    failure: str = ""
+    run: Run
 
     @property
     def error(self) -> float | None:
-        """Relative error, signed; None where either has no figure."""
+        """Relative error of torch's own counter, signed; None where either has no figure."""
         theirs = int(self.row["peak_bytes"] or 0)
-        return self.peak / theirs - 1 if self.peak and theirs else None
+        return self.run.allocated / theirs - 1 if self.run.allocated and theirs else None
+
+    @property
+    def device(self) -> int | None:
+        """What a card would hold: reserved memory and what lies outside the allocator."""
+        return self.run.reserved + outside(self.row) if self.run.reserved else None
+
+    @property
+    def device_error(self) -> float | None:
+        """Relative error of what nvidia-smi showed, signed; None where either has no figure."""
+        theirs = int(self.row["nvidia_smi_bytes"] or 0)
+        return self.device / theirs - 1 if self.device and theirs else None
 
     def __str__(self) -> str:
-        if self.failure:
-            return f"{self.row['id']:70} FAILED: {self.failure[:160]}"
+        if self.run.failure:
+            return f"{self.row['id']:70} FAILED: {self.run.failure[:160]}"
         theirs = f"{int(self.row['peak_bytes']):,}" if self.row["peak_bytes"] else "out of memory"
-        ours = f"{self.peak:,}" if self.peak else "out of memory"
+        ours = f"{self.run.allocated:,}" if self.run.allocated else "out of memory"
         error = "" if self.error is None else f"{self.error:+.4%}"
         return f"{self.row['id']:70} {ours:>16} for {theirs:>16} {error}"
 
@@ -88,10 +114,18 @@ def configuration(model: str) -> Mapping[str, Any]:
     return SANTACODER if model.endswith("santacoder") else catalogue.configuration(catalogue.find(model) or model)
 
 
+def tokens(model: str) -> int:
+    """The length of a model's tokenizer with the pad token that fms-hf-tuning adds.
+
+    Llama's and Mistral's have 32,000 tokens, as their embeddings; santacoder's 49,157 for its 49,280 rows.
+    """
+    return (49_157 if model.endswith("santacoder") else int(configuration(model)["vocab_size"])) + 1
+
+
 def command(row: Mapping[str, str], folder: Path) -> list[str]:
     """What was typed, with the model in `folder`."""
     words = [str(FOLDER / "programs" / "sft.py"), str(folder), "--batch", row["micro_batch"], "--seq", row["seq_len"]]
-    words += ["--attn", "flash_attention_2"]
+    words += ["--attn", "flash_attention_2", "--vocab", str(tokens(row["model"]))]
     if row["lora_rank"]:
         words += ["--lora", row["lora_rank"], row["lora_targets"].replace(" ", "")]
     if "NF4" in row["quantization"]:
@@ -103,14 +137,14 @@ def command(row: Mapping[str, str], folder: Path) -> list[str]:
     return ["--", "accelerate", "launch", "--config_file", str(settings), "--num_processes", row["n_gpus"], *words]
 
 
-def compared(row: Mapping[str, str], python: str) -> Compared:
+def ran(row: Mapping[str, str], python: str) -> Run:
     """Run the program of a row."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "config.json").write_text(json.dumps(configuration(row["model"])))
         answer = folder / "answer.json"
         words = [python, "-m", "simulator", "record", "-q", "--gpu", "A100-80GB", "--ranks", "0", "--steps", "all"]
-        words += ["--json", str(answer), *command(row, folder)]
+        words += ["--context", "auto", "--json", str(answer), *command(row, folder)]
         path = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), str(ROOT))))
         given = {**os.environ, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1"}
         try:
@@ -118,48 +152,102 @@ def compared(row: Mapping[str, str], python: str) -> Compared:
                 words, cwd=folder, env=given, capture_output=True, text=True, timeout=LIMIT, check=False
             )
         except subprocess.TimeoutExpired:
-            return Compared(row, None, f"not done in {LIMIT} s")
+            return Run(failure=f"not done in {LIMIT} s")
         if not answer.exists():
-            return Compared(row, None, (done.stderr.strip().splitlines() or ["nothing said"])[-1])
+            return Run(failure=(done.stderr.strip().splitlines() or ["nothing said"])[-1])
         rank = json.loads(answer.read_text())["ranks"][0]
         if rank["num_ooms"]:
-            return Compared(row, None)
-        lines = [line for line in done.stderr.splitlines() if "Error" in line]
-        return Compared(row, rank["peak_allocated"] + WORKSPACE, "" if done.returncode == 0 else str(lines[-1:]))
+            return Run()
+        if done.returncode:
+            return Run(failure=next((line for line in reversed(done.stderr.splitlines()) if "Error" in line), "?"))
+        return Run(rank["peak_allocated"] + WORKSPACE, rank["peak_reserved"])
 
 
-def summary(found: Sequence[Compared]) -> str:
-    """Rows, those that ran, and how far off they are."""
-    errors = np.abs([one.error for one in found if one.error is not None])
-    verdicts = sum((one.peak is None) == (not one.row["peak_bytes"]) and not one.failure for one in found)
-    middle = f"median {np.median(errors):.4%}, worst {errors.max():.4%}; " if len(errors) else ""
-    return f"{len(errors)} rows with figures, {middle}{verdicts} of {len(found)} verdicts right"
+def outside(row: Mapping[str, str]) -> int:
+    """Bytes that lie outside PyTorch's allocator, as `--context auto` has them."""
+    return bytes_of(process_terms([profile("A100-80GB", row["torch_version"])], "auto", groups=int(row["n_gpus"]) > 1))
 
 
-def _known(results: Path | None) -> Iterator[tuple[str, tuple[int | None, str]]]:
-    if results is not None and results.exists():
-        for line in results.read_text().splitlines():
-            name, peak, failure = json.loads(line)
-            yield name, (peak, failure)
+def told_of_device(one: Compared) -> str:
+    """A row's line of what nvidia-smi showed: ours with what lies outside the allocator, theirs, the difference."""
+    theirs, ours = int(one.row["nvidia_smi_bytes"]), one.device or 0
+    left = theirs - (one.run.reserved or 0)
+    return (
+        f"{one.row['id']:70} {ours / MIB:>7,.0f} for {theirs / MIB:>7,.0f} MiB {one.device_error:+.1%};"
+        f" beside our reserved bytes it has {left / MIB:,.0f}"
+    )
+
+
+def summary(found: Sequence[Compared]) -> list[str]:
+    """Rows, those that ran, and how far off they are: by torch's counter, on the card, and by verdict."""
+    ran = [one for one in found if not one.run.failure]
+    lines = [f"{len(ran)} of {len(found)} rows ran"]
+    for name, errors in (
+        ("torch's counter", [one.error for one in ran if one.error is not None]),
+        ("nvidia-smi", [one.device_error for one in ran if one.device_error is not None]),
+    ):
+        if errors:
+            sizes = np.abs(errors)
+            lines.append(f"{name}: {len(errors)} rows, median {np.median(sizes):.4%}, worst {sizes.max():.4%}")
+    right = sum((one.run.allocated is None) == (not one.row["peak_bytes"]) for one in ran)
+    ooms = [one for one in ran if not one.row["peak_bytes"]]
+    missed = sum(one.run.allocated is not None for one in ooms)
+    lines.append(f"verdicts: {right} of {len(ran)} right; of {len(ooms)} that ran out of memory {len(ooms) - missed}")
+    return lines
+
+
+def kept() -> list[str]:
+    """The summary of the runs that are kept with the table, for `python -m tests.accuracy published`."""
+    table, runs = read(TABLE), known(KEPT)
+    found = [Compared(row, runs[row["id"]]) for row in table if row["id"] in runs]
+    return [f"fms-acceleration, {len(table)} rows, each with a program; runs kept in {KEPT.name}:"] + [
+        f"    {line}" for line in summary(found)
+    ]
+
+
+def read(table: Path) -> list[dict[str, str]]:
+    """The rows of a table."""
+    with table.open(newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+def known(results: Path) -> dict[str, Run]:
+    """Runs that a file keeps, by the id of their row."""
+    return {row["id"]: Run(_bytes(row["allocated"]), _bytes(row["reserved"]), row["failure"]) for row in read(results)}
+
+
+def _bytes(text: str) -> int | None:
+    return int(text) if text else None
+
+
+def _keep(results: Path, name: str, run: Run) -> None:
+    new = not results.exists()
+    with results.open("a", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        if new:
+            writer.writerow(["id", "allocated", "reserved", "failure"])
+        writer.writerow([name, run.allocated, run.reserved, run.failure])
 
 
 def main(arguments: list[str]) -> None:
     """Print theirs, ours and the difference."""
     parser = argparse.ArgumentParser(prog="python -m tests.accuracy sft")
     parser.add_argument("words", nargs="*", metavar="WORD")
-    parser.add_argument("--table", type=Path, default=FOLDER / "sft.csv")
+    parser.add_argument("--table", type=Path, default=TABLE)
     parser.add_argument("--python", default=sys.executable)
     parser.add_argument("--results", type=Path, help="keep what was found, and do not run it again")
     options = parser.parse_args(arguments)
-    with options.table.open(newline="", encoding="utf-8") as file:
-        rows = [row for row in csv.DictReader(file) if all(word in row["id"] for word in options.words)]
-    known = dict(_known(options.results))
+    rows = [row for row in read(options.table) if all(word in row["id"] for word in options.words)]
+    kept = known(options.results) if options.results is not None and options.results.exists() else {}
     found = []
     for row in rows:
-        one = Compared(row, *known[row["id"]]) if row["id"] in known else compared(row, options.python)
-        if options.results is not None and row["id"] not in known:
-            with options.results.open("a", encoding="utf-8") as file:
-                print(json.dumps([row["id"], one.peak, one.failure]), file=file)
+        one = Compared(row, kept.get(row["id"]) or ran(row, options.python))
+        if options.results is not None and row["id"] not in kept:
+            _keep(options.results, row["id"], one.run)
         found.append(one)
         print(one, flush=True)
-    print(summary(found))
+    print("\nThe whole card, by nvidia-smi:")
+    for one in found:
+        if one.device_error is not None:
+            print(told_of_device(one))
+    print("\n" + "\n".join(summary(found)))

@@ -1,10 +1,13 @@
 """Supervised fine-tuning by TRL's SFTTrainer on samples of one length, as fms-acceleration's benchmark runs it.
 
-    sft.py MODEL --batch N --seq N [--lora RANK TARGETS] [--nf4 [--as-loaded]] [--attn NAME] [--steps N]
+    sft.py MODEL --batch N --seq N [--vocab N] [--lora RANK TARGETS] [--nf4 [--as-loaded]] [--attn NAME] [--steps N]
 
+--vocab: embeddings resized to the tokenizer's length, as fms-hf-tuning resizes them after it added a pad token.
 --as-loaded: adapters on the quantized model as it is loaded, without peft's casts to fp32 (accelerated-peft-bnb).
-Settings are those of its `scripts/benchmarks/` and of its bitsandbytes plugin (commit 876e2ed): AdamW of PyTorch,
-gradient checkpointing, packed samples; weights in bf16, with bf16 autocast where they are quantized.
+Settings are those of its `scripts/benchmarks/`, of its bitsandbytes plugin (commit 876e2ed) and of fms-hf-tuning 2.5.0,
+which its requirements name: AdamW of PyTorch, gradient checkpointing, packed samples; weights in bf16, with bf16
+autocast where they are quantized. `use_cache` stays as a model's configuration has it: transformers turns it off where
+layers are checkpointed, but for gpt_bigcode, whose cache keeps what every layer's c_attn gave.
 """
 
 import argparse
@@ -21,6 +24,7 @@ parser = argparse.ArgumentParser()
 parser.add_argument("model")
 parser.add_argument("--batch", type=int, required=True)
 parser.add_argument("--seq", type=int, required=True)
+parser.add_argument("--vocab", type=int)
 parser.add_argument("--lora", nargs=2, metavar=("RANK", "TARGETS"))
 parser.add_argument("--nf4", action="store_true")
 parser.add_argument("--as-loaded", action="store_true")
@@ -45,6 +49,7 @@ settings = SFTConfig(
     adam_epsilon=1e-4,
     save_strategy="no",
     report_to=[],
+    skip_memory_metrics=False,
     dataset_kwargs={"skip_prepare_dataset": True},
 )
 quantized = BitsAndBytesConfig(
@@ -58,9 +63,10 @@ model = AutoModelForCausalLM.from_pretrained(
     options.model,
     torch_dtype=torch.bfloat16,
     attn_implementation=options.attn,
-    use_cache=False,
     quantization_config=quantized if options.nf4 else None,
 )
+if options.vocab:
+    model.resize_token_embeddings(options.vocab, mean_resizing=False)  # new rows' values take the host a minute
 adapters = None
 if options.lora:
     rank, targets = options.lora
