@@ -167,10 +167,15 @@ class Runtime:
         """Count an assumption once more."""
         self.assumptions[what] = self.assumptions.get(what, 0) + 1
 
-    def assume_all(self) -> None:
-        """Count one more question for how many elements are not zero, unless they were given."""
-        if self.nonzero is torch.Tensor.numel:
-            self.assume("elements that are not zero", "that all are not")
+    def ones(self, tensor: torch.Tensor) -> int:
+        """How many elements of `tensor`, without values, are not zero: as given, or one more assumption."""
+        if self.nonzero is not torch.Tensor.numel:
+            return self.nonzero(tensor)
+        spread = self.values.nonzero(tensor)
+        self.assume(
+            "elements that are not zero", "that all are not" if spread is None else "that they are spread evenly"
+        )
+        return tensor.numel() if spread is None else spread
 
     def reset(self) -> None:
         """Count storages from 1 again; there must be none."""

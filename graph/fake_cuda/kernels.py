@@ -517,9 +517,7 @@ class Kernels:
         def kernel(tensor: torch.Tensor) -> torch.Tensor:
             known = runtime.values.of(tensor)
             found = None if known is None else torch.nonzero(known)
-            rows = runtime.nonzero(tensor) if found is None else len(found)
-            if found is None:
-                runtime.assume_all()
+            rows = runtime.ones(tensor) if found is None else len(found)
             key = (rows, _kind((tensor,), True))
             kind = kinds.get(key)
             if kind is None:

@@ -63,6 +63,7 @@ class Values:
         self.finite = False  # whether floating-point numbers without values count as finite
         self.assume: Callable[[str, object], None] = lambda what, value: None  # told of what is taken to be so
         self.known: MutableMapping[int, torch.UntypedStorage] = {} if known is None else known
+        self._shares: dict[int, float] = {}  # of elements that are not zero, of storages scattered into
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """The values of `tensor` on the host, as a view of what is kept; None if it has none."""
@@ -86,6 +87,20 @@ class Values:
         """The storages of `tensors` have no values any more."""
         for tensor in tensors:
             self.known.pop(self.key(tensor), None)
+            self._shares.pop(self.key(tensor), None)
+
+    def nonzero(self, tensor: torch.Tensor) -> int | None:
+        """How many elements are not zero of a part of zeros into which a number was scattered, where nobody knows to
+        what places (`one_hot` of a router's choice): the part's share of them, as if they were spread evenly."""
+        share = self._shares.get(self.key(tensor))
+        return None if share is None else round(share * tensor.numel())
+
+    def _scattered(self, func: Operator, args: tuple[Any, ...]) -> float | None:
+        """The share of elements that this operator makes other than zero, if it scatters a number into zeros."""
+        if func._opname != "scatter_" or isinstance(args[3], torch.Tensor) or not args[3]:
+            return None
+        before = self.of(args[0])
+        return None if before is None or before.any() else args[2].numel() / max(1, args[0].numel())
 
     def computed(self, func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What `func` gives on the values of its arguments; None where one of them has none."""
@@ -145,8 +160,11 @@ class Values:
         for target in targets:
             if self.of(target) is None and overwrites and (room := _room(target)) is not None:
                 self.known[self.key(target)] = room
+        share = self._scattered(func, args)
         if self.computed(func, args, kwargs) is None:
             self.forget(targets)
+            if share is not None:
+                self._shares[self.key(args[0])] = share
 
     def _host(self, value: object) -> Any:
         """Arguments with host tensors in place of the device's; raises _UnknownError."""

@@ -399,6 +399,16 @@ def test_an_operator_can_be_given_a_rule_of_its_own() -> None:
         assert torch.ones(5, dtype=torch.int64).cuda().bincount().shape == (2,)
 
 
+def test_a_choice_that_nobody_knows_is_spread_evenly_over_its_classes(log: Log) -> None:
+    """As a mixture of experts asks for the tokens of each expert; written anew, nothing is known of it."""
+    chosen = torch.rand(12, 8, device="cuda").topk(2).indices
+    mask = torch.nn.functional.one_hot(chosen, num_classes=8).permute(2, 1, 0)
+    assert [len(torch.where(mask[expert])[0]) for expert in range(8)] == [3] * 8  # 12 tokens x 2 of 8
+    assert len(mask.nonzero()) == 24
+    other = torch.zeros(4, 8, dtype=torch.int64, device="cuda").scatter_(1, chosen[:4], 1).bitwise_xor_(chosen[:4, :1])
+    assert len(other.nonzero()) == 32
+
+
 def test_places_that_are_not_zero(log: Log) -> None:
     """All are, unless the runtime says otherwise; they lie as in `nonzero_cuda_out_impl`, column by column."""
     places = torch.ones(2, 3, device="cuda").nonzero()
