@@ -22,7 +22,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 from unittest import mock
 
 import torch
@@ -31,9 +31,11 @@ from torch._dynamo.callback import CallbackArgs, CallbackTrigger, callback_handl
 from torch.nn.modules import module as modules
 from torch.utils import _triton
 
-from graph.fake_cuda.device import Runtime
 from graph.fake_cuda.torch_private import TorchDispatchMode
 from graph.hardware.gpus import gpu
+
+if TYPE_CHECKING:
+    from graph.fake_cuda.device import Runtime  # not before workers are forked: its import starts threads of autograd
 
 #: What Dynamo took of `torch.cuda` when it was imported (torch/_dynamo/device_interface.py).
 _INTERFACE: Final = (

@@ -322,3 +322,17 @@ def test_what_is_promised_is_what_an_estimate_of_it_says(tmp_path: Path) -> None
         one.options for one in (*found.remedies.fitting, *found.remedies.short)
     ]
     assert json.loads(json.dumps(listed)) == listed
+
+
+def test_several_processes_find_what_one_does(tmp_path: Path) -> None:
+    """Their server imports what they need, but starts no thread of autograd: none survives a fork."""
+    pytest.importorskip("torch")
+    from simulator.fit.fit import fit
+
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    case = Case.of({"model": str(tmp_path), "batch": 4, "seq": 128, "steps": 2, "memory": 96 << 20})
+    keep = ("optimizer", "step_in_backward", "checkpointing", "loss", "offload", "alloc_conf")
+    one, two = (fit(case, keep=keep, context=0, jobs=jobs) for jobs in (1, 2))
+    assert one.whole.verdict == "oom"
+    assert one.plans.fitting
+    assert [plan.options for plan in two.plans.fitting] == [plan.options for plan in one.plans.fitting]
