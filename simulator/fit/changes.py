@@ -26,6 +26,8 @@ MOST_CARDS: Final = 3
 COSTS: Final = ("nothing", "time", "rounding", "method", "inputs", "hardware")
 #: How much else a run is after changes of such costs; 0: the same results.
 LEVELS: Final = {"nothing": 0, "time": 0, "rounding": 1, "method": 2, "inputs": 3, "hardware": 4}
+#: Parts of which each saves in proportion to what a micro-batch has of activations.
+PROPORTIONAL: Final = frozenset({"loss", "activations", "attention"})
 #: Parts that may change what loading takes, which is weights.
 LOADING: Final = frozenset({"precision", "quantisation", "method", "gpus", "host"})
 
@@ -242,6 +244,14 @@ def cards(case: Case, needs: int) -> Iterator[Mapping[str, Any]]:
     for card in sorted(fitting, key=lambda card: card.total_bytes)[:MOST_CARDS]:
         if card.name != now.name or own:
             yield {"gpu": card.name, **own}
+
+
+def left_of(case: Case, change: Change, keys: Mapping[str, Any]) -> float:
+    """The share that stays of what a change saves, beside another one that sets these keys."""
+    share = 0.5 if "dtype" in keys else 1.0
+    for name in {"batch", "seq", "prompt"} & keys.keys() if change.part in PROPORTIONAL else ():
+        share *= keys[name] / getattr(case, name)
+    return share
 
 
 def changed(case: Case, keys: Mapping[str, Any]) -> Case | None:

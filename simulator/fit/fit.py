@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Final
@@ -13,7 +13,7 @@ from simulator.estimator.estimate import captured
 from simulator.estimator.jobs import default_jobs, local_pool
 from simulator.fit.measure import measured
 from simulator.fit.plans import Judged, Plans
-from simulator.fit.search import SECONDS, Judge, search
+from simulator.fit.search import SECONDS, Mapped, search
 from traces.errors import ConfigError, Interrupted
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ def fit(
     started = time.monotonic()
     judge = partial(_judge, context=context)
 
-    def found(mapped: Callable[[Judge, Sequence[Case]], Iterable[Judged | None]]) -> Plans:
+    def found(mapped: Mapped) -> Plans:
         left = seconds - (time.monotonic() - started)
         return search(case, judge, keep=keep, gpus=gpus, seconds=left, mapped=mapped, width=jobs, trying=trying)
 

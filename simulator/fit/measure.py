@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
+import numpy as np
+
 from simulator.engine.replay import ENDLESS, replay
 from simulator.estimator.judging import judged, with_context
 from simulator.estimator.outside import bytes_of, communicators, least_of, outside_of
@@ -25,6 +27,8 @@ if TYPE_CHECKING:
     from strategies.strategy import Capture
     from traces.model import Trace
 
+#: Parts of a phase, by its events: what two changes save together is foreseen from what each saves when.
+PARTS: Final = 8
 #: Bytes an element of paged states, by the optimizer's name: two of Adam, one of Lion.
 _PAGED: Final = {"paged-adamw-8bit": 2, "paged-adamw-32bit": 8, "paged-lion-8bit": 1, "paged-lion-32bit": 4}
 
@@ -66,10 +70,13 @@ def _taken(trace: Trace, case: Case) -> tuple[dict[str, int], float | None]:
 
 
 def _peaks(rank: RankResult) -> dict[str, int]:
-    """The peak of allocated bytes by phase, over all steps."""
+    """The peak of allocated bytes in every part of a phase (`load` has one), over all steps."""
     peaks: dict[str, int] = {}
-    for phase in rank.phases:
-        peaks[phase.name] = max(peaks.get(phase.name, 0), phase.peak)
+    for span in rank.timeline.phases:
+        parts = np.array_split(rank.timeline.allocated[span.start : span.stop], 1 if span.name == "load" else PARTS)
+        for number, part in enumerate(one for one in parts if len(one)):
+            name = f"{span.name} {number}" if number else span.name
+            peaks[name] = max(peaks.get(name, 0), int(part.max()))
     return peaks
 
 

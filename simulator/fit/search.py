@@ -1,9 +1,10 @@
 """The search for the cheapest changes that make a case fit.
 
-Single changes are tried first. What a combination takes, in time and in memory by phase, is then predicted from them
-and from the combinations that are known already, and the combinations are tried from the cheapest on. What is left
-unproved is what the prediction says does not fit: it is ruled out at once where the strongest of it together do not
-fit, since one change more needs no more memory, and tried else.
+Single changes are tried first. What a combination takes, in time and in memory by parts of phases, is then predicted
+from them and from the combinations that are known already, and the combinations are tried from the cheapest on. What
+is left unproved is what the prediction says does not fit: it is ruled out at once where the strongest of it together do
+not fit, since one change more needs no more memory. Else what nearly should fit is tried, and what differs from the
+cheapest plan in one change. What does not fit is replayed again with expandable segments, from the same graph.
 """
 
 from __future__ import annotations
@@ -11,29 +12,36 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import product
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
 
 from graph.case import Case
-from simulator.fit.changes import LEVELS, Change, changed, check_keys, options_for, options_of
+from simulator.fit.changes import LEVELS, Change, changed, check_keys, left_of, options_for, options_of
 from simulator.fit.plans import Judged, Plan, Plans, priced
 from traces.errors import Interrupted
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 #: Seconds after which no further change is tried.
 SECONDS: Final = 45.0
 #: The share of them that is kept for other hardware.
 HARDWARE: Final = 0.15
 #: Changes of a combination, at most.
-MOST_CHANGES: Final = 5
-#: Combinations that are weighed at a time, the cheapest first.
-LOOKED_AT: Final = 500
-#: Share of the predicted peak that is taken for certain, and of a price that is worth another try.
+MOST_CHANGES: Final = 6
+#: Shares of the predicted peak: where it is tried first, and where it is worth a try.
 SURE: Final = 0.97
-WORTH: Final = 0.99
+NEAR: Final = 0.92
+#: Of a peak that is as much as another one, and of a price that is worth another try.
+EQUAL: Final = 1.01
+WORTH: Final = 0.995
 
 Judge = Callable[[Case], Judged | None]
-#: As `map`, or in several processes.
-Mapped = Callable[[Judge, Sequence[Case]], Iterable[Judged | None]]
+#: As `map`, or in several processes: of a function of several cases that share a graph.
+Mapped = Callable[[Callable[[Sequence[Case]], "list[Judged | None]"], Sequence[Sequence[Case]]], Iterable[Any]]
 
 
 def search(
@@ -57,7 +65,7 @@ def search(
     check_keys(keep)
     spared = HARDWARE * seconds
     deadline = time.monotonic() + seconds - spared
-    whole = next(iter(mapped(judge, [case])))
+    whole = next(iter(mapped(partial(_judged, judge), [[case]])))[0]
     if whole is None or whole.needs is None or whole.verdict == "fits":
         return Plans(whole)
     found = _Search(case, whole, judge, mapped, width, deadline, spared, trying or (lambda _: None))
@@ -77,12 +85,32 @@ class _Option:
     bit: int
 
 
+def _judged(judge: Judge, cases: Sequence[Case]) -> list[Judged | None]:
+    """The answers for cases, up to the first that fits."""
+    found: list[Judged | None] = []
+    for case in cases:
+        found.append(judge(case))
+        if found[-1] is None or found[-1].verdict == "fits":
+            break
+    return found
+
+
 #: Options, at most one of a part.
 _Choice = tuple[_Option, ...]
 
 
 def _mask(choice: _Choice) -> int:
     return sum(option.bit for option in choice)
+
+
+@dataclass
+class _Candidate:
+    """A choice that is not tried, the price that is foreseen for it, and the peak."""
+
+    choice: _Choice
+    mask: int
+    price: float = 0.0
+    peak: float = 0.0
 
 
 @dataclass
@@ -100,6 +128,8 @@ class _Search:
     refused: list[_Choice] = field(default_factory=list)
     untried: list[str] = field(default_factory=list)
     count: int = 0
+    expandable: _Option | None = None
+    """What every choice that does not fit is replayed with as well; it is in none otherwise."""
 
     def result(self) -> Plans:
         tried = tuple(plan for plan in self.known.values() if plan is not None)
@@ -111,6 +141,9 @@ class _Search:
         Where the strongest changes up to a level do not fit together, none of it does alone: it waits for the next.
         """
         options = [self._option(change, keys) for change, values in offered for keys in values]
+        self.expandable = next(
+            (one for one in options if one.change.part == "allocator" and not one.change.alone), None
+        )
         hardware = LEVELS["hardware"]
         waiting: list[_Option] = []
         for level in sorted({one.change.level for one in options} - {hardware}):
@@ -140,10 +173,9 @@ class _Search:
         that of the change before; of parts that exclude each other the first ones, or the last."""
         parts: dict[str, dict[Change, _Option]] = {}
         for one in (*self.singles, *options):
-            if not one.change.alone:
+            if not one.change.alone and one is not self.expandable:
                 parts.setdefault(one.change.part, {})[one.change] = one
-        room = self.whole.room or self.whole.total
-        if self.whole.phases.get("load", 0) > room and not any(
+        if self.whole.phases.get("load", 0) > self.room and not any(
             change.loads for part in parts.values() for change in part
         ):
             return False
@@ -163,11 +195,13 @@ class _Search:
         parts: dict[tuple[str, bool], list[_Option]] = {}
         for option in options:
             parts.setdefault((option.change.part, option.change.alone), []).append(option)
+        self._try([(one,) for one in parts.pop(("allocator", True), [])])  # of one graph
         left = list(parts.values())
         while left:
             plans = self._try([(values[0],) for values in left])
             tried = list(zip(left, plans, strict=True))
-            self.singles += [one[0] for one, plan in tried if plan is not None and not one[0].change.alone]
+            ours = [one[0] for one, _ in tried if self.known[one[0].bit] is not None]
+            self.singles += [one for one in ours if not one.change.alone and one is not self.expandable]
             left = [one[1:] for one, plan in tried if one[1:] and (plan is None or plan.judged.verdict != "fits")]
 
     # --- combinations ------------------------------------------------------------------------------------------------
@@ -177,17 +211,34 @@ class _Search:
         together = self._join(option for option in self.singles if option.change.level <= level)
         if len(together) < 2 or not self._fits(together):
             return
-        left = sorted((one for one in self._choices(level) if len(one) > 1), key=self._foreseen)
-        known = 0
+        left = [_Candidate(one, _mask(one)) for one in self._choices(level) if len(one) > 1]
+        refused, known = self.refused, list(self.known)
+        self._foresee(left)
         while not self._over():
-            refused, known = self.refused[known:], len(self.refused)
-            left = [one for one in left if _mask(one) not in self.known and not self._ruled_out(one, refused)]
             most = WORTH * self._price(level)
-            cheaper = [one for one in left[:LOOKED_AT] if self._foreseen(one) < most]
-            likely = sorted(filter(self._may_fit, cheaper), key=self._foreseen)[: self.width]
-            if not likely and not (likely := self._unproved(cheaper)):
+            left = [one for one in left if one.price < most and one.mask not in self.known]
+            left = [one for one in left if not self._ruled_out(one.choice, refused)]
+            likely = [one for one in left if SURE * one.peak <= self.room]
+            chosen = sorted(likely, key=lambda one: one.price)[: self.width] or self._unproved(left, level)
+            if not chosen:
                 return
-            self._try(likely)
+            refused, known = self.refused[:], list(self.known)
+            self._try([one.choice for one in chosen])
+            fresh = [mask for mask in self.known if mask not in set(known)]
+            refused = self.refused[len(refused) :]
+            self._foresee([one for one in left if any(mask & ~one.mask & ~self._pair() == 0 for mask in fresh)])
+
+    def _foresee(self, candidates: Iterable[_Candidate]) -> None:
+        for one in candidates:
+            one.price, one.peak = self._foreseen(one.choice), self._peak(one.choice)
+
+    def _pair(self) -> int:
+        return 0 if self.expandable is None else self.expandable.bit
+
+    @property
+    def room(self) -> int:
+        """Bytes that the allocator may have."""
+        return self.whole.room or self.whole.total
 
     def _fits(self, choice: _Choice) -> bool:
         """Whether a choice fits, or may, where it cannot be tried."""
@@ -205,14 +256,26 @@ class _Search:
             if 0 < len(choice) <= MOST_CHANGES:
                 yield choice
 
-    def _unproved(self, choices: Sequence[_Choice]) -> list[_Choice]:
-        """What to try of choices that should not fit: their join, which may rule them all out; then the smallest."""
-        if not choices:
+    def _unproved(self, left: Sequence[_Candidate], level: int) -> list[_Candidate]:
+        """What to try of candidates that should not fit: their join, which may rule them all out; then what nearly
+        should, and what differs from the cheapest plan in one part, the smallest first."""
+        if not left:
             return []
-        join = self._join({option for choice in choices for option in choice})
+        join = self._join({option for one in left for option in one.choice})
         if _mask(join) not in self.known:
-            return [join]
-        return sorted(choices, key=self._peak)[: self.width]
+            return [_Candidate(join, _mask(join))]
+        best = min(self._best(level), key=lambda plan: plan.price, default=None)
+        masks = [mask for mask, plan in self.known.items() if plan is best or (best is None and plan and plan.fits)]
+        near = [one for one in left if NEAR * one.peak <= self.room or self._beside(one, masks)]
+        return sorted(near, key=lambda one: one.peak)[: self.width]
+
+    def _beside(self, candidate: _Candidate, masks: Sequence[int]) -> bool:
+        """Whether it has the options of one of these but one, which may be another one of its part."""
+        pair = self._pair()
+        return any(
+            (candidate.mask & ~mask).bit_count() <= 1 and (mask & ~pair & ~candidate.mask).bit_count() <= 1
+            for mask in masks
+        )
 
     def _join(self, options: Iterable[_Option]) -> _Choice:
         """The strongest option of every part, without those that the others exclude."""
@@ -233,10 +296,10 @@ class _Search:
         ours, theirs = self.known.get(option.bit), self.known.get(other.bit)
         if ours is None or theirs is None:
             return option.bit > other.bit
-        one, two = ours.judged.peaks, theirs.judged.peaks
-        if one == two:
+        one, two = self._vector(ours.judged), self._vector(theirs.judged)
+        if bool((one == two).all()):
             return option.bit > other.bit
-        return all(one.get(phase, 0) <= peak for phase, peak in two.items())
+        return bool((one <= EQUAL * two).all())
 
     def _ruled_out(self, choice: _Choice, refused: Sequence[_Choice]) -> bool:
         """Whether one of these that do not fit has an option as strong for each of a choice."""
@@ -266,20 +329,31 @@ class _Search:
         return found, [option for option in choice if not option.bit & having]
 
     def _peak(self, choice: _Choice) -> float:
-        """The peak of allocated bytes that a choice should have, at the least: what options save is added by phase."""
+        """The peak of allocated bytes that a choice should have: what its options save by parts of phases is added,
+        and what the largest known part of it has otherwise than that."""
+        foreseen = self._summed(choice)
         base, rest = self._largest_known(choice)
-        peaks = dict((base.judged if base is not None else self.whole).peaks)
-        for option in rest:
-            plan = self.known[option.bit]
-            now = {} if plan is None else plan.judged.peaks
-            for phase in peaks.keys() & now.keys() & self.whole.peaks.keys():
-                peaks[phase] += now[phase] - self.whole.peaks[phase]
-        return max(peaks.values(), default=0)
+        if base is not None and rest:
+            foreseen += self._vector(base.judged) - self._summed([one for one in choice if one not in rest])
+        return float((self._vector(base.judged) if base is not None and not rest else foreseen).max(initial=0))
 
-    def _may_fit(self, choice: _Choice) -> bool:
-        known = self.known[choice[0].bit]
-        room = 0 if known is None else known.judged.room or known.judged.total
-        return SURE * self._peak(choice) <= room
+    def _summed(self, choice: Sequence[_Option]) -> NDArray[np.float64]:
+        """The whole's peaks, less what each option saves alone, as far as that stays beside the others."""
+        whole = self._vector(self.whole)
+        found = whole.copy()
+        for option in choice:
+            plan = self.known[option.bit]
+            share = 1.0
+            for other in choice:
+                if other is not option:
+                    share *= left_of(self.case, option.change, other.keys)
+            if plan is not None:
+                found += share * (self._vector(plan.judged) - whole)
+        return found
+
+    def _vector(self, judged: Judged) -> NDArray[np.float64]:
+        """Peaks in the order of the whole's."""
+        return np.array([judged.peaks.get(name, 0) for name in self.whole.peaks], dtype=np.float64)
 
     # --- trying ------------------------------------------------------------------------------------------------------
 
@@ -295,8 +369,7 @@ class _Search:
 
     def _try(self, choices: Sequence[_Choice]) -> list[Plan | None]:
         """What comes out of some choices; None for those that cannot be, or that there is no time for."""
-        cases = {_mask(choice): case for choice in choices if (case := self._case(choice)) is not None}
-        waiting = [choice for choice in choices if _mask(choice) in cases and _mask(choice) not in self.known]
+        waiting = [one for one in choices if _mask(one) not in self.known and self._case(one) is not None]
         for choice in choices:
             self.known.setdefault(_mask(choice), None)
         for start in range(0, len(waiting), self.width):
@@ -305,18 +378,35 @@ class _Search:
                 self.untried += [options_of(_keys(choice)) for choice in some]
                 continue
             self.trying("; ".join(options_of(_keys(choice)) for choice in some))
-            for choice, judged in zip(some, self.mapped(self.judge, [cases[_mask(one)] for one in some]), strict=True):
-                self._take(choice, judged)
-        return [self.known[_mask(choice)] for choice in choices]
+            groups = [self._together(choice) for choice in some]
+            cases = [[case for one in group if (case := self._case(one)) is not None] for group in groups]
+            for group, found in zip(groups, self.mapped(partial(_judged, self.judge), cases), strict=True):
+                self._take(group, found)
+        return [self._answer(choice) for choice in choices]
 
-    def _take(self, choice: _Choice, judged: Judged | None) -> None:
-        if judged is None:
-            return
-        share = None if judged.ns is None or not self.whole.ns else judged.ns / self.whole.ns
-        plan = Plan(tuple(one.change for one in choice), _keys(choice), judged, share)
-        self.known[_mask(choice)] = plan
-        if not plan.fits:
-            self.refused.append(choice)
+    def _together(self, choice: _Choice) -> list[_Choice]:
+        """A choice, and the same with expandable segments, if it can have them."""
+        pair = self.expandable
+        if pair is None or pair in choice or any(one.change.alone for one in choice):
+            return [choice]
+        both = tuple(sorted((*choice, pair), key=lambda one: one.bit))
+        return [choice] if self._case(both) is None or _mask(both) in self.known else [choice, both]
+
+    def _take(self, group: Sequence[_Choice], found: Sequence[Judged | None]) -> None:
+        """Note what came out of a group, up to the first that fits."""
+        for choice, judged in zip(group, found, strict=False):
+            if judged is not None:
+                share = None if judged.ns is None or not self.whole.ns else judged.ns / self.whole.ns
+                self.known[_mask(choice)] = Plan(tuple(one.change for one in choice), _keys(choice), judged, share)
+        if self.known[_mask(group[0])] is not None and not any(
+            plan is not None and plan.fits for plan in (self.known.get(_mask(one)) for one in group)
+        ):
+            self.refused.append(group[0])
+
+    def _answer(self, choice: _Choice) -> Plan | None:
+        """What is known of a choice; with expandable segments, where it fits so alone, or for sure."""
+        alone, both = self.known[_mask(choice)], self.known.get(_mask(choice) | self._pair())
+        return both if both is not None and (alone is None or both.fits) else alone
 
     def _case(self, choice: _Choice) -> Case | None:
         """The case with a choice; None where keys contradict each other, or a change means nothing beside others."""

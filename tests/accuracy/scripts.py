@@ -102,16 +102,21 @@ def estimated(case: Case) -> Steps:
 
 def recorded(case: Case, folder: Path, start: warm.Run) -> Steps:
     """Rank 0 of the case's script, which `record` runs in `folder`. Raises AssertionError with what it said if not."""
+    done = run(case, folder, "--steps", "all", "-o", str(folder / "trace.npz"), start=start)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return _of(traces.read(folder / "trace.npz"))
+
+
+def run(case: Case, folder: Path, *options: str, start: warm.Run = warm.cold) -> subprocess.CompletedProcess[str]:
+    """What `record` says of rank 0 of the case's script, which is written to `folder`, with these options."""
     for name, text in files(case).items():
         (folder / name).write_text(text)
     environment = {**os.environ, "STEPS": str(case.steps), "RANDOM_WEIGHTS": "1", "PYTHONPATH": str(ROOT)}
     launched = "torchrun" in (folder / "launch.sh").read_text()
     program = ["--", "torchrun", f"--nproc-per-node={case.world}", "train.py"] if launched else ["train.py"]
-    options = ["--gpu", case.gpu, "--ranks", "0", "--steps", "all", "--force", "-o", str(folder / "trace.npz")]
-    command = [sys.executable, "-m", "simulator", "record", *options, *program]
-    done = start(command, cwd=folder, env=environment)
-    assert done.returncode == 0, done.stderr[-2000:]
-    return _of(traces.read(folder / "trace.npz"))
+    asked = ["--gpu", case.gpu, "--ranks", "0", "--force", *options]
+    command = [sys.executable, "-m", "simulator", "record", *asked, *program]
+    return start(command, cwd=folder, env=environment)
 
 
 def _of(trace: traces.Trace) -> Steps:

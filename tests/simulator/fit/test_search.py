@@ -125,8 +125,8 @@ def test_what_no_single_change_serves_a_combination_does() -> None:
 def test_nothing_is_combined_where_all_together_do_not_fit() -> None:
     """Of each level the strongest, which rule out all others."""
     found = tried(0.5)
-    combined = [one for one in found.tried if len(one.changes) > 1]
-    assert not any(one.fits for one in combined)
+    assert not any(one.fits for one in found.tried if one.cost != "hardware")
+    combined = [one for one in found.tried if len(one.changes) > 1 and "alloc_conf" not in one.keys]
     assert len(combined) <= 3 * len({one.level for one in combined})
     assert not any(len(one.changes) == 1 and one.level == 0 for one in found.tried)
     assert {one.cost for one in found.fitting} <= {"hardware"}
@@ -142,6 +142,49 @@ def test_two_peaks_that_each_need_a_change_of_their_own() -> None:
 
     first = search(Case.of(FULL), judge, keep=["batch"]).fitting[0]
     assert {change.part for change in first.changes} == {"activations", "loss"}
+
+
+def test_what_does_not_fit_is_replayed_with_expandable_segments_from_the_same_graph() -> None:
+    """Whatever else is changed, and only where it does not fit without."""
+    groups: list[tuple[list[Case], int]] = []
+
+    def mapped(several: Callable[[Any], Any], cases: Any) -> list[Any]:
+        found = [several(one) for one in cases]
+        groups.extend((list(one), len(answers)) for one, answers in zip(cases, found, strict=True))
+        return found
+
+    def judge(case: Case) -> Judged:
+        needs = 50 if case.checkpointing and case.alloc_conf == "expandable_segments:True" else 100
+        return Judged(needs, 60, "fits" if case.batch == 1 or needs <= 60 else "oom", 1.0)
+
+    first = search(Case.of(FULL), judge, keep=["batch"], mapped=mapped).fitting[0]
+    assert {change.part for change in first.changes} == {"activations", "allocator"}
+    pairs = [group for group, _ in groups if len(group) > 1]
+    assert pairs
+    for one, other in pairs:
+        assert other == changed(one, {"alloc_conf": "expandable_segments:True"})
+    groups.clear()
+    search(Case.of(FULL), judge, mapped=mapped)
+    assert [count for group, count in groups if group[0].batch == 1 and group[0].optimizer == "adamw"] == [1]
+
+
+def test_savings_at_different_times_are_added_by_parts_of_phases() -> None:
+    """What saves at the start of the forward and what saves at its end are foreseen to fit together."""
+    tried: list[Case] = []
+
+    def judge(case: Case) -> Judged:
+        tried.append(case)
+        start = 100 - 50 * bool(case.checkpointing)
+        end = 90 - 45 * bool(case.loss) - 20 * bool(case.checkpointing)
+        needs = max(start, end)
+        ns = 1.0 + 0.1 * bool(case.checkpointing) + 0.05 * bool(case.loss) + (case.offload != "")
+        return Judged(needs, 55, "fits" if needs <= 55 else "oom", ns, 55, {"forward": start, "forward 1": end})
+
+    keep = ["batch", "alloc_conf", "step_in_backward", "optimizer", "seq", "dtype", "lora", "gpu", "autocast"]
+    first = search(Case.of(FULL), judge, keep=keep).fitting[0]
+    assert {change.part for change in first.changes} == {"activations", "loss"}
+    both = [place for place, case in enumerate(tried) if case.checkpointing and case.loss and not case.offload]
+    assert len(both) <= 2
 
 
 def test_where_weights_alone_are_too_much_nothing_is_tried_that_leaves_them() -> None:
