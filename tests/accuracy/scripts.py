@@ -112,6 +112,8 @@ def run(case: Case, folder: Path, *options: str, start: warm.Run = warm.cold) ->
     for name, text in files(case).items():
         (folder / name).write_text(text)
     environment = {**os.environ, "STEPS": str(case.steps), "RANDOM_WEIGHTS": "1", "PYTHONPATH": str(ROOT)}
+    if case.alloc_conf:
+        environment["PYTORCH_CUDA_ALLOC_CONF"] = case.alloc_conf
     launched = "torchrun" in (folder / "launch.sh").read_text()
     program = ["--", "torchrun", f"--nproc-per-node={case.world}", "train.py"] if launched else ["train.py"]
     asked = ["--gpu", case.gpu, "--ranks", "0", "--force", *options]
