@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from simulator.engine.replay import replay as replay
     from simulator.estimator.estimate import estimate as estimate
     from simulator.estimator.sweep import sweep as sweep
+    from simulator.integrations.notebook import Shell
     from simulator.selector.select import select as select
     from simulator.what_if.stress import stress as stress
     from traces import read as read
@@ -46,7 +47,7 @@ def __getattr__(name: str) -> Any:
     return getattr(importlib.import_module(_HOMES[name]), name)
 
 
-def load_ipython_extension(shell: Any) -> None:
+def load_ipython_extension(shell: Shell) -> None:
     """`%load_ext vramsim`: the magic `%%llmem` (`simulator.integrations.notebook`)."""
     importlib.import_module("simulator.integrations.notebook").load(shell)
 

@@ -13,10 +13,12 @@ from __future__ import annotations
 import importlib
 import os
 import shlex
+import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from simulator.integrations.process import llmem
 
@@ -24,12 +26,22 @@ if TYPE_CHECKING:
     from simulator.engine.result import Result
 
 
-def load(shell: Any) -> None:
+class Shell(Protocol):
+    """What is asked of IPython."""
+
+    def register_magic_function(self, function: Callable[..., object], kind: str, name: str) -> None:
+        """Give it a magic of this name."""
+
+    def extract_input_lines(self, cells: str) -> str:
+        """The text of earlier cells."""
+
+
+def load(shell: Shell) -> None:
     """Give an IPython shell the magic."""
     shell.register_magic_function(lambda line, cell=None: magic(shell, line, cell), "line_cell", "llmem")
 
 
-def magic(shell: Any, line: str, cell: str | None) -> Result | None:
+def magic(shell: Shell, line: str, cell: str | None) -> Result | None:
     """A command with its answer shown, or what a cell did; None where there is nothing to show."""
     words = shlex.split(line)
     if cell is None:
@@ -42,7 +54,7 @@ def magic(shell: Any, line: str, cell: str | None) -> Result | None:
     return _recorded(words, cell)
 
 
-def _shown(done: Any) -> None:
+def _shown(done: subprocess.CompletedProcess[str]) -> None:
     display: Any = importlib.import_module("IPython.display")
     sys.stderr.write(done.stderr)
     if done.stdout:
