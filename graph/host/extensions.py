@@ -32,11 +32,15 @@ _WAYS_OUT: Final = (
 )
 
 
+def _ready(module: object) -> None:
+    quantization.ready()
+
+
 @contextlib.contextmanager
 def launching_nothing() -> Iterator[None]:
     """Inside, bitsandbytes and flash-attn run when they are imported: their compiled functions do nothing."""
     logging.getLogger("bitsandbytes.cextension").setLevel(logging.CRITICAL)  # it says that CUDA's libraries are absent
-    changes = {"bitsandbytes.cextension": quantization.loaded, "bitsandbytes": lambda module: quantization.ready()}
+    changes = {"bitsandbytes.cextension": quantization.loaded, "bitsandbytes": _ready}
     if flash_attn.wanted():
         sys.modules[flash_attn.NAME] = flash_attn.module()
     try:

@@ -11,12 +11,16 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
+#: What is done to a module; it gives what undoes more than the module's own names.
+Change = Callable[[Any], Callable[[], None] | None]
+
 
 class _AfterImport(MetaPathFinder):
     """Finds the modules that are waited for as others do, and has them changed once they have run."""
 
-    def __init__(self, changes: Mapping[str, Callable[[Any], None]]) -> None:
+    def __init__(self, changes: Mapping[str, Change], restored: contextlib.ExitStack) -> None:
         self.changes = dict(changes)
+        self.restored = restored
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -28,20 +32,30 @@ class _AfterImport(MetaPathFinder):
 
             def ran(module: ModuleType) -> None:
                 run(module)
-                change(module)
+                _change(module, change, self.restored)
 
             spec.loader.exec_module = ran  # type: ignore[method-assign]
         return spec
 
 
+def _change(module: ModuleType, change: Change, restored: contextlib.ExitStack) -> None:
+    """Change a module; what it had under the names that are changed, it has again in the end."""
+    before = dict(vars(module))
+    if (undo := change(module)) is not None:
+        restored.callback(undo)
+    for name, value in vars(module).items():
+        if name in before and before[name] is not value:
+            restored.callback(setattr, module, name, before[name])
+
+
 @contextlib.contextmanager
-def changed(changes: Mapping[str, Callable[[Any], None]]) -> Iterator[None]:
+def changed(changes: Mapping[str, Change]) -> Iterator[None]:
     """Inside, each module of these names is given to its function after its first import; now, if it is there."""
-    for name in changes.keys() & sys.modules.keys():
-        changes[name](sys.modules[name])
-    finder = _AfterImport({name: change for name, change in changes.items() if name not in sys.modules})
-    sys.meta_path.insert(0, finder)
-    try:
+    with contextlib.ExitStack() as restored:
+        for name in changes.keys() & sys.modules.keys():
+            _change(sys.modules[name], changes[name], restored)
+        later = {name: change for name, change in changes.items() if name not in sys.modules}
+        finder = _AfterImport(later, restored)
+        sys.meta_path.insert(0, finder)
+        restored.callback(sys.meta_path.remove, finder)
         yield
-    finally:
-        sys.meta_path.remove(finder)

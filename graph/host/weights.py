@@ -128,7 +128,7 @@ class _OnDevice:
         return _OnDevice(self._inner.get_slice(name), self._device)
 
 
-def _opened_on_host(module: ModuleType) -> None:
+def _opened_on_host(module: ModuleType) -> Callable[[], None]:
     """safetensors reads a file into pinned memory where its tensors go to a device: here the pages are mapped."""
     plain = module.safe_open
 
@@ -141,12 +141,16 @@ def _opened_on_host(module: ModuleType) -> None:
             else plain(filename, framework, device, **kwargs)
         )
 
-    for one in list(sys.modules.values()):  # those that have it by name already, too
-        if getattr(one, "__dict__", {}).get("safe_open") is plain:
-            one.safe_open = safe_open  # type: ignore[attr-defined]
+    def instead(old: object, new: object) -> None:
+        for one in list(sys.modules.values()):  # those that have it by name already, too
+            if getattr(one, "__dict__", {}).get("safe_open") is old:
+                one.safe_open = new  # type: ignore[attr-defined]
+
+    instead(plain, safe_open)
+    return functools.partial(instead, safe_open, plain)
 
 
-def _checkpoints(module: ModuleType) -> None:
+def _checkpoints(module: ModuleType) -> Callable[[], None]:
     """torch.distributed.checkpoint leaves the files of others as they are."""
     system = module.FileSystem
     create, remove, rename = system.create_stream, system.rm_file, system.rename
@@ -164,7 +168,11 @@ def _checkpoints(module: ModuleType) -> None:
         else:
             remove(self, path)
 
+    def undo() -> None:
+        system.create_stream, system.rm_file, system.rename = create, remove, rename
+
     system.create_stream, system.rm_file, system.rename = create_stream, rm_file, renamed
+    return undo
 
 
 def _write(path: Path, tensors: Mapping[str, Any], metadata: Mapping[str, str] | None) -> None:

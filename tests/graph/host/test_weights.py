@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import io
 import json
 import resource
@@ -29,6 +30,8 @@ from simulator.recording.allocator import LiveAllocator  # noqa: E402
 from traces.model import Device  # noqa: E402
 
 GIB = 1 << 30
+#: Libraries whose loading and saving is another while a program runs.
+CHANGED = ("safetensors", "safetensors.torch", "torch.distributed.checkpoint.filesystem", "transformers.modeling_utils")
 
 
 @pytest.fixture
@@ -54,6 +57,15 @@ def peak() -> int:
 def blocks(path: Path) -> int:
     """Bytes that a file takes on the disk."""
     return path.stat().st_blocks * 512
+
+
+def test_what_is_changed_of_libraries_is_as_it_was_in_the_end(tmp_path: Path) -> None:
+    parts: list[Any] = [importlib.import_module(name) for name in CHANGED]
+    parts.append(parts[2].FileSystem)
+    before = [dict(vars(part)) for part in parts]
+    with fake_cuda(profile("A100", "2.13")) as made, never_read(made, tmp_path):
+        assert any(vars(part)[name] is not old[name] for part, old in zip(parts, before, strict=True) for name in old)
+    assert [{name: vars(part)[name] for name in old} for part, old in zip(parts, before, strict=True)] == before
 
 
 def test_large_tensors_on_the_host_are_not_touched(runtime: Runtime) -> None:
