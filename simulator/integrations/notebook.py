@@ -13,13 +13,13 @@ from __future__ import annotations
 import importlib
 import os
 import shlex
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from simulator.cli import COMMANDS, command_of
 from simulator.integrations.process import llmem
 
 if TYPE_CHECKING:
@@ -45,20 +45,26 @@ def magic(shell: Shell, line: str, cell: str | None) -> Result | None:
     """A command with its answer shown, or what a cell did; None where there is nothing to show."""
     words = shlex.split(line)
     if cell is None:
-        _shown(llmem([*words, "--markdown"]))
+        _shown(words)
         return None
     if "--cells" in words:
         place = words.index("--cells")
-        cell = f"{shell.extract_input_lines(words[place + 1])}\n{cell}"
+        cell = f"{shell.extract_input_lines(' '.join(words[place + 1 : place + 2]))}\n{cell}"
         del words[place : place + 2]
     return _recorded(words, cell)
 
 
-def _shown(done: subprocess.CompletedProcess[str]) -> None:
-    display: Any = importlib.import_module("IPython.display")
+def _shown(words: list[str]) -> None:
+    """Show what a command answers: as Markdown, if it has that form."""
+    has = bool(words) and words[0] in COMMANDS
+    form = ["--markdown"] if has and any("--markdown" in one.opts for one in command_of(words[0]).params) else []
+    done = llmem([*words, *form])
     sys.stderr.write(done.stderr)
-    if done.stdout:
+    if form and done.stdout:
+        display: Any = importlib.import_module("IPython.display")
         display.display(display.Markdown(done.stdout))
+    else:
+        sys.stdout.write(done.stdout)
 
 
 def _recorded(options: list[str], text: str) -> Result | None:

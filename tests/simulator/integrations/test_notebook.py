@@ -49,4 +49,5 @@ def test_cells_and_commands(client: Any) -> None:
     assert "4.00 MiB" in shown
     assert ran(client, "_.ranks[0].peak_allocated")[1] == str(4 << 20)
     assert "tiny_gpt2" in ran(client, "%llmem estimate tests/data/tiny_gpt2.json --batch 2 --seq 16 --gpu T4")[1]
+    assert "T4-16GB" in ran(client, "%llmem gpus T4")[0]  # has no Markdown
     assert "no unit" in ran(client, "%llmem estimate gpt2 --memory 24")[0]
