@@ -180,6 +180,7 @@ class Runtime:
     def reset(self) -> None:
         """Count storages from 1 again; there must be none."""
         self.memory.restart()
+        self.values.restart()
         self.assumptions.clear()
 
     def synchronized(self, point: int = 0) -> None:

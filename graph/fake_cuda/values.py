@@ -89,6 +89,10 @@ class Values:
             self.known.pop(self.key(tensor), None)
             self._shares.pop(self.key(tensor), None)
 
+    def restart(self) -> None:
+        """Storages are counted from 1 again."""
+        self._shares.clear()
+
     def nonzero(self, tensor: torch.Tensor) -> int | None:
         """How many elements are not zero of a part of zeros into which a number was scattered, where nobody knows to
         what places (`one_hot` of a router's choice): the part's share of them, as if they were spread evenly."""

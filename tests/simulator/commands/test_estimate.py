@@ -186,7 +186,10 @@ def test_ctrl_c_while_remedies_are_tried_keeps_the_answer(monkeypatch: pytest.Mo
     assert outcome.exit_code == 130
     assert document["verdict"] == "oom"
     changes = [one["change"] for one in document["remedies"]]
-    assert any(one.get("optimizer") == "adamw-fused" for one in changes)
+    captured = [{k: v for k, v in one.items() if k != "alloc_conf"} for one in changes if "optimizer" in one]
+    assert captured
+    assert all(one.items() <= calls[1].document().items() for one in captured)  # the capture that was finished
+    assert all(one["optimizer"] == "adamw-fused" for one in captured)
     assert all("alloc_conf" in one or "optimizer" in one for one in changes)  # settings need no capture
     assert len(calls) == 3
 
