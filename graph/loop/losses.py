@@ -6,7 +6,7 @@ import weakref
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, pad
 
 from graph.models.transformers_4_29.masks import like_transformers_4_29 as masks_of_4_29
 
@@ -77,7 +77,8 @@ def chunked(extra: dict[str, Any], module: PreTrainedModel, inputs: dict[str, An
 def in_parts(module: PreTrainedModel, *, checkpointed: bool) -> None:
     """Make a model's forward give the loss over 8 parts of the sequence, as a loop of one's own in it does.
 
-    The head and a cross-entropy run on one part after another, each under checkpoint if asked for.
+    The head and a cross-entropy run on one part after another, each under checkpoint if asked for. The training script
+    that is written for a case has the same function.
     """
     own = weakref.ref(module)
 
@@ -93,15 +94,18 @@ def _in_parts(module: Any, checkpointed: bool, labels: torch.Tensor, given: dict
 
     def part(states: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
         logits = head(states).float()
-        return cross_entropy(logits.view(-1, logits.size(-1)), wanted.reshape(-1))
+        if wanted.size(1) < states.size(1):  # nothing follows the last token
+            wanted = pad(wanted, (0, 1), value=-100)
+        return cross_entropy(logits.view(-1, logits.size(-1)), wanted.reshape(-1), reduction="sum")
 
     total: Any = 0
-    for states, wanted in zip(hidden.chunk(PARTS, dim=1), labels.chunk(PARTS, dim=1), strict=True):
+    size = -(-hidden.size(1) // PARTS)
+    for states, wanted in zip(hidden.split(size, dim=1), labels[:, 1:].split(size, dim=1), strict=False):
         if checkpointed:
             from torch.utils.checkpoint import checkpoint
 
             total = total + checkpoint(part, states, wanted, use_reentrant=False)
         else:
             total = total + part(states, wanted)
-    result: torch.Tensor = total / PARTS
+    result: torch.Tensor = total / labels[:, 1:].numel()
     return result

@@ -56,7 +56,7 @@ _NAMES: Final[Mapping[str, tuple[str, ...]]] = {
     ),
     "torch.distributed.tensor.parallel.ddp": ("_pre_dp_module_transform",),
     "torch.nn.parallel": ("DistributedDataParallel",),
-    "torch.utils.checkpoint": ("create_selective_checkpoint_contexts",),
+    "torch.utils.checkpoint": ("checkpoint", "create_selective_checkpoint_contexts"),
     "transformers": ("AutoConfig", "AutoModelForCausalLM", "BitsAndBytesConfig"),
 }
 
@@ -103,7 +103,7 @@ def why_not(case: Case) -> str:
         return "a script is written for the training of decoders (head causal-lm) alone"
     if not repository_of(case):
         return f"the model {case.model!r} is in no repository and no folder"
-    if case.loss:
+    if case.loss == "transformers-4.29":
         return f"the loss {case.loss!r} is computed in your own script"
     if _flat(case) and case.offload:
         return "FSDP's own offload is not what was simulated"

@@ -38,6 +38,8 @@ CASES: Final[Mapping[str, Mapping[str, Any]]] = {
     "in-backward": {"step_in_backward": True, "optimizer": "sgd"},
     "selective": {"checkpointing": "selective", "save": "matmul,attn"},
     "activations": {"offload": "activations"},
+    "loss-in-parts": {"loss": "chunk8", "autocast": "bf16"},
+    "loss-in-parts-adapted": {"loss": "chunk8-ckpt", "lora": 4, "dtype": "bf16", "batch": 1},
     "accumulated": {"accum": 2, "clip": 1.0},
     "accumulated-fp16": {"accum": 2, "autocast": "fp16"},
     "compiled": {"compile": "default", "autocast": "bf16"},

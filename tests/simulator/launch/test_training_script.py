@@ -18,6 +18,9 @@ pytest.importorskip("torch")
 pytest.importorskip("transformers")
 pytest.importorskip("peft")
 
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
 from graph.case import Case
 from simulator.launch.training_script import Predicted, script, why_not
 from tests.support.launched import METHODS, model, written
@@ -124,6 +127,18 @@ def test_quantized_models_are_loaded_so() -> None:
 def test_shards_on_the_host_are_asked_for(keys: dict[str, Any]) -> None:
     text = script(Case.of({"model": "opt-1.3b", "world": 2, **keys}))
     assert '"offload_policy": CPUOffloadPolicy(pin_memory=DEVICE == "cuda"),' in text
+
+
+@pytest.mark.parametrize("loss", ["chunk8", "chunk8-ckpt"])
+def test_a_loss_in_parts_is_the_models_own(loss: str, tmp_path: Path) -> None:
+    folder = model(tmp_path)
+    names: dict[str, Any] = {"__name__": "train"}
+    exec(script(Case.of({"model": folder, "loss": loss})), names)
+    made = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder)).eval()
+    ids = torch.randint(made.config.vocab_size, (2, 13))
+    wanted = made(input_ids=ids, labels=ids).loss
+    names["in_parts"](made)
+    torch.testing.assert_close(made(input_ids=ids, labels=ids), wanted)
 
 
 def test_no_script_is_one_line() -> None:
