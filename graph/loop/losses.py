@@ -100,7 +100,7 @@ def _in_parts(module: Any, checkpointed: bool, labels: torch.Tensor, given: dict
 
     total: Any = 0
     size = -(-hidden.size(1) // PARTS)
-    for states, wanted in zip(hidden.split(size, dim=1), labels[:, 1:].split(size, dim=1), strict=False):
+    for states, wanted in zip(hidden.split(size, dim=1), torch.split(labels[:, 1:], size, dim=1), strict=False):
         if checkpointed:
             from torch.utils.checkpoint import checkpoint
 

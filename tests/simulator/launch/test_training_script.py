@@ -134,7 +134,8 @@ def test_a_loss_in_parts_is_the_models_own(loss: str, tmp_path: Path) -> None:
     folder = model(tmp_path)
     names: dict[str, Any] = {"__name__": "train"}
     exec(script(Case.of({"model": folder, "loss": loss})), names)
-    made = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder)).eval()
+    kind: Any = AutoModelForCausalLM
+    made = kind.from_config(AutoConfig.from_pretrained(folder)).eval()
     ids = torch.randint(made.config.vocab_size, (2, 13))
     wanted = made(input_ids=ids, labels=ids).loss
     names["in_parts"](made)
