@@ -181,6 +181,16 @@ class Case:
         only=(_TRAIN, _CONFIGURATION),
         unset="as many as seq",
     )
+    lengths: tuple[Count, ...] = declared(
+        (),
+        INPUTS,
+        "Tokens of the sequences of each micro-batch, in turn: so many steps are run, and seq is the longest.",
+        only=(_TRAIN, _CONFIGURATION, Taken(scope="lengths", alone=True)),
+        metavar="N,N,...",
+        means="a list of lengths, one a micro-batch",
+        unset="seq for all",
+        read=numbers,
+    )
     images: Count = declared(1, INPUTS, "Images of a sample, for a model that sees.", only=(_TRAIN, _CONFIGURATION))
     image_size: Annotated[str, Meta(pattern=r"\A([1-9]\d{0,4}x[1-9]\d{0,4})?\Z")] = declared(
         "",
@@ -451,8 +461,20 @@ class Case:
         object.__setattr__(self, "save", tuple(one for one in get_args(Kept) if one in self.save))
         if self.mesh and self.world == 1:
             object.__setattr__(self, "world", math.prod(self.mesh.values()))
+        if self.lengths:
+            self._by_lengths()
         for refused in self._contradictions():
             raise ConfigError(f"key {refused}")
+
+    def _by_lengths(self) -> None:
+        """The sequence is the longest of `lengths`, and steps are as many as these are micro-batches for."""
+        longest, (steps, rest) = max(self.lengths), divmod(len(self.lengths), self.accum)
+        for name, value in (("seq", longest), ("steps", steps)):
+            if getattr(self, name) not in (KEYS[name].default, value):
+                raise ConfigError(f"key '{name}': {value} by 'lengths'")
+            object.__setattr__(self, name, value)
+        if rest:
+            raise ConfigError(f"key 'lengths': {len(self.lengths)} micro-batches make no steps of 'accum' {self.accum}")
 
     def _contradictions(self) -> Iterator[str]:
         """What no key can say alone."""

@@ -54,9 +54,13 @@ class Taken(Only):
 
     key: str = "strategy"
     scope: str = ""
+    alone: bool = False
+    """Whether one GPU has them, too."""
 
     def holds(self, case: Any) -> bool:
         """Whether it holds for a `graph.case.Case`."""
+        if self.alone and case.strategy == methods.ONE_GPU and not case.mesh:
+            return True
         if case.mesh and not methods.has_own_mesh(case.strategy):
             return not set(methods.axes_taking(self.scope)).isdisjoint(case.mesh)
         return case.strategy != methods.ONE_GPU and case.strategy in methods.taking(self.scope)

@@ -48,6 +48,9 @@ if TYPE_CHECKING:
 #: Classes of an image classifier whose configuration names none: those of ImageNet.
 _IMAGE_CLASSES: Final = 1000
 
+#: Heads whose inputs are texts of one length.
+_OF_TEXT: Final = ("causal-lm", "masked-lm", "sequence-classification")
+
 Place = Callable[[Any, Callable[[torch.Tensor], bool]], Any]
 
 
@@ -57,7 +60,8 @@ class Built:
 
     `module` is on the meta device until `load` has placed it; `load` may replace it (quantization, adapters). `loss`
     maps (module, keyword arguments) to the scalar to differentiate. `assumptions`: what was assumed, one line each.
-    `held`: outputs of the model that the training loop keeps (`Case.outputs`).
+    `held`: outputs of the model that the training loop keeps (`Case.outputs`). `batches`: the micro-batches in turn,
+    where they are not all like `batch`.
     """
 
     module: Any
@@ -70,10 +74,11 @@ class Built:
     assumptions: tuple[str, ...] = ()
     loader: Callable[[Built, Place], Any] | None = field(default=None, repr=False)
     held: list[Any] = field(default_factory=list, repr=False)
+    batches: tuple[tuple[Input, ...], ...] = ()
 
-    def host(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """(name, host tensor) of one micro-batch, in the order in which they go to the device."""
-        return hosts(self.batch)
+    def host(self, number: int = 0) -> Iterator[tuple[str, torch.Tensor]]:
+        """(name, host tensor) of a micro-batch, in the order in which they go to the device."""
+        return hosts(self.batches[number] if self.batches else self.batch)
 
     def forward(self, module: torch.nn.Module, inputs: dict[str, Any]) -> Any:
         """The loss of one micro-batch; `inputs` by the names that `host` gave."""
@@ -172,7 +177,21 @@ def _configured(case: Case, found: Any, place: str, make: Callable[[Architecture
     loss = _offloaded(case, _loss(case, head, config, held, options))
     stated = (*filter(None, (chosen.note,)), *_stated(case, config), *fed.assumptions)
     model = facts(module, case.quant, chosen.named)
-    return _ready(Built(module, config, head, fed.batch, loss, place, model, stated, held=held), case, prepare)
+    built = Built(module, config, head, fed.batch, loss, place, model, stated, held=held)
+    if case.lengths:
+        built.batches = _in_turn(case, head if usual else "", config, place)
+    return _ready(built, case, prepare)
+
+
+def _in_turn(case: Case, head: str, config: Any, place: str) -> tuple[tuple[Input, ...], ...]:
+    """The micro-batches of a case with `lengths`, which are texts."""
+    if head not in _OF_TEXT:
+        raise ConfigError(f"key 'lengths': {place} is {head or 'of another kind'}; it is for {', '.join(_OF_TEXT)}")
+    found = {
+        seq: training_batch(dataclasses.replace(case, seq=seq, lengths=()), head, config, place)
+        for seq in sorted(set(case.lengths), reverse=True)
+    }
+    return tuple(found[seq] for seq in case.lengths)
 
 
 def _of_diffusers(case: Case, document: Mapping[str, Any], place: str, module: Any = None) -> Built:

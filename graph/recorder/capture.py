@@ -48,7 +48,7 @@ def capture(case: Case, *, progress: Progress | None = None, method: Method | No
     """
     method = Method() if method is None else method
     fewest = method.real_steps + bool(case.compile)  # a compiled function may be compiled anew at its second call
-    real = min(case.steps, fewest)
+    real = case.steps if case.lengths else min(case.steps, fewest)
     with quiet():
         while True:
             graph = _attempt(case, real, progress, method)

@@ -28,6 +28,11 @@ from traces.text import one_line
     type=click.Choice(["simulation", "llmem", "dnnmem"], case_sensitive=False),
     help="Also the closed form of LLMem or DNNMem (may be repeated); the simulation always stands.",
 )
+@click.option(
+    "--samples",
+    metavar="FILE",
+    help="Lengths of a data set's samples in tokens, one a line: the peaks of its batches. --seq is the longest.",
+)
 @remedies_option
 @click.option("-o", "--output", metavar="FILE", help="Keep the trace (.json, .json.gz or .npz).")
 @file_options
@@ -38,6 +43,7 @@ def command(
     timing: bool,
     interconnect: str | None,
     estimators: tuple[str, ...],
+    samples: str | None,
     remedies: bool,
     as_json: bool,
     as_markdown: bool,
@@ -52,16 +58,19 @@ def command(
     case = case_from(model, options)
     written.check(model)
 
+    from simulator.estimator.epoch import read_lengths
     from simulator.estimator.estimate import estimate
     from simulator.reports import estimate as report
     from simulator.reports.verdict import exit_code
 
+    lengths = None if samples is None else read_lengths(samples)
     name = one_line(model)
     interrupted = False
     with working(f"capturing {name}", quiet, compiles=True) as say:
         try:
             found = estimate(
                 case,
+                samples=lengths,
                 context=outside,
                 min_memory=min_memory,
                 **written.kept,

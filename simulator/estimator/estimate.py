@@ -10,7 +10,7 @@ import json
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
@@ -23,6 +23,7 @@ from simulator.engine.min_memory import smallest_memory
 from simulator.engine.result import OutsideTerm, RankResult, Result, Shown, Verdict
 from simulator.estimator.closed_form import closed_forms
 from simulator.estimator.devices import device
+from simulator.estimator.epoch import Epoch, Peaks, epoch_of, peaks_of
 from simulator.estimator.failing_line import Captured, with_line
 from simulator.estimator.outside import bytes_of, communicators, outside_of
 from simulator.estimator.step_time import of_case
@@ -75,6 +76,7 @@ ANSWER_KEYS: Final = (
     "step_time_note",
     "estimators",
     "remedies",
+    "epoch",
 )
 #: Packages of the extra `torch`, without which nothing is captured.
 NEEDED: Final = frozenset({"torch", "transformers", "networkx"})
@@ -96,7 +98,8 @@ class Estimate(Shown):
 
     The devices of the trace have what the replay set aside as their context. `min_fit` is the smallest device in bytes,
     where it was asked for; `step` the time of a steady iteration, or of an inference run, likewise; `closed` the
-    closed-form estimates that were asked for; `remedies` what was tried where it does not fit.
+    closed-form estimates that were asked for; `remedies` what was tried where it does not fit; `epoch` the peaks of a
+    data set's batches, where its samples were given.
     """
 
     case: Mapping[str, Any]
@@ -108,6 +111,7 @@ class Estimate(Shown):
     step: StepTime | GenerationTime | None = None
     closed: tuple[ClosedForm, ...] = ()
     remedies: Plans | None = None
+    epoch: Peaks | None = None
 
     def _replayed(self) -> Result:
         return self.result
@@ -167,6 +171,8 @@ class Estimate(Shown):
             answer["estimators"] = {one.name: one.document() for one in self.closed}
         if self.remedies is not None:
             answer["remedies"] = self.remedies.document()
+        if self.epoch is not None:
+            answer["epoch"] = self.epoch.document()
         if self.trace.world > 1:
             groups = sorted(self.result.ranks, key=lambda rank: rank.ranks)
             answer["ranks"] = [{"ranks": list(rank.ranks), **_figures(rank)} for rank in groups]
@@ -177,6 +183,7 @@ def estimate(
     case: Case | Mapping[str, Any] | str | Module,
     *,
     inputs: object = None,
+    samples: Sequence[int] | None = None,
     context: Context = "auto",
     min_memory: bool = False,
     events: bool = False,
@@ -198,9 +205,11 @@ def estimate(
 
     `case` is a `graph.case.Case`, a mapping of its keys, the name of a model, or an `nn.Module`: one of transformers,
     or any with example `inputs` (a mapping of keyword arguments, a sequence, or one tensor), of which shapes and dtypes
-    count. `keys` are keys of the case: `estimate("gpt2", batch=8)`. `context` are the bytes of the device that are not
-    PyTorch's ("auto": the table of `simulator.estimator.outside`, with its ranges; 0: none). `min_memory` also finds
-    the smallest device. `events`, `log`, `snapshot`, `picture` and `analyse` are those of `simulator.replay`.
+    count. `keys` are keys of the case: `estimate("gpt2", batch=8)`. `samples` are the lengths of a data set's samples
+    in tokens: batches of it are run (`simulator.estimator.epoch`), and their peaks are in `epoch`. `context` are the
+    bytes of the device that are not PyTorch's ("auto": the table of `simulator.estimator.outside`, with its ranges; 0:
+    none). `min_memory` also finds the smallest device. `events`, `log`, `snapshot`, `picture` and `analyse` are those
+    of `simulator.replay`.
     `capture` makes the graph of a case (default: `captured`); `progress(phase, step, operators)` is called from time to
     time while the default one does. `time_steps` gives kernels and collectives durations, so that memory in use on
     several streams comes back in simulated time, and finds the time of a step; the GPUs meet over `interconnect`
@@ -216,6 +225,9 @@ def estimate(
 
     started = time.perf_counter()
     with _asked(case, inputs, keys) as asked:
+        epoch = None if samples is None else epoch_of(samples, asked.batch, asked.seq)
+        if epoch is not None:
+            asked = epoch.case(asked)
         _check(asked, context)
 
         captures: list[Captured] = []  # of the case itself, until its answer stands
@@ -251,13 +263,24 @@ def estimate(
             case=asked.document(),
             result=found,
             trace=trace,
-            assumptions=(*_about_gpu(asked), *trace.metadata.get("assumptions", ())),
+            assumptions=(*_about_gpu(asked), *_about_samples(asked, epoch), *trace.metadata.get("assumptions", ())),
             min_fit=smallest_memory(trace) + aside if min_memory else None,
             step=of_case(trace, asked, found) if time_steps else None,
             closed=closed_forms(asked, estimators, aside),
+            epoch=None if epoch is None else peaks_of(epoch, asked, found.ranks[0]),
             seconds=time.perf_counter() - started,
         )
         return _with_remedies(made, asked, context, graph_of, budget, trying) if remedies else made
+
+
+def _about_samples(case: Case, epoch: Epoch | None) -> Iterator[str]:
+    """What is assumed of a data set's batches."""
+    if epoch is not None:
+        yield "batches are of samples in a random order, each padded to its longest"
+        if epoch.cut:
+            yield f"{epoch.cut:,} samples are longer than 'seq', and are cut to {max(epoch.lengths):,} tokens"
+        if not case.attention_mask:
+            yield "no attention mask is given with the padding ('attention_mask': 'padded' has one)"
 
 
 def _with_remedies(

@@ -103,6 +103,8 @@ def why_not(case: Case) -> str:
         return "a script is written for the training of decoders (head causal-lm) alone"
     if not repository_of(case):
         return f"the model {case.model!r} is in no repository and no folder"
+    if case.lengths:
+        return "batches of several lengths come from your own data"
     if case.loss == "transformers-4.29":
         return f"the loss {case.loss!r} is computed in your own script"
     if _flat(case) and case.offload:

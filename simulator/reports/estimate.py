@@ -15,6 +15,7 @@ from traces.text import one_line
 from traces.units import format_bytes
 
 if TYPE_CHECKING:
+    from simulator.estimator.epoch import Peaks
     from simulator.estimator.estimate import Estimate
     from simulator.estimator.step_time import GenerationTime, StepTime
     from simulator.fit.plans import Plans
@@ -130,8 +131,24 @@ def _extra(estimate: Estimate) -> Iterator[Block]:
     if estimate.min_fit is not None:
         lines.append(f"smallest GPU: {format_bytes(estimate.min_fit)} ({estimate.min_fit:,} B)")
     yield Lines(tuple(lines))
+    if estimate.epoch is not None:
+        yield from _epoch(estimate.epoch)
     if estimate.closed:
         yield _closed(estimate)
+
+
+def _epoch(peaks: Peaks) -> Iterator[Block]:
+    """The peaks of a data set's batches, and the batch that has the largest."""
+    rows = (("largest", Size(peaks.largest)), ("99th percentile", Size(peaks.p99)), ("median", Size(peaks.median)))
+    yield Table(f"Peaks of an epoch of {peaks.batches:,} batches", ("batch", "allocated"), rows)
+    samples = ", ".join(str(one) for one in peaks.samples[:_SHOWN])
+    more = f" and {len(peaks.samples) - _SHOWN} more" if len(peaks.samples) > _SHOWN else ""
+    yield Lines(
+        (
+            f"The largest is batch {peaks.worst:,}, padded to {peaks.tokens:,} tokens: samples {samples}{more}. "
+            f"{peaks.run} lengths were run; between them peaks are taken as linear.",
+        )
+    )
 
 
 def _time(step: StepTime | GenerationTime) -> str:
@@ -185,4 +202,6 @@ def _value(value: object) -> str:
         return "yes" if value else "no"
     if isinstance(value, Mapping):
         return ",".join(f"{key}={size}" for key, size in value.items())
+    if isinstance(value, list | tuple) and len(value) > _SHOWN:
+        return f"{len(value)} from {min(value)} to {max(value)}"
     return "+".join(map(str, value)) if isinstance(value, list | tuple) else str(value)

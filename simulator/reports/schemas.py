@@ -87,6 +87,31 @@ class Figures(_Part):
     verdict: Verdict
 
 
+class PeaksOfBatches(Struct):
+    """Allocated bytes of a batch: the most, of 99 and of 50 of 100 batches at most."""
+
+    max: Bytes
+    p99: Bytes
+    median: Bytes
+
+
+class Batch(Struct):
+    """A batch of an epoch and the samples in it, numbered from 0, and the tokens that each is padded to."""
+
+    number: int
+    tokens: int
+    samples: list[int]
+
+
+class Epoch(Struct):
+    """Peaks of a data set's batches; between the lengths that were run they are taken as linear."""
+
+    batches: int
+    peak_allocated: PeaksOfBatches
+    worst_batch: Batch
+    lengths_run: int
+
+
 class Answer(Struct):
     """What an estimate adds to its case: bytes of the largest rank; null where it runs out of memory."""
 
@@ -110,6 +135,7 @@ class Answer(Struct):
     step_time_note: str = ""
     estimators: dict[str, ClosedForm] = {}
     remedies: list[Remedy] = []
+    epoch: Epoch | None = None
 
 
 class Sweep(_Document):

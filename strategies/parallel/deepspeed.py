@@ -183,7 +183,7 @@ class DeepSpeed(Strategy):
     """ZeRO of one stage."""
 
     kind: Kind = Kind.HOST_STATES
-    takes: tuple[str, ...] = ("deepspeed",)
+    takes: tuple[str, ...] = ("deepspeed", "lengths")
     launch: Launch = _LAUNCH
     half_weights: bool = True
     remedies: tuple[tuple[str, Mapping[str, Any]], ...] = (
@@ -248,5 +248,5 @@ def _held(case: Case) -> list[int]:
 STRATEGIES = (
     DeepSpeed("deepspeed-1", "DeepSpeed's ZeRO, stage 1", steps_alike=True, aliases=("zero-1",)),
     DeepSpeed("deepspeed-2", "... stage 2", steps_alike=True, aliases=("zero2", "zero-2")),
-    DeepSpeed("deepspeed-3", "... stage 3", takes=("deepspeed", "zero.Init"), aliases=("zero3", "zero-3")),
+    DeepSpeed("deepspeed-3", "... stage 3", takes=("deepspeed", "zero.Init", "lengths"), aliases=("zero3", "zero-3")),
 )

@@ -64,7 +64,7 @@ class Flattened(Strategy):
     """FSDP1: flat parameters are padded, so that all shards are equal."""
 
     kind: Kind = Kind.FLAT
-    takes: tuple[str, ...] = ("grad_sync",)
+    takes: tuple[str, ...] = ("grad_sync", "lengths")
     launch: Launch = FSDP
 
     def method(self, case: Case, rank: int) -> Native:

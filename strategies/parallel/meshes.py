@@ -402,17 +402,18 @@ def _along(axis: Axis) -> Callable[[int], dict[str, int]]:
 
 
 def _replicas(name: str, about: str, **more: Any) -> Meshes:
-    return Meshes(name, about, Kind.WHOLE, takes=("grad_sync",), shape=_along(Axis.REPLICAS), **more)
+    return Meshes(name, about, Kind.WHOLE, takes=("grad_sync", "lengths"), shape=_along(Axis.REPLICAS), **more)
 
 
 def _sharded(name: str, about: str, **more: Any) -> Meshes:
     given = {"kind": Kind.SHARDED | Kind.HOST_PARAMETERS, "shape": _along(Axis.SHARDS), **more}
-    return Meshes(name, about, launch=FSDP, takes=("grad_sync", "reshard_backward"), **given)
+    return Meshes(name, about, launch=FSDP, takes=("grad_sync", "reshard_backward", "lengths"), **given)
 
 
 def _split(name: str, about: str, kind: Kind = Kind.NONE, **more: Any) -> Meshes:
     kind |= Kind.SPLIT | Kind.TENSOR
-    return Meshes(name, about, kind, Share.ALL, takes=("tp_loss",), shape=_along(Axis.TENSOR), **more)
+    takes = ("tp_loss",) if more.get("sequence") else ("tp_loss", "lengths")  # its positions are those of one length
+    return Meshes(name, about, kind, Share.ALL, takes=takes, shape=_along(Axis.TENSOR), **more)
 
 
 _VIEW = Launch(no_accelerate="accelerate takes gradient_as_bucket_view only in code")
@@ -426,7 +427,7 @@ STRATEGIES = (
         "zero1",
         "... with ZeroRedundancyOptimizer",
         launch=_ZERO,
-        takes=("grad_sync",),
+        takes=("grad_sync", "lengths"),
         shape=_along(Axis.REPLICAS),
     ),
     FSDP1,
