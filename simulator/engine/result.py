@@ -322,6 +322,15 @@ class RankResult:
         return self.memory_stats.get("num_alloc_retries", 0)
 
     @property
+    def step_peaks(self) -> dict[int, int]:
+        """The peak of each training step in allocated bytes."""
+        found: dict[int, int] = {}
+        for phase in self.phases:
+            if phase.step is not None and phase.step >= 0:
+                found[phase.step] = max(phase.peak, found.get(phase.step, 0))
+        return found
+
+    @property
     def peak_allocated(self) -> int:
         """`torch.cuda.max_memory_allocated()`."""
         return self.memory_stats["allocated_bytes.all.peak"]

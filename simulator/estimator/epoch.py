@@ -105,12 +105,9 @@ def peaks_of(epoch: Epoch, case: Case, rank: RankResult) -> Peaks | None:
     """The peaks of all batches, from the replay of a run of `epoch.case(case)`; None where it ran out of memory."""
     if rank.oom is not None:
         return None
-    by_step: dict[int, int] = {}
-    for phase in rank.phases:
-        if phase.step is not None and phase.step > 0:  # in the first step the optimizer has no states yet
-            by_step[phase.step] = max(phase.peak, by_step.get(phase.step, 0))
-    run = case.lengths[case.accum :: case.accum]
-    known = {length: by_step[number] for number, length in enumerate(run, 1) if number in by_step}
+    run = case.lengths[case.accum :: case.accum]  # in the first step the optimizer has no states yet
+    peaks_run = rank.step_peaks
+    known = {length: peaks_run[number] for number, length in enumerate(run, 1)}
     points = sorted(known)
     peaks = np.interp(epoch.lengths, points, [known[one] for one in points]).astype(np.int64)
     worst = int(peaks.argmax())

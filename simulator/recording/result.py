@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
+import numpy as np
+
 from simulator.engine.replay import replay
 from simulator.engine.result import OutsideTerm, PhasePeak, RankResult, Result
 from simulator.estimator.judging import judged
@@ -18,6 +20,8 @@ from traces.units import format_bytes
 
 #: Version of the layout of the document.
 SCHEMA_VERSION: Final = 1
+#: Steps from which on their peaks are told apart.
+_FEWEST: Final = 3
 
 
 def document(recorded: Recorded, result: Result) -> dict[str, Any]:
@@ -26,7 +30,7 @@ def document(recorded: Recorded, result: Result) -> dict[str, Any]:
         "schema_version": SCHEMA_VERSION,
         "exit_code": recorded.exit_code,
         "steps": recorded.steps,
-        "ranks": [_rank(rank, recorded.durations.get(rank.ranks[0], ())) for rank in result.ranks],
+        "ranks": [_rank(rank, recorded.steps, recorded.durations.get(rank.ranks[0], ())) for rank in result.ranks],
         "assumptions": list(recorded.assumptions),
         "notices": list(recorded.notices),
     }
@@ -58,12 +62,29 @@ def told(result: Result, recorded: Recorded) -> Iterator[str]:
         peaks = f"{format_bytes(rank.peak_allocated)} allocated, {format_bytes(rank.peak_reserved)} reserved"
         ooms = rank.memory_stats["num_ooms"]
         yield f"{label_of(rank.ranks)}: at most {peaks}" + (f"; out of memory {ooms} times" if ooms else "")
+        if spread := step_spread(rank, recorded.steps):
+            sizes = (format_bytes(spread[name]) for name in ("median", "p99", "max"))
+            yield "  of steps: {} in the median, {} at the 99th percentile, {} in step {}".format(
+                *sizes, spread["step"]
+            )
     if step := _step(recorded):
         parts = ", ".join(f"{name} {format_time(duration)}" for name, duration in step.items())
         yield f"a step takes {format_time(sum(step.values()))}: {parts}; this is {NOTE}"
 
 
-def _rank(rank: RankResult, durations: Durations) -> dict[str, Any]:
+def step_spread(rank: RankResult, steps: int) -> dict[str, int]:
+    """The peaks of a rank's whole steps in allocated bytes: the largest and its step, the 99th percentile, the median;
+    empty for fewer than three, and where all but the first are alike."""
+    peaks = {step: peak for step, peak in rank.step_peaks.items() if step < steps}
+    if len(peaks) < _FEWEST or len(set(list(peaks.values())[1:])) == 1:
+        return {}
+    some = np.fromiter(peaks.values(), np.int64)
+    p99, median = (int(np.quantile(some, share, method="higher")) for share in (0.99, 0.5))
+    step = max(peaks, key=lambda one: peaks[one])
+    return {"max": peaks[step], "step": step, "p99": p99, "median": median}
+
+
+def _rank(rank: RankResult, steps: int, durations: Durations) -> dict[str, Any]:
     times = {(name, step): duration for name, step, duration in durations}
     stats = rank.memory_stats
     return {
@@ -75,6 +96,7 @@ def _rank(rank: RankResult, durations: Durations) -> dict[str, Any]:
         "allocations": stats["allocation.all.allocated"],
         "num_alloc_retries": stats["num_alloc_retries"],
         "num_ooms": stats["num_ooms"],
+        "step_peaks": step_spread(rank, steps) or None,
         "phases": [_phase(phase, times) for phase in rank.phases],
     }
 

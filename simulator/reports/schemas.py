@@ -441,6 +441,15 @@ class RecordedPhase(_Part):
     duration_ns: int = 0
 
 
+class StepPeaks(_Part):
+    """Allocated bytes of steps: the most, in which step, of 99 of 100 steps at most, of half of them."""
+
+    max: Bytes
+    step: int
+    p99: Bytes
+    median: Bytes
+
+
 class RecordedRank(_Part):
     """Ranks of a recorded program that did the same, in bytes and counts."""
 
@@ -452,6 +461,7 @@ class RecordedRank(_Part):
     allocations: int
     num_alloc_retries: int
     num_ooms: int
+    step_peaks: Annotated[StepPeaks | None, Meta(description="where steps are not alike")]
     phases: list[RecordedPhase]
 
 

@@ -18,13 +18,9 @@ from graph.case import Case
 from simulator.estimator import epoch
 from simulator.estimator.epoch import Peaks, epoch_of, read_lengths
 from simulator.estimator.estimate import estimate
+from tests.support.several_lengths import ALLOCATED, LENGTHS, RESERVED
 from traces.errors import ConfigError
 
-#: PyTorch 2.13 (CUDA 13.0) and transformers 5 over stub CUDA libraries as an A100, bf16 weights, AdamW, batches of 4:
-#: max_memory_allocated of each step (reset after it) and memory_reserved after it.
-LENGTHS = (70, 33, 128, 20, 111, 64, 128, 50)
-ALLOCATED = (53245952, 53244928, 97709056, 53244416, 89007616, 66288128, 97709056, 60300800)
-RESERVED = (75497472, 77594624, 117440512, 117440512, 117440512, 117440512, 117440512, 117440512)
 SMALL = {"n_layer": 4, "n_embd": 256, "n_head": 4, "vocab_size": 5000, "n_positions": 128}
 
 

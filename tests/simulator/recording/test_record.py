@@ -17,6 +17,7 @@ from tests.accuracy import programs
 from tests.accuracy.recordings import read_table
 from tests.places import ROOT
 from tests.support import warm
+from tests.support.several_lengths import ALLOCATED
 
 ROWS = {row["name"]: row for row in read_table(programs.FOLDER / "programs.csv")}
 
@@ -57,6 +58,19 @@ def test_programs_end_with_the_recorded_figures(name: str, tmp_path: Path) -> No
         assert abs(run.figures()["end_allocated"][0] - run.figures()["end_allocated"][1]) <= 512
     if row["ended"] != "ok":
         assert row["ended"].partition(": ")[2] in done.stderr
+
+
+def test_the_largest_step_is_told(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    done = record(tmp_path, "--steps", "all", str(programs.FOLDER / "lengths.py"))
+    peaks = sorted(ALLOCATED)
+    assert answer(tmp_path)["ranks"][0]["step_peaks"] == {
+        "max": peaks[-1],
+        "step": ALLOCATED.index(peaks[-1]),
+        "p99": peaks[-1],
+        "median": peaks[len(peaks) // 2],
+    }
+    assert "63.22 MiB in the median, 93.18 MiB at the 99th percentile, 93.18 MiB in step 2" in done.stderr
 
 
 def test_ranks_end_with_the_recorded_figures(tmp_path: Path) -> None:
