@@ -168,6 +168,10 @@ class Strategy:
         """Whether shards of parameters, with their gradients and states, are kept on the host."""
         return case.offload == "parameters"
 
+    def keeps_works(self, case: Case) -> bool:
+        """Whether works of its collectives keep tensors until NCCL's watchdog looks, which a clock decides."""
+        return False
+
     def lower(self, case: Case, capture: Capture, speed: Speed | None, rank: int | None = None) -> Lowered:
         """The events of every rank, those that differ captured one by one; `rank`: that one, which stands for all.
 

@@ -31,7 +31,7 @@ from simulator.fit.measure import measured
 from simulator.fit.plans import Judged
 from simulator.fit.search import search
 from simulator.reports.verdict import summary
-from strategies import strategy
+from strategies import registry, strategy
 from strategies.lowering import lower
 from strategies.timing.clock import Clock
 from traces.errors import ConfigError, Interrupted
@@ -263,7 +263,12 @@ def estimate(
             case=asked.document(),
             result=found,
             trace=trace,
-            assumptions=(*_about_gpu(asked), *_about_samples(asked, epoch), *trace.metadata.get("assumptions", ())),
+            assumptions=(
+                *_about_gpu(asked),
+                *_about_works(asked),
+                *_about_samples(asked, epoch),
+                *trace.metadata.get("assumptions", ()),
+            ),
             min_fit=smallest_memory(trace) + aside if min_memory else None,
             step=of_case(trace, asked, found) if time_steps else None,
             closed=closed_forms(asked, estimators, aside),
@@ -450,6 +455,15 @@ def _about_gpu(case: Case) -> Iterator[str]:
         yield text
     if "bf16" in (case.dtype, case.autocast, case.compute) and not card.has_bf16:
         yield f"{card.name} has no tensor cores for bf16, which PyTorch emulates there, slowly; fp16 has them"
+
+
+def _about_works(case: Case) -> Iterator[str]:
+    """What to say of collectives whose tensors live as long as a clock decides."""
+    if case.deferred == "prompt" and registry.find(case).keeps_works(case):
+        yield (
+            "DistributedDataParallel's first buckets are taken as gone by the second step; where NCCL's watchdog has "
+            "not looked by then (it does every 0.1 s), 'deferred': 'late' is what it needs"
+        )
 
 
 def _clock(case: Case, interconnect: str) -> Clock:

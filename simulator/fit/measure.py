@@ -16,16 +16,19 @@ from simulator.estimator.judging import judged, with_context
 from simulator.estimator.outside import bytes_of, communicators, least_of, outside_of
 from simulator.estimator.step_time import StepTime, of_case, stall_of
 from simulator.fit.plans import Judged
+from strategies import registry
 from strategies.lowering import lower
 from strategies.timing.clock import Clock
 from traces.errors import LLMemError
 
 if TYPE_CHECKING:
     from graph.case import Case
-    from simulator.engine.result import RankResult
+    from simulator.engine.result import OutsideTerm, RankResult, Result
     from simulator.estimator.outside import Context
     from strategies.strategy import Capture
     from traces.model import Trace
+
+    Terms = tuple[OutsideTerm, ...]
 
 #: Parts of a phase, by its events: what two changes save together is foreseen from what each saves when.
 PARTS: Final = 8
@@ -39,9 +42,10 @@ def measured(case: Case, context: Context, capture: Capture, budget: int | None 
     `capture` makes its graphs. With a `budget` it may have no more than that many bytes of its GPU.
     """
     try:
-        trace = lower(case, capture=capture)
-        terms = outside_of(case, context, communicators(trace))
-        found = judged(trace, terms, analyse=False, needs=True)
+        trace, terms, found = _judged(case, context, capture)
+        if found.verdict != "oom" and case.deferred == "prompt" and registry.find(case).keeps_works(case):
+            late = _judged(replace(case, deferred="late"), context, capture)  # as much as a clock may make of it
+            trace, terms, found = max((trace, terms, found), late, key=lambda one: one[-1].needed or 0)
         clocked = lower(case, capture=capture, clock=Clock.connected(case.gpu, ""))
     except LLMemError:
         return None
@@ -52,6 +56,13 @@ def measured(case: Case, context: Context, capture: Capture, budget: int | None 
         ns += _waits(trace, case, bytes_of(terms))
     verdict = found.verdict if needs is None or budget is None or needs <= budget else "oom"
     return Judged(needs, room, verdict, ns, room - bytes_of(least_of(terms)), phases)
+
+
+def _judged(case: Case, context: Context, capture: Capture) -> tuple[Trace, Terms, Result]:
+    """The trace of a case, what lies outside the allocator, and what comes out."""
+    trace = lower(case, capture=capture)
+    terms = outside_of(case, context, communicators(trace))
+    return trace, terms, judged(trace, terms, analyse=False, needs=True)
 
 
 def _taken(trace: Trace, case: Case) -> tuple[dict[str, int], float | None]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING, Any, Final
@@ -89,7 +89,7 @@ class MeshRank(Pipeline):
         self.on_host = strategy.on_host(case)
         axes = {name for name, _ in self.layout.axes}
         self.staged, self.sharded, self.split = "pp" in axes, "fsdp2" in axes, "tp" in axes
-        self.replicated = "dp" in axes and not self.sharded
+        self.replicated = _replicated(axes)
         self.kept = frozenset({"all_reduce"}) if self.replicated else frozenset()
         # DDP rebuilds its buckets in the second iteration, so that the third is the first usual one
         self.real_steps = 3 if self.replicated else 2
@@ -328,6 +328,10 @@ class Meshes(Strategy):
         """As they are wrapped."""
         return _plain(case.mesh if self.shape is None else self.shape(case.world))
 
+    def keeps_works(self, case: Case) -> bool:
+        """Those of DistributedDataParallel, whose first buckets live so long."""
+        return _replicated(dict(self.layout(case).axes))
+
     def on_host(self, case: Case) -> bool:
         """As the case or the record says."""
         return self.offload or super().on_host(case)
@@ -395,6 +399,11 @@ def _hybrid(world: int) -> dict[str, int]:
 
 def _pairs(world: int) -> dict[str, int]:
     return {"fsdp2": world // PAIR, "tp": PAIR}
+
+
+def _replicated(axes: Collection[str]) -> bool:
+    """Whether DistributedDataParallel averages the gradients of a mesh with these axes."""
+    return "dp" in axes and "fsdp2" not in axes
 
 
 def _along(axis: Axis) -> Callable[[int], dict[str, int]]:

@@ -35,6 +35,7 @@ CASES: Final[Mapping[str, Mapping[str, Any]]] = {
     "single": {"clip": 1.0},
     "mixed": {"autocast": "bf16", "checkpointing": "nonreentrant", "attention_mask": True, "optimizer": "adamw-fused"},
     "adapted": {"lora": 4, "checkpointing": "reentrant", "dtype": "bf16"},
+    "quantized": {"quant": "nf4", "lora": 4, "dtype": "bf16"},
     "in-backward": {"step_in_backward": True, "optimizer": "sgd"},
     "selective": {"checkpointing": "selective", "save": "matmul,attn"},
     "activations": {"offload": "activations"},

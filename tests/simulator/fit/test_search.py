@@ -367,6 +367,25 @@ def test_what_is_promised_is_what_an_estimate_of_it_says(tmp_path: Path) -> None
     assert json.loads(json.dumps(listed)) == listed
 
 
+def test_a_plan_fits_also_where_works_keep_their_tensors(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    pytest.importorskip("transformers")
+    from simulator.estimator.estimate import captured, estimate
+    from simulator.fit.measure import measured
+    from tests.support.launched import model
+
+    keys = {"model": model(tmp_path / "model"), "batch": 1, "seq": 8, "strategy": "ddp", "world": 2}
+    soon, late = (estimate(keys, context=0, deferred=when) for when in ("prompt", "late"))
+    assert soon.result.needed is not None
+    assert late.result.needed is not None
+    assert late.worst.peak_allocated > soon.worst.peak_allocated
+    assert any("watchdog" in text for text in soon.assumptions)
+    assert not late.assumptions
+    found = measured(Case.of(keys), 0, lambda case, method: captured(case, None, method))
+    assert found is not None
+    assert found.needs == max(soon.result.needed, late.result.needed)
+
+
 def test_several_processes_find_what_one_does(tmp_path: Path) -> None:
     """Their server imports what they need, but starts no thread of autograd: none survives a fork."""
     pytest.importorskip("torch")
