@@ -66,6 +66,11 @@ def raised(error: BaseException) -> str:
     return "" if found is None else place(found.filename, found.lineno or 0, found.name)
 
 
+def is_own(file: str) -> bool:
+    """Whether a file is the user's: of no library, not Python's, not ours."""
+    return not file.startswith(("<", *_INSTALLED, *OURS))
+
+
 def told(error: BaseException) -> str:
     """What was raised, where and why, on one line."""
     place = raised(error)

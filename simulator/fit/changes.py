@@ -40,7 +40,7 @@ class Change:
     part: str
     words: str
     cost: str
-    keys: Callable[[Case], Iterator[Mapping[str, Any]]]
+    keys: Callable[[Any], Iterator[Mapping[str, Any]]]
     alone: bool = False
     """Whether it is in no combination."""
 
@@ -54,7 +54,7 @@ class Change:
         """How much else a run is with it."""
         return LEVELS[self.cost]
 
-    def applies(self, case: Case, keys: Mapping[str, Any]) -> bool:
+    def applies(self, case: object, keys: Mapping[str, Any]) -> bool:
         """Whether it may set these keys in a case; one that is `alone` may always."""
         return self.alone or any(dict(one) == dict(keys) for one in self.keys(case))
 

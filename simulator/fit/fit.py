@@ -12,7 +12,7 @@ from graph.case import Case
 from simulator.estimator.estimate import captured
 from simulator.estimator.jobs import default_jobs, local_pool
 from simulator.fit.measure import measured
-from simulator.fit.plans import Judged, Plans
+from simulator.fit.plans import Fitting, Judged, Plans
 from simulator.fit.search import SECONDS, Mapped, search
 from traces.errors import ConfigError, Interrupted
 
@@ -32,25 +32,12 @@ PRELOADED: Final = (
 )
 
 
-@dataclass(frozen=True)
-class Fitted:
-    """A case and the plans that make it fit; `keep` are the keys that none changes, `gpus` those that there are."""
+@dataclass(frozen=True, kw_only=True)
+class Fitted(Fitting):
+    """A case and the plans that make it fit; `gpus` are those that there are."""
 
     case: Case
-    plans: Plans
-    keep: tuple[str, ...] = ()
     gpus: int | None = None
-
-    @property
-    def whole(self) -> Judged:
-        """The answer for the case as it is."""
-        assert self.plans.whole is not None
-        return self.plans.whole
-
-    @property
-    def fits(self) -> bool:
-        """Whether it fits as it is, or by a plan."""
-        return self.whole.verdict != "oom" or bool(self.plans.fitting)
 
 
 def fit(
@@ -84,13 +71,13 @@ def fit(
             with local_pool(jobs, PRELOADED) as pool:
                 plans = found(pool.map)
     except Interrupted as error:
-        raise Interrupted(Fitted(case, error.found, tuple(keep), gpus)) from None
+        raise Interrupted(Fitted(case=case, plans=error.found, keep=tuple(keep), gpus=gpus)) from None
     if plans.whole is None:
         from simulator.estimator.estimate import estimate
 
         estimate(case, context=context, analyse=False)  # says why
         raise ConfigError("the case cannot be replayed")
-    return Fitted(case, plans, tuple(keep), gpus)
+    return Fitted(case=case, plans=plans, keep=tuple(keep), gpus=gpus)
 
 
 def _judge(case: Case, context: Context) -> Judged | None:

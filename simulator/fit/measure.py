@@ -23,7 +23,7 @@ from traces.errors import LLMemError
 
 if TYPE_CHECKING:
     from graph.case import Case
-    from simulator.engine.result import OutsideTerm, RankResult, Result
+    from simulator.engine.result import OutsideTerm, Result
     from simulator.estimator.outside import Context
     from strategies.strategy import Capture
     from traces.model import Trace
@@ -67,21 +67,26 @@ def _judged(case: Case, context: Context, capture: Capture) -> tuple[Trace, Term
 
 def _taken(trace: Trace, case: Case) -> tuple[dict[str, int], float | None]:
     """Peaks by phase of the largest rank, and nanoseconds a token, on GPUs without end."""
-    ample = replace(trace, devices=tuple(replace(one, total_bytes=ENDLESS, context_bytes=0) for one in trace.devices))
+    ample = endless(trace)
     result = replay(ample, analyse=False)
-    largest = max(result.ranks, key=lambda rank: rank.peak_allocated)
     found = of_case(ample, case, result)
     if found is None:
-        return _peaks(largest), None
+        return peaks_of(result), None
     if isinstance(found, StepTime):
         ns = (found.step_ns + _paging(trace, case)) / found.tokens
     else:
         ns = (found.first_token_ns + found.decode_ns) / (case.batch * case.new)
-    return _peaks(largest), ns
+    return peaks_of(result), ns
 
 
-def _peaks(rank: RankResult) -> dict[str, int]:
-    """The peak of allocated bytes in every part of a phase (`load` has one), over all steps."""
+def endless(trace: Trace) -> Trace:
+    """The trace on GPUs without end."""
+    return replace(trace, devices=tuple(replace(one, total_bytes=ENDLESS, context_bytes=0) for one in trace.devices))
+
+
+def peaks_of(result: Result) -> dict[str, int]:
+    """The peak of allocated bytes in every part of a phase (`load` has one), over all steps, of the largest rank."""
+    rank = max(result.ranks, key=lambda one: one.peak_allocated)
     peaks: dict[str, int] = {}
     for span in rank.timeline.phases:
         parts = np.array_split(rank.timeline.allocated[span.start : span.stop], 1 if span.name == "load" else PARTS)

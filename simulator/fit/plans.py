@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -35,12 +35,13 @@ class Judged:
 @dataclass(frozen=True)
 class Plan:
     """One or several changes, tried: `keys` of the case that differ, what came out, and `time` as a share of the
-    case's own (None: not known)."""
+    case's own (None: not known). `said` has words for the keys."""
 
     changes: tuple[Change, ...]
     keys: Mapping[str, Any]
     judged: Judged
     time: float | None = None
+    said: Callable[[Mapping[str, Any]], str] = options_of
 
     @property
     def fits(self) -> bool:
@@ -50,7 +51,7 @@ class Plan:
     @property
     def options(self) -> str:
         """The options of the command line that say it."""
-        return options_of(self.keys)
+        return self.said(self.keys)
 
     @property
     def words(self) -> str:
@@ -134,3 +135,23 @@ class Plans:
     def document(self) -> list[dict[str, Any]]:
         """As JSON: those that fit, then those that do not."""
         return [one.document() for one in (*self.fitting, *self.short)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fitting:
+    """What makes something fit; no plan changes a key of `keep`. `notes` are what else there is to say."""
+
+    plans: Plans
+    keep: tuple[str, ...]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def whole(self) -> Judged:
+        """The answer as it is."""
+        assert self.plans.whole is not None
+        return self.plans.whole
+
+    @property
+    def fits(self) -> bool:
+        """Whether it fits as it is, or by a plan."""
+        return self.whole.verdict != "oom" or bool(self.plans.fitting)

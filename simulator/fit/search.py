@@ -1,4 +1,4 @@
-"""The search for the cheapest changes that make a case fit.
+"""The search for the cheapest changes that make a case, or a program, fit.
 
 Single changes are tried first. What a combination takes, in time and in memory by parts of phases, is then predicted
 from them and from the combinations that are known already, and the combinations are tried from the cheapest on. What
@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import product
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
 
 import numpy as np
 
@@ -39,14 +39,27 @@ NEAR: Final = 0.92
 EQUAL: Final = 1.01
 WORTH: Final = 0.995
 
-Judge = Callable[[Case], Judged | None]
+#: What is changed: a case, or a program.
+Subject = TypeVar("Subject")
 #: As `map`, or in several processes: of a function of several cases that share a graph.
-Mapped = Callable[[Callable[[Sequence[Case]], "list[Judged | None]"], Sequence[Sequence[Case]]], Iterable[Any]]
+Mapped = Callable[[Callable[[Sequence[Any]], "list[Judged | None]"], Sequence[Sequence[Any]]], Iterable[Any]]
+
+
+@dataclass(frozen=True)
+class Table(Generic[Subject]):
+    """What there is to change: `offered` gives changes that apply to what needs so many bytes, each with what it may
+    set, `changed` what then is (None: it cannot be), `left` the share that stays of what a change saves beside others,
+    `said` words for a command line."""
+
+    offered: Callable[[Subject, int], Iterable[tuple[Change, Iterable[Mapping[str, Any]]]]]
+    changed: Callable[[Subject, Mapping[str, Any]], Subject | None]
+    left: Callable[[Subject, Change, Mapping[str, Any]], float]
+    said: Callable[[Mapping[str, Any]], str]
 
 
 def search(
     case: Case,
-    judge: Judge,
+    judge: Callable[[Case], Judged | None],
     *,
     keep: Collection[str] = (),
     gpus: int | None = None,
@@ -63,14 +76,29 @@ def search(
     what was tried, on Ctrl-C.
     """
     check_keys(keep)
+    table = Table(partial(options_for, keep=keep, gpus=gpus), changed, left_of, options_of)
+    return search_table(case, judge, table, seconds=seconds, mapped=mapped, width=width, trying=trying)
+
+
+def search_table(
+    case: Subject,
+    judge: Callable[[Subject], Judged | None],
+    table: Table[Subject],
+    *,
+    seconds: float,
+    mapped: Mapped = map,
+    width: int = 1,
+    trying: Callable[[str], object] | None = None,
+) -> Plans:
+    """The same with the changes of a table."""
     spared = HARDWARE * seconds
     deadline = time.monotonic() + seconds - spared
     whole = next(iter(mapped(partial(_judged, judge), [[case]])))[0]
     if whole is None or whole.needs is None or whole.verdict == "fits":
         return Plans(whole)
-    found = _Search(case, whole, judge, mapped, width, deadline, spared, trying or (lambda _: None))
+    found = _Search(case, whole, judge, table, mapped, width, deadline, spared, trying or (lambda _: None))
     try:
-        found.run([(change, list(values)) for change, values in options_for(case, whole.needs, keep, gpus)])
+        found.run([(change, list(values)) for change, values in table.offered(case, whole.needs)])
     except KeyboardInterrupt:
         raise Interrupted(found.result()) from None
     return found.result()
@@ -85,7 +113,7 @@ class _Option:
     bit: int
 
 
-def _judged(judge: Judge, cases: Sequence[Case]) -> list[Judged | None]:
+def _judged(judge: Callable[[Subject], Judged | None], cases: Sequence[Subject]) -> list[Judged | None]:
     """The answers for cases, up to the first that fits."""
     found: list[Judged | None] = []
     for case in cases:
@@ -114,10 +142,11 @@ class _Candidate:
 
 
 @dataclass
-class _Search:
-    case: Case
+class _Search(Generic[Subject]):
+    case: Subject
     whole: Judged
-    judge: Judge
+    judge: Callable[[Subject], Judged | None]
+    table: Table[Subject]
     mapped: Mapped
     width: int
     deadline: float
@@ -175,6 +204,8 @@ class _Search:
         for one in (*self.singles, *options):
             if not one.change.alone and one is not self.expandable:
                 parts.setdefault(one.change.part, {})[one.change] = one
+        if not parts:
+            return True  # but for the allocator's settings, which cost nothing
         if self.whole.phases.get("load", 0) > self.room and not any(
             change.loads for part in parts.values() for change in part
         ):
@@ -346,7 +377,7 @@ class _Search:
             share = 1.0
             for other in choice:
                 if other is not option:
-                    share *= left_of(self.case, option.change, other.keys)
+                    share *= self.table.left(self.case, option.change, other.keys)
             if plan is not None:
                 found += share * (self._vector(plan.judged) - whole)
         return found
@@ -375,9 +406,9 @@ class _Search:
         for start in range(0, len(waiting), self.width):
             some = waiting[start : start + self.width]
             if self._over():
-                self.untried += [options_of(_keys(choice)) for choice in some]
+                self.untried += [self.table.said(_keys(choice)) for choice in some]
                 continue
-            self.trying("; ".join(options_of(_keys(choice)) for choice in some))
+            self.trying("; ".join(self.table.said(_keys(choice)) for choice in some))
             groups = [self._together(choice) for choice in some]
             cases = [[case for one in group if (case := self._case(one)) is not None] for group in groups]
             for group, found in zip(groups, self.mapped(partial(_judged, self.judge), cases), strict=True):
@@ -397,7 +428,9 @@ class _Search:
         for choice, judged in zip(group, found, strict=False):
             if judged is not None:
                 share = None if judged.ns is None or not self.whole.ns else judged.ns / self.whole.ns
-                self.known[_mask(choice)] = Plan(tuple(one.change for one in choice), _keys(choice), judged, share)
+                self.known[_mask(choice)] = Plan(
+                    tuple(one.change for one in choice), _keys(choice), judged, share, self.table.said
+                )
         if self.known[_mask(group[0])] is not None and not any(
             plan is not None and plan.fits for plan in (self.known.get(_mask(one)) for one in group)
         ):
@@ -408,13 +441,13 @@ class _Search:
         alone, both = self.known[_mask(choice)], self.known.get(_mask(choice) | self._pair())
         return both if both is not None and (alone is None or both.fits) else alone
 
-    def _case(self, choice: _Choice) -> Case | None:
+    def _case(self, choice: _Choice) -> Subject | None:
         """The case with a choice; None where keys contradict each other, or a change means nothing beside others."""
-        case = changed(self.case, _keys(choice))
+        case = self.table.changed(self.case, _keys(choice))
         if case is None or len(choice) == 1:
             return case
         for option in choice:
-            others = changed(self.case, _keys(tuple(one for one in choice if one is not option)))
+            others = self.table.changed(self.case, _keys(tuple(one for one in choice if one is not option)))
             if others is None or not option.change.applies(others, option.keys):
                 return None
         return case

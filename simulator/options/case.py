@@ -133,7 +133,7 @@ def case_from(model: str, options: Mapping[str, Any], *, any_strategy: bool = Fa
     nothing for the case, and for an unknown GPU; UsageError where two names of a key are given.
     """
     try:
-        case = Case.of({"model": model, **_given(options)}, where="options", any_strategy=any_strategy)
+        case = Case.of({"model": model, **given_keys(options)}, where="options", any_strategy=any_strategy)
     except ConfigError as error:
         raise ConfigError(_in_options(str(error))) from None
     gpu(case.gpu)
@@ -152,7 +152,7 @@ def case_of(model: str, options: Mapping[str, Any]) -> Case:
     document = read_document(model) if Path(model).is_file() else None
     if document is None or "model" not in document:
         return case_from(model, options)
-    return Case.of({**document, **_given(options)}, path_text(Path(model).name))
+    return Case.of({**document, **given_keys(options)}, path_text(Path(model).name))
 
 
 def assumed(options: Mapping[str, Any]) -> tuple[str, ...]:
@@ -162,7 +162,7 @@ def assumed(options: Mapping[str, Any]) -> tuple[str, ...]:
     return (f"--gpu is not given: an {KEYS['gpu'].default} is assumed, with the memory that --memory says",)
 
 
-def _given(options: Mapping[str, Any]) -> dict[str, Any]:
+def given_keys(options: Mapping[str, Any]) -> dict[str, Any]:
     """The values of the keys whose options were given."""
     found: dict[str, Any] = {}
     said: dict[str, str] = {}

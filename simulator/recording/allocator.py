@@ -10,6 +10,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -22,6 +23,7 @@ from simulator.allocator.releases import Release, parse_release
 from simulator.engine import kernels as engine
 from simulator.engine.machine import Machine
 from simulator.engine.program import Program
+from simulator.engine.replay import ENDLESS
 from simulator.engine.result import EventLog
 from simulator.engine.torch_snapshot import torch_snapshot
 from simulator.recording import kernels
@@ -108,9 +110,9 @@ class LiveAllocator:
     """What `graph.fake_cuda.served.Allocator` asks for, by the compiled allocator of this project.
 
     `conf` are its settings (None: the environment's, when it is first used); `error` makes the exception that is raised
-    where memory runs out. Memory in use on another stream comes back at once; with `late` when the host waits; with
-    `times` when that stream has passed the point in simulated time. Collectives take `times(kind, bytes, ranks)` ns,
-    as if the others came when this rank does.
+    where memory runs out, which it never does with `endless`. Memory in use on another stream comes back at once; with
+    `late` when the host waits; with `times` when that stream has passed the point in simulated time. Collectives take
+    `times(kind, bytes, ranks)` ns, as if the others came when this rank does.
 
     Safe on several threads. Frees may come in the middle of another event, from Python's collector; they are served
     after it.
@@ -125,8 +127,10 @@ class LiveAllocator:
         *,
         late: bool = False,
         times: Times | None = None,
+        endless: bool = False,
     ) -> None:
         self.device = device
+        self._served = replace(device, total_bytes=ENDLESS) if endless else device
         self.late = late
         self._times = times
         self._clocks: dict[int, int] = {}  # of streams from FIRST_CLOCK on
@@ -142,6 +146,7 @@ class LiveAllocator:
         self._pools: dict[tuple[int, int], int] = {}  # PyTorch's id of a pool -> the machine's number
         self._scopes: list[_Scope] = []  # oldest first
         self._serving = 0  # the pool that the machine's allocations come from
+        self.asked = False  # whether anybody asked for figures
         self.marks: list[Mark] = []  # where phases began, in simulated time
         self._error = error
         self._machine: Machine | None = None
@@ -162,10 +167,10 @@ class LiveAllocator:
                 self.conf = conf_from_environment(os.environ, self.release) or ""
             self._machine = Machine(
                 _no_events(self._times is not None),
-                device=self.device,
+                device=self._served,
                 settings=parse_conf(self.conf, self.release),
                 release=self.release,
-                capacity=self.device.total_bytes - self.device.context_bytes,
+                capacity=self._served.total_bytes - self.device.context_bytes,
             )
             self._machine.ids = self._ids.reshape(-1, 2)
             self._machine.memory[at.HOLD] = self.late
@@ -443,6 +448,7 @@ class LiveAllocator:
 
     def statistics(self) -> dict[str, Any]:
         """What torch.cuda.memory_stats_as_nested_dict gives."""
+        self.asked = True
         nested: dict[str, Any] = {}
         for name, value in self.machine.memory_stats().items():
             *parts, last = name.split(".")
@@ -459,8 +465,9 @@ class LiveAllocator:
 
     def memory_info(self) -> tuple[int, int]:
         """What cudaMemGetInfo gives: free bytes of the device, and all."""
+        self.asked = True
         memory = self.machine.memory
-        free = memory[at.CAPACITY] - memory[at.OTHER_BYTES] - memory[at.DEVICE_USED]
+        free = self.device.total_bytes - self.device.context_bytes - memory[at.DEVICE_USED]
         return max(int(free), 0), self.device.total_bytes
 
     # ----------------------------------------------------------------------------------------------------------------
@@ -492,6 +499,8 @@ class LiveAllocator:
 
     def _stand(self) -> tuple[int, int, int]:
         """When all is done, retries, and the driver's calls so far."""
+        if self._machine is None:  # a program may still set its settings
+            return 0, 0, 0
         memory = self.machine.memory
         first = int(memory[at.STREAMS]) + at.S_CLOCK
         clocks = memory[first : first + memory[at.NUM_STREAMS] * at.S_COLUMNS : at.S_COLUMNS]

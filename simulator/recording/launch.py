@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import traces
 from simulator.recording.request import FACTS, TRACE, Request
@@ -32,6 +32,8 @@ _START: Final = (
 )
 
 
+#: What a silent process says on stderr, in the request's folder.
+_SAID: Final = "said"
 #: After so many signals the program is killed.
 _PATIENCE: Final = 3
 
@@ -43,7 +45,8 @@ class RecordError(LLMemError):
 @dataclass(frozen=True)
 class Recorded:
     """What a program did: its exit code, the optimizer's steps, what was assumed of values, what else there is to say
-    of the run, the trace, and where time was asked for what phases of each rank took."""
+    of the run, the trace, where time was asked for what phases of each rank took, the Trainer's arguments of the
+    command line, why it failed, if it did, and whether it asked for figures of memory."""
 
     exit_code: int
     steps: int
@@ -51,16 +54,26 @@ class Recorded:
     notices: tuple[str, ...]
     trace: Trace
     durations: Mapping[int, Durations] = field(default_factory=dict)
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    raised: str = ""
+    asked: bool = False
 
 
-def record(request: Request, ranks: Sequence[int] = (0,), told: Callable[[str], None] | None = None) -> Recorded:
+def record(
+    request: Request,
+    ranks: Sequence[int] = (0,),
+    told: Callable[[str], None] | None = None,
+    *,
+    silent: bool = False,
+) -> Recorded:
     """Run the program of a request (its folder is chosen here) to its end, as each of `ranks` of its world.
 
-    A process each, one after another but for as many as there are cores, with this process's streams. Ctrl-C and
+    A process each, one after another but for as many as there are cores, with this process's streams, or if it is to be
+    `silent` without any. Ctrl-C and
     SIGTERM end the program, and what was recorded is the answer; ranks that have not begun then are left out. `told`
     is called with a word where one of several ranks has ended. RecordError where one ended before it left anything.
     """
-    processes = _Processes()
+    processes = _Processes(silent)
     done = 0
 
     def one(rank: int) -> Recorded | None:
@@ -86,6 +99,9 @@ def record(request: Request, ranks: Sequence[int] = (0,), told: Callable[[str], 
         notices=tuple(dict.fromkeys(text for one in found for text in one.notices)),
         trace=together([one.trace for one in found]),
         durations={rank: phases for one in found for rank, phases in one.durations.items()},
+        arguments=found[0].arguments,
+        raised=next((one.raised for one in found if one.exit_code), ""),
+        asked=any(one.asked for one in found),
     )
 
 
@@ -98,7 +114,8 @@ def _prepare() -> None:
 class _Processes:
     """The processes of ranks that run now."""
 
-    def __init__(self) -> None:
+    def __init__(self, silent: bool) -> None:
+        self._silent = silent
         self._running: set[subprocess.Popen[bytes]] = set()
         self._ended = 0  # signals that came
 
@@ -126,7 +143,9 @@ class _Processes:
         if self._ended:
             return None
         with tempfile.TemporaryDirectory(prefix="llmem-record-") as folder:
-            code = self._run(replace(request, folder=folder))
+            with self._streams(folder) as streams:
+                code = self._run(replace(request, folder=folder), streams)
+            last = _last_line(Path(folder) / _SAID)
             facts = Path(folder) / FACTS
             if not facts.exists():
                 name = quoted(request.program[0])
@@ -141,12 +160,24 @@ class _Processes:
             notices=tuple(found["notices"]),
             trace=trace,
             durations={request.rank: tuple((name, step, ns) for name, step, ns in found["durations"])},
+            arguments=found["arguments"],
+            raised=found["raised"] or last,
+            asked=found["asked"],
         )
 
-    def _run(self, request: Request) -> int:
+    @contextlib.contextmanager
+    def _streams(self, folder: str) -> Iterator[Mapping[str, Any]]:
+        """The streams of a process that has not this one's."""
+        if not self._silent:
+            yield {}
+            return
+        with open(Path(folder) / _SAID, "wb") as said:
+            yield {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": said}
+
+    def _run(self, request: Request, streams: Mapping[str, Any]) -> int:
         """The exit code of the process of a rank."""
         command = [sys.executable, "-c", _START.format(root=_ROOT, text=request.text())]
-        process = subprocess.Popen(command, env=environment(request))
+        process = subprocess.Popen(command, env=environment(request), **streams)
         self._running.add(process)
         try:
             return process.wait()
@@ -155,6 +186,12 @@ class _Processes:
             if process.poll() is None:
                 process.kill()
                 process.wait()
+
+
+def _last_line(file: Path) -> str:
+    """The last line of what was said, if anything was."""
+    said = file.read_text(errors="replace") if file.exists() else ""
+    return next((line.strip() for line in reversed(said.splitlines()) if line.strip()), "")
 
 
 def environment(request: Request) -> dict[str, str]:

@@ -33,19 +33,19 @@ from graph.host.weights import never_read
 from graph.models import own_modules
 from graph.recorder.phases import Finished, Phases
 from graph.recorder.program import ProgramRecorder
+from graph.user_code import told
 from simulator.allocator.releases import parse_release
-from simulator.recording import cycles
+from simulator.recording import arguments, cycles
 from simulator.recording.allocator import LiveAllocator, warm_up
 from simulator.recording.durations import of_phases
 from simulator.recording.prices import Prices
 from simulator.recording.repeats import Progress, Repeats
-from simulator.recording.request import FACTS, REPEATS, TRACE, Request
+from simulator.recording.request import FACTS, INTERRUPTED, REPEATS, TRACE, Request
 from simulator.recording.trace import trace_of
 from strategies.timing.clock import LAUNCH_NS, Clock
 from traces.model import Device
 
 _OURS: Final = str(Path(__file__).resolve().parents[2])
-INTERRUPTED: Final = 130
 #: PR_SET_PDEATHSIG of Linux (prctl.h): the signal that comes when whoever started this process is gone.
 _DIE_WITH_PARENT: Final = 1
 #: What runs the code of a program's first module: the outermost frame that is not the program's.
@@ -72,6 +72,7 @@ def main(text: str) -> int:
         OutOfMemoryError,
         late=request.late,
         times=None if prices is None else prices.collective,
+        endless=request.endless,
     )
     card = dataclasses.replace(card, total_bytes=device.total_bytes)
     index = request.local_rank if request.local_rank < _DEVICES else 0
@@ -94,9 +95,11 @@ def main(text: str) -> int:
             cycles.followed(recorder),
             joined(runtime, recorder) as job,
             phases.followed(),
+            arguments.followed(keeper.arguments),
         ):
             phases.settle = _settling(job, recorder, request.late)
             code, error = _run(request)
+            keeper.raised = "" if error is None else told(error)
         keeper.keep(code)  # what the error's frames hold is alive, as it is where Python tells of it
         del error
     return code
@@ -164,6 +167,8 @@ class _Keeper:
         self.phases = phases
         self.allocator = allocator
         self.end = end
+        self.arguments: dict[str, Any] = {}  # of the Trainer
+        self.raised = ""
         self._kept = False
 
     def keep(self, code: int) -> None:
@@ -183,6 +188,7 @@ class _Keeper:
         }
         metadata = {"name": os.path.basename(self.request.program[0]), "program": self.request.program, **facts}
         facts["durations"] = of_phases(self.allocator.ended())
+        facts |= {"arguments": self.arguments, "raised": self.raised, "asked": self.allocator.asked}
         trace = trace_of(self.allocator, self.recorder.labels, metadata, self.request.rank)
         traces.write(trace, folder / TRACE, force=True)
         (folder / FACTS).write_text(json.dumps(facts))

@@ -10,6 +10,8 @@ from typing import Final, Literal
 #: What that process leaves in the request's folder.
 TRACE: Final = "trace.npz"
 FACTS: Final = "facts.json"
+#: The exit code of a program that was interrupted.
+INTERRUPTED: Final = 130
 #: Steps: as many as it takes until two of them do the same.
 REPEATS: Final = -1
 
@@ -24,7 +26,8 @@ class Request:
     `processes`; `environment` is what their launcher adds to it, and `local` an argument with the local rank that it
     puts before the program's own. `launched`: ranks are told their places, also where there is one. `watched`: somebody
     looks at standard error. `late`: memory in use on another stream comes back when the host waits. `timed`: kernels
-    take time, and collectives over `interconnect` (`strategies.timing.Clock.connected`).
+    take time, and collectives over `interconnect` (`strategies.timing.Clock.connected`). `endless`: memory never runs
+    out, although the program is told that the GPU has what it has.
     """
 
     program: tuple[str, ...]
@@ -46,6 +49,7 @@ class Request:
     late: bool = False
     timed: bool = False
     interconnect: str = ""
+    endless: bool = False
 
     @property
     def local_rank(self) -> int:

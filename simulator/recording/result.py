@@ -34,13 +34,13 @@ def document(recorded: Recorded, result: Result) -> dict[str, Any]:
         "assumptions": list(recorded.assumptions),
         "notices": list(recorded.notices),
     }
-    if step := _step(recorded):
+    if step := step_of(recorded):
         found["step_time_ns"] = sum(step.values())
         found["step_time_note"] = NOTE
     return found
 
 
-def _step(recorded: Recorded) -> dict[str, int]:
+def step_of(recorded: Recorded) -> dict[str, int]:
     """The phases of a step of the slowest rank."""
     return max(map(of_step, recorded.durations.values()), key=lambda step: sum(step.values()), default={})
 
@@ -67,7 +67,7 @@ def told(result: Result, recorded: Recorded) -> Iterator[str]:
             yield "  of steps: {} in the median, {} at the 99th percentile, {} in step {}".format(
                 *sizes, spread["step"]
             )
-    if step := _step(recorded):
+    if step := step_of(recorded):
         parts = ", ".join(f"{name} {format_time(duration)}" for name, duration in step.items())
         yield f"a step takes {format_time(sum(step.values()))}: {parts}; this is {NOTE}"
 

@@ -72,8 +72,8 @@ def _with_case(found: Document, estimate: Estimate) -> Document:
     return replace(found, subject=case_line(estimate.case), head=head)
 
 
-def what_fits(found: Plans) -> Iterator[Block]:
-    """What would fit, the cheapest change first, and what does not alone."""
+def what_fits(found: Plans, tried: str = "tried by a capture and a replay") -> Iterator[Block]:
+    """What would fit, the cheapest change first, and what does not alone; each was `tried` somehow."""
     plans = found.fitting
     rows = tuple(
         (
@@ -89,7 +89,7 @@ def what_fits(found: Plans) -> Iterator[Block]:
     head = ("options", "verdict", "needs", "of", "time", "what changes")
     if rows:
         more = f"and {len(plans) - _SHOWN} more (--json has all)" if len(plans) > _SHOWN else ""
-        yield Table("What would fit, each tried by a capture and a replay", head, rows, right=(2, 3, 4), more=more)
+        yield Table(f"What would fit, each {tried}", head, rows, right=(2, 3, 4), more=more)
     else:
         yield Lines(("Nothing that was tried would fit.",))
     yield Lines(tuple(_not_enough(found)))

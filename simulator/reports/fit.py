@@ -2,30 +2,34 @@
 
 from __future__ import annotations
 
+import shlex
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Final
 
-from simulator.fit.fit import SCHEMA_VERSION
+from simulator.fit.fit import SCHEMA_VERSION, Fitted
+from simulator.fit.program import FittedProgram
 from simulator.reports import markdown
-from simulator.reports.document import Document, Section
+from simulator.reports.document import Block, Document, Section, Size, Table
 from simulator.reports.estimate import case_line, what_fits
 from simulator.reports.verdict import WORDS
+from traces.text import one_line
 from traces.units import format_bytes
 
 if TYPE_CHECKING:
-    from simulator.fit.fit import Fitted
-    from simulator.fit.plans import Judged, Plan
+    from simulator.fit.plans import Fitting, Judged, Plan
 
 _NUMBERS: Final = {1: "this", 2: "these two", 3: "these three", 4: "these four", 5: "these five"}
 #: What follows from a plan that leaves the results as they are, or not.
 _RESULTS: Final = {0: "the results stay the same", 1: "rounding differs", 2: "it is another method"}
 
 
-def render_json(found: Fitted) -> dict[str, Any]:
-    """The document of `fit --json`: the case, what it says in words, the plans that fit and those that do not."""
+def render_json(found: Fitting) -> dict[str, Any]:
+    """The document of `fit --json`: the case or program, what it says in words, the plans that fit and those that do
+    not."""
     whole = found.whole
     return {
         "schema_version": SCHEMA_VERSION,
-        "case": found.case.document(),
+        **_subject(found),
         "verdict": whole.verdict,
         "needs": whole.needs,
         "gpu_bytes": whole.total,
@@ -37,23 +41,54 @@ def render_json(found: Fitted) -> dict[str, Any]:
     }
 
 
-def render_markdown(found: Fitted) -> str:
+def _subject(found: Fitting) -> dict[str, Any]:
+    if isinstance(found, FittedProgram):
+        return {"program": list(found.program), "advice": [one.document() for one in found.advice]}
+    assert isinstance(found, Fitted)
+    return {"case": found.case.document()}
+
+
+def render_markdown(found: Fitting) -> str:
     """The document as Markdown, for an issue."""
     return markdown.render(document_of(found))
 
 
-def document_of(found: Fitted) -> Document:
+def document_of(found: Fitting) -> Document:
     """What it lacks and the cheapest plan, then the table of plans."""
     verdict = found.whole.verdict
     kept = (f"kept: {', '.join(found.keep)}",) if found.keep else ()
-    sections = () if verdict == "fits" else (Section("", tuple(what_fits(found.plans))),)
-    return Document(
-        subject=case_line(found.case.document()), badge=verdict, lead=says(found), facts=kept, sections=sections
+    sections = () if verdict == "fits" else (Section("", (*plans_of(found), *_advice(found))),)
+    return Document(subject=subject(found), badge=verdict, lead=says(found), facts=kept, sections=sections)
+
+
+def plans_of(found: Fitting) -> Iterator[Block]:
+    """What would fit, and what does not alone."""
+    return what_fits(found.plans, *["recorded and replayed"] * isinstance(found, FittedProgram))
+
+
+def subject(found: Fitting) -> str:
+    """What is to fit, on one line."""
+    if isinstance(found, FittedProgram):
+        return one_line(shlex.join(found.program))
+    assert isinstance(found, Fitted)
+    return case_line(found.case.document())
+
+
+def _advice(found: Fitting) -> Iterator[Table]:
+    """Where the memory of a program goes, and what one would change there."""
+    advice = found.advice if isinstance(found, FittedProgram) else ()
+    rows = tuple(
+        (one.kind, Size(line.bytes), line.where, one.words if line is one.lines[0] else "")
+        for one in advice
+        for line in one.lines
     )
+    if rows:
+        head = ("alive at the peak", "bytes", "asked for by", "what one may change there")
+        yield Table("In the program itself (advice: nothing of this was tried)", head, rows, right=(1,))
 
 
-def says(found: Fitted) -> str:
-    """What the case lacks, what to do, and what it costs, in a sentence."""
+def says(found: Fitting) -> str:
+    """What is lacking, what to do, and what it costs, in a sentence."""
     whole = found.whole
     if whole.verdict == "fits":
         return f"fits: needs {format_bytes(whole.needs or 0)} of {format_bytes(whole.total)}; nothing has to change"

@@ -385,10 +385,25 @@ class Spared(_Part):
     at_most_tokens_per_second: float
 
 
-class Fit(_Document):
-    """The cheapest changes that make a case fit."""
+class AskedFor(_Part):
+    """Bytes that are alive at the peak, and the line that asks for them."""
 
-    case: dict[str, Any]
+    where: str
+    bytes: Bytes
+
+
+class Advice(_Part):
+    """Bytes of a kind that are alive at a program's peak, and what one would change there: advice, not tried."""
+
+    kind: str
+    bytes: Bytes
+    lines: list[AskedFor]
+    words: str
+
+
+class Fit(_Document):
+    """The cheapest changes that make a case, or a program, fit."""
+
     verdict: Verdict
     needs: Bytes | None
     gpu_bytes: Bytes
@@ -397,6 +412,9 @@ class Fit(_Document):
     plans: Annotated[list[Remedy], Meta(description="those that fit, the cheapest first")]
     short: Annotated[list[Remedy], Meta(description="those that do not fit")]
     untried: list[str]
+    case: Annotated[dict[str, Any] | None, Meta(description="what is to fit, where that is a case")] = None
+    program: Annotated[list[str] | None, Meta(description="or a program, with its arguments")] = None
+    advice: Annotated[list[Advice] | None, Meta(description="where the memory of a program goes")] = None
 
 
 class Term(_Part):

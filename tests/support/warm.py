@@ -166,9 +166,10 @@ class _Started:
     """What a command starts with subprocess.Popen: `python -c`, of the modules that are imported here."""
 
     Popen: Any
+    DEVNULL = subprocess.DEVNULL
 
-    def __init__(self, command: Sequence[str], env: Mapping[str, str]) -> None:
-        self.pid = _forked(lambda: _code(command[2], env))
+    def __init__(self, command: Sequence[str], env: Mapping[str, str], **streams: Any) -> None:
+        self.pid = _forked(lambda: _code(command[2], env, streams))
         self._code: int | None = None
 
     def wait(self) -> int:
@@ -189,10 +190,13 @@ class _Started:
 _Started.Popen = _Started
 
 
-def _code(text: str, env: Mapping[str, str]) -> None:
+def _code(text: str, env: Mapping[str, str], streams: Mapping[str, Any]) -> None:
     """`python -c text`; the thread that forked is this process's only one."""
     import concurrent.futures.thread
 
+    for name, file in streams.items():
+        place = os.open(os.devnull, os.O_RDWR) if file == subprocess.DEVNULL else file.fileno()
+        os.dup2(place, getattr(sys, f"__{name}__").fileno())
     from graph.fake_cuda import device
 
     device._start_autograd()

@@ -1,0 +1,132 @@
+"""The options of a program that is run: what it is, its processes, and how far; shared by the commands that record."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import click
+
+from graph.hardware.gpus import gpu as gpu_of
+from simulator.allocator.releases import parse_release
+from simulator.recording.request import REPEATS, Request
+from traces.errors import ConfigError
+
+#: What a word may be that begins a program: a script, Python, or a launcher.
+_BEGINS: Final = ("torchrun", "accelerate", "accelerate-launch", "deepspeed")
+_OPTIONS: Final = (
+    click.option("-m", "module", metavar="MODULE", help="Run a module, as `python -m MODULE ARGS...` does."),
+    click.option("--nproc-per-node", metavar="N", type=click.IntRange(1), help="Ranks on a node, as torchrun's."),
+    click.option("--nnodes", metavar="N", type=click.IntRange(1), help="Nodes, as torchrun's."),
+    click.option("--ranks", metavar="0,3-5|all", default="all", show_default=True, help="Ranks to run."),
+    click.option("--steps", metavar="N|all", help="End after N optimizer steps (default: when two do the same)."),
+    click.option(
+        "--interconnect", metavar="WAY", help="Of timed ranks: nvlink, pcie, infiniband, ethernet, or a link's name."
+    ),
+)
+
+#: Their names, and what they are where they are not given.
+PROGRAM_OPTIONS: Final[Mapping[str, Any]] = {
+    "module": None, "nproc_per_node": None, "nnodes": None, "ranks": "all", "steps": None, "interconnect": None,
+}  # fmt: skip
+
+
+class Programs(click.Command):
+    """A command whose arguments end with those of a program: it ends the options, and so does `-m MODULE`.
+
+    With `begins` its first argument may be something else, after which options go on.
+    """
+
+    begins: Callable[[str], bool] | None = None
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """As click, but for what stands behind a program."""
+        spelled = ctx.token_normalize_func or str
+        options = {name: option for option in self.params for name in option.opts}
+        place = 0
+        while place < len(args) and args[place].startswith("-") and args[place] not in ("--", "-"):
+            if args[place] == "-m":
+                return super().parse_args(ctx, [*args[: place + 2], "--", *args[place + 2 :]])
+            option: Any = options.get(spelled(args[place]))
+            place += 1 if option is None or option.is_flag else 2
+        if self.begins is not None and place < len(args) and self.begins(args[place]):
+            args = [*args[:place], "--", *args[place:]]
+        return super().parse_args(ctx, args)
+
+
+def begins_program(word: str) -> bool:
+    """Whether a word begins a program: a script's path, Python or a launcher."""
+    name = Path(word).name
+    return name.endswith(".py") or name in _BEGINS or name.startswith("python")
+
+
+def program_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the options that `request_of` understands, but for those that cases have as well."""
+    for option in reversed(_OPTIONS):
+        command = option(command)
+    return command
+
+
+def request_of(
+    program: tuple[str, ...],
+    *,
+    module: str | None = None,
+    nproc_per_node: int | None = None,
+    nnodes: int | None = None,
+    ranks: str = "all",
+    steps: str | None = None,
+    interconnect: str | None = None,
+    gpu: str,
+    memory: int | None = None,
+    alloc_conf: str | None = None,
+    release: str,
+    **how: Any,
+) -> tuple[Request, list[int]]:
+    """What is to be recorded, and of which ranks; `how` are further fields of a Request.
+
+    ConfigError for a program that there is not, an unknown GPU, release, way or setting, and ranks out of range.
+    """
+    from simulator.allocator.conf import parse_conf
+    from simulator.engine.ranks import parse_ranks
+    from simulator.recording.launchers import program_of
+    from strategies.timing.links import ways
+
+    found = program_of(program, module, nproc_per_node)
+    processes = nproc_per_node or found.processes
+    world = processes * (nnodes or found.nodes)
+    chosen = sorted(range(world) if ranks == "all" else parse_ranks(ranks, range(world)))
+    behaviour = parse_release(release)
+    if alloc_conf is not None:
+        parse_conf(alloc_conf, behaviour)
+    card = gpu_of(gpu)
+    ways(card.name, interconnect or "")
+    request = Request(
+        program=found.words,
+        kind=found.kind,
+        folder="",
+        gpu=card.name,
+        release=behaviour.text,
+        memory=memory or 0,
+        conf=alloc_conf,
+        steps=_steps(steps),
+        world=world,
+        processes=processes,
+        environment=found.environment,
+        local=found.local,
+        launched=found.launched or nproc_per_node is not None,
+        interconnect=interconnect or "",
+        **how,
+    )
+    return request, chosen
+
+
+def _steps(text: str | None) -> int:
+    """How many optimizer steps `--steps` asks for; 0: all."""
+    if text is None:
+        return REPEATS
+    if text == "all":
+        return 0
+    if not text.isdecimal() or int(text) < 1:
+        raise ConfigError(f"--steps {text}: give a number of optimizer steps above 0, or all")
+    return int(text)
