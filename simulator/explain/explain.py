@@ -10,24 +10,24 @@ from simulator.explain.message import OutOfMemory
 from traces.errors import TraceError
 
 if TYPE_CHECKING:
-    from simulator.estimator.estimate import Estimate
-    from simulator.fit.fit import Fitted
+    from simulator.engine.result import RankResult
+    from simulator.fit.plans import Fitting
 
 SCHEMA_VERSION: Final = 1
 
 
 @dataclass(frozen=True)
 class Beside:
-    """The case beside a text: its estimate, and what would make it fit."""
+    """The case or program beside a text: what would make it fit, and its rank that needs most."""
 
-    estimate: Estimate
-    fitted: Fitted
+    fitted: Fitting
+    rank: RankResult
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """Messages with their causes, in the order of the text; `where` names it, and `beside` is the case that it is of,
-    where that was given."""
+    """Messages with their causes, in the order of the text; `where` names it, and `beside` is the case or program that
+    it is of, where that was given."""
 
     where: str
     messages: tuple[tuple[OutOfMemory, Judgement], ...]

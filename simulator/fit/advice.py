@@ -13,6 +13,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from graph.recorder.phase_names import OPTIMIZER, PHASES
 from graph.user_code import is_own, place
 from simulator.engine.replay import replay
 from simulator.fit.measure import endless
@@ -33,6 +34,8 @@ _KINDS: Final[Mapping[str, str]] = {
     "optimizer_state": "optimizer states",
     "parameter": "parameters",
 }
+#: What temporaries are at a peak in the optimizer's step.
+_STEP: Final = "the optimizer's temporaries"
 _LOGITS: Final = "logits and loss"
 _WORDS: Final[Mapping[str, str]] = {
     _LOGITS: "a fused or chunked loss keeps no logits (Liger's fused linear cross entropy, parts of the sequence)",
@@ -41,6 +44,7 @@ _WORDS: Final[Mapping[str, str]] = {
     "gradients": "let the optimizer step within backward (register_post_accumulate_grad_hook), train adapters, or give "
     "each rank a part (FSDP)",
     "optimizer states": "8-bit states (bitsandbytes' AdamW8bit), Adafactor, or a part for each rank (ZeRO, FSDP)",
+    _STEP: "a fused optimizer (fused=True) has none; foreach=False has those of one parameter at a time",
     "parameters": "load them in 16 bits, frozen ones in 4, or give each rank a part (FSDP)",
 }
 
@@ -75,8 +79,11 @@ def advise(trace: Trace) -> tuple[Advice, ...]:
     kinds: dict[str, Counter[str]] = {}
     names, categories, stacks = map(events.strings, ("name", "category", "frames"))
     size = events.ints("bytes")
+    stepping = (rank.peak.phase or "").startswith(PHASES[OPTIMIZER])
     for number in _alive(events, rank.peak.event):
         kind, where = _told(*(column.get(number) or "" for column in (names, categories, stacks)))
+        if stepping and categories.get(number) == "temporary":
+            kind = _STEP
         if kind in _WORDS:
             kinds.setdefault(kind, Counter())[where] += int(size[number])
     found = [_advice(kind, lines, int(_LEAST * rank.peak_allocated)) for kind, lines in kinds.items()]

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from simulator.engine.result import Verdict
 from simulator.fit.changes import COSTS, Change, options_of
+
+if TYPE_CHECKING:
+    from simulator.engine.result import RankResult
+    from simulator.fit.advice import Advice
 
 #: What a change more counts as a share of the time, so that of plans that are about as fast the simpler one is first.
 EACH: Final = 0.01
@@ -155,3 +159,13 @@ class Fitting:
     def fits(self) -> bool:
         """Whether it fits as it is, or by a plan."""
         return self.whole.verdict != "oom" or bool(self.plans.fitting)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FittedProgram(Fitting):
+    """A program, the plans that make it fit, and where its memory goes, with what one would change there."""
+
+    program: tuple[str, ...]
+    rank: RankResult
+    """The one that needs most, on its GPU."""
+    advice: tuple[Advice, ...] = ()

@@ -26,10 +26,10 @@ from simulator.estimator.jobs import default_jobs
 from simulator.estimator.judging import judged, with_context
 from simulator.estimator.outside import bytes_of, least_of, process_terms
 from simulator.estimator.step_time import stall_of
-from simulator.fit.advice import Advice, advise
+from simulator.fit.advice import advise
 from simulator.fit.changes import CHANGES, PROPORTIONAL, Change, keep_all
 from simulator.fit.measure import endless, peaks_of
-from simulator.fit.plans import Fitting, Judged, Plans
+from simulator.fit.plans import FittedProgram, Judged, Plans
 from simulator.fit.search import Mapped, Table, search_table
 from simulator.recording.arguments import NAMES
 from simulator.recording.launch import Recorded, RecordError, record
@@ -72,14 +72,6 @@ class Started:
     def recorded_ranks(self) -> tuple[int, ...]:
         """The ranks that are recorded (None: all)."""
         return tuple(range(self.request.world)) if self.ranks is None else self.ranks
-
-
-@dataclass(frozen=True, kw_only=True)
-class FittedProgram(Fitting):
-    """A program, the plans that make it fit, and where its memory goes, with what one would change there."""
-
-    program: tuple[str, ...]
-    advice: tuple[Advice, ...] = ()
 
 
 # --- the table -------------------------------------------------------------------------------------------------------
@@ -127,7 +119,7 @@ _ARGUMENTS: Final = (
     Change("activations", "activations are computed again", "time", _argument(
         "gradient_checkpointing", True, when=lambda _: True)),
     Change("batch", "smaller micro-batches", "time", _smaller_batch),
-    Change("gpus", "more processes, each with a part", "time", _processes),
+    Change("gpus", "more processes, each with a part, and more samples a step", "time", _processes),
     Change("loss", "Liger's kernels, whose loss keeps no logits", "rounding", _argument(
         "use_liger_kernel", True, when=lambda _: importlib.util.find_spec("liger_kernel") is not None)),
     Change("precision", "mixed precision", "rounding", _argument(
@@ -207,8 +199,7 @@ class _Recorder:
         """The answer for a program; None where it cannot run so."""
         try:
             recorded = self.recorded(program)
-            trace = replace(untimed(recorded.trace), conf=program.alloc_conf)
-            terms = self.terms(program.request)
+            trace, terms = events_of(recorded, program), self.terms(program.request)
             found = judged(trace, terms, analyse=False, needs=True)
             if found.verdict != "oom" and recorded.asked:  # what it does may be another thing on its own GPU
                 _run(replace(program.request, conf=program.alloc_conf, context=bytes_of(terms)), program)
@@ -227,9 +218,9 @@ class _Recorder:
         return process_terms([profile(request.gpu, request.release)], self._context, int(request.world > 1))
 
 
-def untimed(trace: Trace) -> Trace:
-    """The events of a recording in simulated time as they are without it."""
-    return vary(trace, Variant(deferred="prompt"))
+def events_of(recorded: Recorded, program: Started) -> Trace:
+    """The events of a recording in simulated time as they are without it, under a program's settings."""
+    return replace(vary(recorded.trace, Variant(deferred="prompt")), conf=program.alloc_conf)
 
 
 def _run(request: Request, program: Started) -> Recorded:
@@ -296,8 +287,12 @@ def fit_program(
 
     def fitted(plans: Plans) -> FittedProgram:
         needed = plans.whole is not None and plans.whole.verdict != "fits"
-        advice = advise(untimed(first.trace)) if needed else ()
-        return FittedProgram(plans=plans, keep=tuple(keep), notes=notes, program=request.program, advice=advice)
+        trace = events_of(first, program)
+        rank = judged(trace, recorder.terms(request), analyse=False, needs=True).decisive
+        advice = advise(trace) if needed else ()
+        return FittedProgram(
+            plans=plans, keep=tuple(keep), notes=notes, program=request.program, rank=rank, advice=advice
+        )
 
     def found(mapped: Mapped) -> Plans:
         left = seconds - (time.monotonic() - begun)

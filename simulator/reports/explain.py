@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 from simulator.explain.explain import SCHEMA_VERSION, Beside, Explanation
 from simulator.explain.judgement import WORDS, Cause
+from simulator.fit.plans import FittedProgram
 from simulator.reports import fit, markdown
 from simulator.reports.document import Block, Cell, Document, Lines, Name, Section, Size, Table
-from simulator.reports.estimate import case_line, what_fits
 from simulator.reports.run import largest_table
 from traces.text import one_line
 from traces.units import format_bytes
@@ -65,14 +65,15 @@ def document_of(found: Explanation) -> Document:
 
 
 def _case(beside: Beside) -> Section:
-    """The tensors of the case at its peak, or where it fails, and the plans that make it fit."""
-    case, rank = beside.estimate, beside.estimate.worst
-    lines = [fit.says(beside.fitted)]
-    if case.verdict == "fits":
-        lines.append("The case as given fits: the program needs more than it says, or the GPU had less.")
+    """The tensors of the case or program at its peak, or where it fails, and the plans that make it fit."""
+    found, rank = beside.fitted, beside.rank
+    lines = [fit.says(found)]
+    if found.whole.verdict == "fits":
+        what = "program" if isinstance(found, FittedProgram) else "case"
+        lines.append(f"The {what} as given fits: what ran needs more than it, or the GPU had less.")
     when = "at the peak" if rank.oom is None else "when it failed"
-    tried = () if beside.fitted.whole.verdict == "fits" else what_fits(beside.fitted.plans)
-    return Section(case_line(case.case), (Lines(tuple(lines)), largest_table(rank.shown.largest, when), *tried))
+    tried = () if found.whole.verdict == "fits" else fit.plans_of(found)
+    return Section(fit.subject(found), (Lines(tuple(lines)), largest_table(rank.shown.largest, when), *tried))
 
 
 def _facts(found: Explanation) -> Iterator[str]:

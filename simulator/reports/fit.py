@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import chain
 from typing import TYPE_CHECKING, Any, Final
 
 from simulator.fit.fit import SCHEMA_VERSION, Fitted
-from simulator.fit.program import FittedProgram
+from simulator.fit.plans import FittedProgram
 from simulator.reports import markdown
 from simulator.reports.document import Block, Document, Section, Size, Table
 from simulator.reports.estimate import case_line, what_fits
@@ -16,6 +17,7 @@ from traces.text import one_line
 from traces.units import format_bytes
 
 if TYPE_CHECKING:
+    from simulator.fit.advice import Advice
     from simulator.fit.plans import Fitting, Judged, Plan
 
 _NUMBERS: Final = {1: "this", 2: "these two", 3: "these three", 4: "these four", 5: "these five"}
@@ -57,13 +59,15 @@ def document_of(found: Fitting) -> Document:
     """What it lacks and the cheapest plan, then the table of plans."""
     verdict = found.whole.verdict
     kept = (f"kept: {', '.join(found.keep)}",) if found.keep else ()
-    sections = () if verdict == "fits" else (Section("", (*plans_of(found), *_advice(found))),)
+    sections = () if verdict == "fits" else (Section("", tuple(plans_of(found))),)
     return Document(subject=subject(found), badge=verdict, lead=says(found), facts=kept, sections=sections)
 
 
 def plans_of(found: Fitting) -> Iterator[Block]:
-    """What would fit, and what does not alone."""
-    return what_fits(found.plans, *["recorded and replayed"] * isinstance(found, FittedProgram))
+    """What would fit, what does not alone, and what one would change in a program itself."""
+    if not isinstance(found, FittedProgram):
+        return what_fits(found.plans)
+    return chain(what_fits(found.plans, "recorded and replayed"), _advice(found.advice))
 
 
 def subject(found: Fitting) -> str:
@@ -74,9 +78,8 @@ def subject(found: Fitting) -> str:
     return case_line(found.case.document())
 
 
-def _advice(found: Fitting) -> Iterator[Table]:
+def _advice(advice: Sequence[Advice]) -> Iterator[Table]:
     """Where the memory of a program goes, and what one would change there."""
-    advice = found.advice if isinstance(found, FittedProgram) else ()
     rows = tuple(
         (one.kind, Size(line.bytes), line.where, one.words if line is one.lines[0] else "")
         for one in advice

@@ -166,6 +166,25 @@ def test_processes_are_offered_where_ranks_have_parts_and_gpus_are_there() -> No
     )
 
 
+def test_the_program_beside_the_text_of_its_failure(tmp_path: Path) -> None:
+    program = HOLES.replace("00)", "000)").replace("(40)", "(400)")
+    failed = ran(tmp_path, "record", program, "--memory", "3584MiB", "train.py")
+    (tmp_path / "train.log").write_text(failed.stderr)
+    words = ["train.log", "--program", "python train.py", "--gpu", "RTX4090", "--json"]
+    done = ran(tmp_path, "explain", program, *words)
+    document = json.loads(done.stdout)
+    jsonschema.validate(document, schema("explain"))
+    found = document["fit"]
+    assert document["messages"][0]["total"] == found["gpu_bytes"] == 3584 * MIB
+    assert found["program"] == ["train.py"]
+    assert "PYTORCH_ALLOC_CONF=expandable_segments:True" in [one["options"] for one in found["plans"]]
+    (line,) = found["advice"][0]["lines"]
+    assert line == {"where": "train.py:5 (take)", "bytes": 2400 * MIB}
+    shown = " ".join(ran(tmp_path, "explain", program, *words[:-1]).stdout.split())
+    assert "Largest tensors alive" in shown
+    assert "each recorded and replayed" in shown
+
+
 @pytest.mark.parametrize(
     ("words", "code", "says"),
     [
