@@ -53,6 +53,7 @@ _KEYS: Final = (*NAMES, "alloc_conf", "nproc_per_node")
 _SETS: Final = "the program sets the allocator itself ({}): none of its settings was tried"
 #: Collectives of ranks of which each has a part.
 _PARTS: Final = frozenset({"all_gather", "reduce_scatter"})
+_When = Callable[[Mapping[str, Any]], bool]
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,9 @@ def _smaller_batch(program: Started) -> Iterator[Mapping[str, Any]]:
         yield {_BATCH: batch, _ACCUM: accum}
 
 
-def _argument(name: str, *values: Any, when: Callable[[Mapping[str, Any]], bool]) -> Callable[[Started], Iterator[Any]]:
+def _argument(
+    name: str, *values: object, when: Callable[[Mapping[str, Any]], bool]
+) -> Callable[[Started], Iterator[Any]]:
     """Values of an argument that the Trainer has, where it has others and something holds."""
 
     def found(program: Started) -> Iterator[Mapping[str, Any]]:

@@ -81,9 +81,11 @@ def request_of(
     memory: int | None = None,
     alloc_conf: str | None = None,
     release: str,
-    **how: Any,
+    watched: bool = False,
+    late: bool = False,
+    timed: bool = False,
 ) -> tuple[Request, list[int]]:
-    """What is to be recorded, and of which ranks; `how` are further fields of a Request.
+    """What is to be recorded, and of which ranks; names are those of a Request's fields where it has them.
 
     ConfigError for a program that there is not, an unknown GPU, release, way or setting, and ranks out of range.
     """
@@ -116,7 +118,9 @@ def request_of(
         local=found.local,
         launched=found.launched or nproc_per_node is not None,
         interconnect=interconnect or "",
-        **how,
+        watched=watched,
+        late=late,
+        timed=timed,
     )
     return request, chosen
 

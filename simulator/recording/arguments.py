@@ -6,6 +6,7 @@ import contextlib
 import functools
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from types import ModuleType
 from typing import Any, Final
 
 from graph.host.imports import changed
@@ -28,7 +29,7 @@ def followed(found: dict[str, Any]) -> Iterator[None]:
     """Inside, the values of `NAMES` are noted in `found` where HfArgumentParser, or TRL's parser, which is one, makes
     TrainingArguments of the command line."""
 
-    def change(module: Any) -> Callable[[], None]:
+    def change(module: ModuleType) -> Callable[[], None]:
         parser = module.HfArgumentParser
         plain = parser.parse_args_into_dataclasses
 
