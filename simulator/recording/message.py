@@ -10,7 +10,11 @@ from typing import Final
 _ADVICE: Final = (
     " is reserved by PyTorch but unallocated. If reserved but unallocated memory is large try setting {variable}="
     "expandable_segments:True to avoid fragmentation.  See documentation for Memory Management "
-    " (https://pytorch.org/docs/stable/notes/cuda.html#environment-variables)"
+    " ({page})"
+)
+_PAGE: Final = "https://pytorch.org/docs/stable/notes/cuda.html#environment-variables"
+_PAGE_FROM_2_13: Final = (
+    "https://docs.pytorch.org/docs/stable/notes/cuda.html#optimizing-memory-usage-with-pytorch-cuda-alloc-conf"
 )
 
 
@@ -29,11 +33,12 @@ def out_of_memory(
 
     `allowed` is the limit of set_per_process_memory_fraction, if there is one; `minor` that of PyTorch's release.
     """
-    variable = "PYTORCH_ALLOC_CONF" if minor >= 10 else "PYTORCH_CUDA_ALLOC_CONF"
+    variable = "PYTORCH_ALLOC_CONF" if 10 <= minor < 13 else "PYTORCH_CUDA_ALLOC_CONF"
+    page = _PAGE_FROM_2_13 if minor >= 13 else _PAGE
     limit = "" if allowed is None else f"{format_size(allowed)} allowed; "
     return (
         f"CUDA out of memory. Tried to allocate {format_size(size)}. GPU 0 has a total capacity of "
         f"{format_size(total)} of which {format_size(free)} is free. {limit}Of the allocated memory "
         f"{format_size(allocated)} is allocated by PyTorch, and {format_size(reserved - allocated)}"
-        f"{_ADVICE.format(variable=variable)}"
+        f"{_ADVICE.format(variable=variable, page=page)}"
     )
