@@ -115,6 +115,15 @@ class Config:
         return {**self.kwargs, "num_warps": self.num_warps, "num_ctas": self.num_ctas, "num_stages": self.num_stages}
 
 
+class TensorDescriptor(Anything):
+    """`triton.tools.tensor_descriptor.TensorDescriptor`: Dynamo looks for its maker where the GPU has a TMA (H100)."""
+
+    @staticmethod
+    def from_tensor(*args: object, **kwargs: object) -> TensorDescriptor:
+        """A descriptor."""
+        return TensorDescriptor()
+
+
 def cdiv(x: int, y: int) -> int:
     """Division, rounded up."""
     return -(-x // y)
@@ -135,6 +144,8 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(name)
     if name in ("JITFunction", "KernelInterface"):
         return Kernel
+    if name == "TensorDescriptor":
+        return TensorDescriptor
     if name == "triton_key":
         return lambda: __version__
     if name.endswith(("Error", "OutOfResources")):
