@@ -42,11 +42,12 @@ def measured(case: Case, context: Context, capture: Capture, budget: int | None 
     `capture` makes its graphs. With a `budget` it may have no more than that many bytes of its GPU.
     """
     try:
-        trace, terms, found = _judged(case, context, capture)
+        rank = _heaviest(case)
+        trace, terms, found = _judged(case, context, capture, rank)
         if found.verdict != "oom" and case.deferred == "prompt" and registry.find(case).keeps_works(case):
-            late = _judged(replace(case, deferred="late"), context, capture)  # as much as a clock may make of it
+            late = _judged(replace(case, deferred="late"), context, capture, rank)  # as much as a clock may make of it
             trace, terms, found = max((trace, terms, found), late, key=lambda one: one[-1].needed or 0)
-        clocked = lower(case, capture=capture, clock=Clock.connected(case.gpu, ""))
+        clocked = lower(case, capture=capture, rank=rank, clock=Clock.connected(case.gpu, ""))
     except LLMemError:
         return None
     needs, total = found.needed, found.decisive.device.total_bytes
@@ -58,9 +59,15 @@ def measured(case: Case, context: Context, capture: Capture, budget: int | None 
     return Judged(needs, room, verdict, ns, room - bytes_of(least_of(terms)), phases)
 
 
-def _judged(case: Case, context: Context, capture: Capture) -> tuple[Trace, Terms, Result]:
-    """The trace of a case, what lies outside the allocator, and what comes out."""
-    trace = lower(case, capture=capture)
+def _heaviest(case: Case) -> int | None:
+    """The rank of replicas that stands for all: they differ in their shares of the optimizer's states alone."""
+    method = registry.find(case)
+    return method.heaviest(case) if method.keeps_works(case) and not isinstance(case.memory, tuple) else None
+
+
+def _judged(case: Case, context: Context, capture: Capture, rank: int | None) -> tuple[Trace, Terms, Result]:
+    """The trace of a case, or of one rank for all, what lies outside the allocator, and what comes out."""
+    trace = lower(case, capture=capture, rank=rank)
     terms = outside_of(case, context, communicators(trace))
     return trace, terms, judged(trace, terms, analyse=False, needs=True)
 

@@ -386,6 +386,27 @@ def test_a_plan_fits_also_where_works_keep_their_tensors(tmp_path: Path) -> None
     assert found.needs == max(soon.result.needed, late.result.needed)
 
 
+def test_of_replicas_with_sharded_states_the_heaviest_is_judged(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    pytest.importorskip("transformers")
+    from simulator.estimator.estimate import captured, estimate
+    from simulator.fit.measure import measured
+    from tests.support.launched import model
+
+    keys = {"model": model(tmp_path / "model"), "batch": 1, "seq": 8, "strategy": "zero1", "world": 3}
+    graphs = []
+
+    def capture(case: Case, method: Any) -> Any:
+        graphs.append(case)
+        return captured(case, None, method)
+
+    found = measured(Case.of(keys), 0, capture)
+    assert found is not None
+    assert len(graphs) == 3  # at once, late, and with a clock, of one rank of three
+    whole = (estimate(keys, context=0, deferred=when) for when in ("prompt", "late"))
+    assert found.needs == max(one.result.needed or 0 for one in whole)
+
+
 def test_several_processes_find_what_one_does(tmp_path: Path) -> None:
     """Their server imports what they need, but starts no thread of autograd: none survives a fork."""
     pytest.importorskip("torch")
