@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from graph.case import Case
+from graph.case import KEYS, Case
 from traces.errors import ConfigError
 from traces.files import read_bytes
 from traces.text import path_text
@@ -37,14 +37,20 @@ class Epoch:
     cut: int
 
     def case(self, case: Case) -> Case:
-        """The case that runs batches of an epoch: one of the median length, then each of `POINTS` lengths."""
+        """The case that runs batches of an epoch: one of the median length, then each of `POINTS` lengths.
+
+        ConfigError for a case that says itself what is run.
+        """
+        for name in ("lengths", "steps"):
+            if getattr(case, name) != KEYS[name].default:
+                raise ConfigError(f"key '{name}': not with the samples of a data set, whose batches are run")
         known = np.unique(self.lengths)
         if len(known) > POINTS:
             known = np.unique(np.quantile(self.lengths, np.linspace(0, 1, POINTS), method="nearest"))
         order = random.Random(0).sample(known.tolist(), len(known))
         median = int(np.quantile(self.lengths, 0.5, method="nearest"))
         lengths = [length for length in (median, *order) for _ in range(case.accum)]
-        rest = {name: value for name, value in case.document().items() if name not in ("seq", "steps")}
+        rest = {name: value for name, value in case.document().items() if name != "seq"}
         return Case.of({**rest, "lengths": lengths})
 
 

@@ -106,6 +106,7 @@ def refused(case: Case) -> Iterator[tuple[str, str]]:
         "accum": (case.accum > 1, "a pipeline accumulates over its 'microbatches'"),
         "quant": (bool(case.quant), "a pipeline trains unquantized weights"),
         "loss": (bool(case.loss), "the last stage of a pipeline has cross-entropy over whole logits"),
+        "lengths": (bool(case.lengths), "the stages of a pipeline are made for one length"),
         "attention_mask": (bool(case.attention_mask), "the stages of a pipeline hand on hidden states alone"),
         "autocast": (case.autocast == "fp16", "a schedule scales no loss; use 'bf16'"),
         "task": (case.task != "train", "a pipeline trains"),

@@ -115,6 +115,17 @@ def test_lengths_that_contradict_the_case(keys: dict[str, Any], words: str) -> N
         Case.of({"model": "gpt2", "lengths": [128, 64], **keys})
 
 
+@pytest.mark.parametrize("keys", [{"lengths": [128, 64]}, {"steps": 5}])
+def test_samples_say_what_is_run(keys: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="not with the samples of a data set"):
+        estimate("gpt2", samples=[100, 200], context=0, **keys)
+
+
+def test_a_mesh_with_stages_has_no_lengths(model: str) -> None:
+    with pytest.raises(ConfigError, match=r"key 'lengths': .* stages of a pipeline are made for one length"):
+        estimate(model, lengths=[128, 64], mesh={"pp": 2, "dp": 2}, context=0)
+
+
 def test_what_has_no_length_is_told() -> None:
     with pytest.raises(ConfigError, match=r"key 'lengths': .* is image-classification"):
         estimate("vit-base", lengths=[128, 64], context=0)
