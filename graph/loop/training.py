@@ -101,11 +101,12 @@ def train(
     for step in range(steps):
         for micro in range(case.accum):
             recorder.log.event(Kind.MICRO_STEP, micro, micro)
+            batch = built.host(step * case.accum + micro)
             if built.head == "causal-lm":  # one after another, each in place of the last one's
-                for name, host in built.host(step * case.accum + micro):
+                for name, host in batch:
                     inputs[name] = host.to(device)
             else:  # a batch is made whole before it takes the place of the last
-                inputs = {name: host.to(device) for name, host in built.host(step * case.accum + micro)}
+                inputs = {name: host.to(device) for name, host in batch}
             roles.input.update(recorder.number(tensor) for tensor in inputs.values())
             last = micro + 1 == case.accum
             with method.micro_step(model, micro, last):

@@ -107,6 +107,11 @@ class Release:
         """The minor number."""
         return self.version.minor
 
+    @property
+    def alloc_conf_variable(self) -> str:
+        """The environment variable that is written for the allocator's settings."""
+        return "PYTORCH_ALLOC_CONF" if self.reads_alloc_conf else "PYTORCH_CUDA_ALLOC_CONF"
+
 
 def _release(minor: int) -> Release:
     rules: dict[str, Any] = {}

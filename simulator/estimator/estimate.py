@@ -209,14 +209,13 @@ def estimate(
     in tokens: batches of it are run (`simulator.estimator.epoch`), and their peaks are in `epoch`. `context` are the
     bytes of the device that are not PyTorch's ("auto": the table of `simulator.estimator.outside`, with its ranges; 0:
     none). `min_memory` also finds the smallest device. `events`, `log`, `snapshot`, `picture` and `analyse` are those
-    of `simulator.replay`.
-    `capture` makes the graph of a case (default: `captured`); `progress(phase, step, operators)` is called from time to
-    time while the default one does. `time_steps` gives kernels and collectives durations, so that memory in use on
-    several streams comes back in simulated time, and finds the time of a step; the GPUs meet over `interconnect`
-    (`strategies.timing.Clock.connected`). `estimators` are closed forms to stand beside the simulation
+    of `simulator.replay`. `capture` makes the graph of a case (default: `captured`); `progress(phase, step, operators)`
+    is called from time to time while the default one does. `time_steps` gives kernels and collectives durations, so
+    that memory in use on several streams comes back in simulated time, and finds the time of a step; the GPUs meet over
+    `interconnect` (`strategies.timing.Clock.connected`). `estimators` are closed forms to stand beside the simulation
     (`simulator.estimator.closed_form`). With `remedies`, changes of a case that does not fit, or needs more than the
-    bytes of a `budget`, are tried, each by a capture and a replay (`simulator.fit`); `trying(options)`
-    is called before each.
+    bytes of a `budget`, are tried, each by a capture and a replay (`simulator.fit`); `trying(options)` is called before
+    each.
 
     Raises ConfigError for a bad case, CaptureError where its model cannot be captured, what `replay` raises, and on
     Ctrl-C while remedies are tried Interrupted, a KeyboardInterrupt that has the estimate.

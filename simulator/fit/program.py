@@ -284,8 +284,8 @@ def fit_program(
         shares=_shares(first.trace),
     )
     notes = (*first.notices, *first.assumptions, *(() if program.settable else (_SETS.format(first.trace.conf),)))
-    variable = "PYTORCH_ALLOC_CONF" if release.minor >= 10 else "PYTORCH_CUDA_ALLOC_CONF"
-    table = Table(partial(_offered, keep=keep), _changed, _left, partial(_said, variable=variable))
+    said = partial(_said, variable=release.alloc_conf_variable)
+    table = Table(partial(_offered, keep=keep), _changed, _left, said)
     width = max(1, (jobs or default_jobs()) // len(program.recorded_ranks))
 
     def fitted(plans: Plans) -> FittedProgram:

@@ -69,9 +69,9 @@ def record(
     """Run the program of a request (its folder is chosen here) to its end, as each of `ranks` of its world.
 
     A process each, one after another but for as many as there are cores, with this process's streams, or if it is to be
-    `silent` without any. Ctrl-C and
-    SIGTERM end the program, and what was recorded is the answer; ranks that have not begun then are left out. `told`
-    is called with a word where one of several ranks has ended. RecordError where one ended before it left anything.
+    `silent` without any. Ctrl-C and SIGTERM end the program, and what was recorded is the answer; ranks that have not
+    begun then are left out. `told` is called with a word where one of several ranks has ended. RecordError where one
+    ended before it left anything.
     """
     processes = _Processes(silent)
     done = 0

@@ -63,21 +63,20 @@ def told(result: Result, recorded: Recorded) -> Iterator[str]:
         ooms = rank.memory_stats["num_ooms"]
         yield f"{label_of(rank.ranks)}: at most {peaks}" + (f"; out of memory {ooms} times" if ooms else "")
         if spread := step_spread(rank, recorded.steps):
-            sizes = (format_bytes(spread[name]) for name in ("median", "p99", "max"))
-            yield "  of steps: {} in the median, {} at the 99th percentile, {} in step {}".format(
-                *sizes, spread["step"]
-            )
+            median, p99, most = (format_bytes(spread[name]) for name in ("median", "p99", "max"))
+            least = f"{median} in the median, {p99} at the 99th percentile"
+            yield f"  of steps: {least}, {most} in step {spread['step']}"
     if step := step_of(recorded):
         parts = ", ".join(f"{name} {format_time(duration)}" for name, duration in step.items())
         yield f"a step takes {format_time(sum(step.values()))}: {parts}; this is {NOTE}"
 
 
-def step_spread(rank: RankResult, steps: int) -> dict[str, int]:
+def step_spread(rank: RankResult, steps: int) -> dict[str, int] | None:
     """The peaks of a rank's whole steps in allocated bytes: the largest and its step, the 99th percentile, the median;
-    empty for fewer than three, and where all but the first are alike."""
+    None for fewer than three, and where all but the first are alike."""
     peaks = {step: peak for step, peak in rank.step_peaks.items() if step < steps}
     if len(peaks) < _FEWEST or len(set(list(peaks.values())[1:])) == 1:
-        return {}
+        return None
     some = np.fromiter(peaks.values(), np.int64)
     p99, median = (int(np.quantile(some, share, method="higher")) for share in (0.99, 0.5))
     step = max(peaks, key=lambda one: peaks[one])
@@ -96,7 +95,7 @@ def _rank(rank: RankResult, steps: int, durations: Durations) -> dict[str, Any]:
         "allocations": stats["allocation.all.allocated"],
         "num_alloc_retries": stats["num_alloc_retries"],
         "num_ooms": stats["num_ooms"],
-        "step_peaks": step_spread(rank, steps) or None,
+        "step_peaks": step_spread(rank, steps),
         "phases": [_phase(phase, times) for phase in rank.phases],
     }
 

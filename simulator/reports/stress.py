@@ -179,7 +179,7 @@ def document_of(stress: Stress, results: Drawn = (), most: int = MOST_ROWS) -> D
 
 def _copyable(row: Row) -> str:
     """The line for a shell that gives a program of the row's release its setting."""
-    variable = "PYTORCH_ALLOC_CONF" if parse_release(row.release).reads_alloc_conf else "PYTORCH_CUDA_ALLOC_CONF"
+    variable = parse_release(row.release).alloc_conf_variable
     quote = "" if re.fullmatch(r"[\w:.,-]+", row.conf) else "'"
     return f"export {variable}={quote}{row.conf}{quote}"
 
