@@ -144,8 +144,9 @@ class Dispatch(Generic[AnyJob]):
                 continue
             error = future.exception()
             if error is None:
-                for case, found in zip(chunk, future.result(), strict=True):
-                    self._finished(case, found)
+                with uninterrupted():
+                    for case, found in zip(chunk, future.result(), strict=True):
+                        self._finished(case, found)
             elif isinstance(error, BrokenExecutor):
                 self._broken(chunk, error)
             else:
@@ -189,6 +190,23 @@ class Dispatch(Generic[AnyJob]):
                 process.terminate()
         with contextlib.suppress(Exception):  # the thread of a pool whose workers are gone ends at once
             self._executor.shutdown(wait=self._ours, cancel_futures=True)
+
+
+@contextlib.contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Ctrl-C waits until what is inside is done, so that an answer is kept everywhere or nowhere."""
+    came: list[int] = []
+    try:
+        before = signal.signal(signal.SIGINT, lambda number, _: came.append(number))
+    except ValueError:  # not the main thread, which alone meets it
+        yield
+        return
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+        for number in came[:1]:
+            signal.raise_signal(number)
 
 
 # --- workers ------------------------------------------------------------------------------------------------------

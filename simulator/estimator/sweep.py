@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 from simulator.estimator.estimate import ANSWER_KEYS, answer
-from simulator.estimator.jobs import Dispatch, MakeExecutor, local_pool
+from simulator.estimator.jobs import Dispatch, MakeExecutor, local_pool, uninterrupted
 from simulator.estimator.results_file import Case as Given
 from simulator.estimator.results_file import Results, content
 from traces.errors import LLMemError
@@ -114,8 +114,9 @@ def sweep(
 
         def finished(case: Given, found: Mapping[str, Any]) -> None:
             line = {**case.repeated(), "schema_version": SCHEMA_VERSION, **found}
-            file.append(line)
-            summary.count(line)
+            with uninterrupted():
+                file.append(line)
+                summary.count(line)
             report(summary)
 
         good = []

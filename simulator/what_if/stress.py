@@ -25,7 +25,7 @@ from simulator.allocator import layout as at
 from simulator.allocator.conf import parse_conf
 from simulator.allocator.releases import Release, parse_release
 from simulator.engine.min_memory import smallest_memory
-from simulator.estimator.jobs import Dispatch, MakeExecutor, local_pool
+from simulator.estimator.jobs import Dispatch, MakeExecutor, local_pool, uninterrupted
 from simulator.estimator.results_file import Results
 from simulator.what_if.variants import LEAST, Deferred, Variant, has_deferred_frees, movable_steps, vary
 from traces.errors import ConfigError, Interrupted, LLMemError, ReplayError
@@ -378,9 +378,10 @@ def stress(
         report(len(done), len(wanted))
 
         def finished(scenario: Scenario, figures: Mapping[str, Any]) -> None:
-            done[scenario] = Outcome(scenario, figures)
-            if file is not None:
-                file.append({**scenario.document, "trace": task.key, "context": context, **figures})
+            with uninterrupted():
+                if file is not None:
+                    file.append({**scenario.document, "trace": task.key, "context": context, **figures})
+                done[scenario] = Outcome(scenario, figures)
             report(len(done), len(wanted))
 
         try:

@@ -26,6 +26,7 @@ from simulator.cli import main
 from simulator.engine.machine import limit_of
 from simulator.engine.min_memory import smallest_memory
 from simulator.engine.replay import REMEDIES, prepare, replay
+from simulator.estimator.results_file import Results
 from simulator.reports.html.page import render
 from simulator.reports.stress import document_of, drawn, render_json, short
 from simulator.snapshots.reader import read
@@ -349,6 +350,41 @@ def test_an_interruption_keeps_what_was_finished() -> None:
         stress(training(), AXES, progress=stop)
     assert len(caught.value.found.outcomes) == 4
     assert caught.value.found.total == 21
+
+
+@pytest.mark.parametrize("moment", ["before", "after"])
+def test_ctrl_c_while_an_answer_is_written_leaves_it_whole(
+    moment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = Results.append
+    calls = 0
+
+    def interrupted(self: Results, answer: Mapping[str, Any]) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 3 and moment == "before":
+            signal.raise_signal(signal.SIGINT)
+        real(self, answer)
+        if calls == 3 and moment == "after":
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(Results, "append", interrupted)
+    with pytest.raises(Interrupted) as caught:
+        stress(training(), AXES, results=tmp_path / "r.jsonl")
+    assert len(caught.value.found.outcomes) == len((tmp_path / "r.jsonl").read_text().splitlines()) == 3
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_ctrl_c_while_a_share_of_answers_is_taken_keeps_all_of_it(tmp_path: Path) -> None:
+    """A worker gives several answers at once; the signal comes with the first of them."""
+
+    def stop(done: int, _: int) -> None:
+        if done == 1:
+            signal.raise_signal(signal.SIGINT)
+
+    with ThreadPoolExecutor(1) as pool, pytest.raises(Interrupted) as caught:
+        stress(training(), AXES, results=tmp_path / "r.jsonl", executor=pool, jobs=1, progress=stop)
+    assert len(caught.value.found.outcomes) == len((tmp_path / "r.jsonl").read_text().splitlines()) > 1
 
 
 def test_ctrl_c_prints_what_was_finished(tmp_path: Path) -> None:
