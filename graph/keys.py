@@ -59,15 +59,16 @@ class Taken(Only):
 
     def holds(self, case: Any) -> bool:
         """Whether it holds for a `graph.case.Case`."""
-        if self.alone and case.strategy == methods.ONE_GPU and not case.mesh:
-            return True
         if case.mesh and not methods.has_own_mesh(case.strategy):
             return not set(methods.axes_taking(self.scope)).isdisjoint(case.mesh)
-        return case.strategy != methods.ONE_GPU and case.strategy in methods.taking(self.scope)
+        return case.strategy in self._takers()
+
+    def _takers(self) -> tuple[str, ...]:
+        return (*([methods.ONE_GPU] if self.alone else []), *methods.taking(self.scope))
 
     def __str__(self) -> str:
         axes = methods.axes_taking(self.scope)
-        words = f"'{self.key}': {either(map(repr, methods.taking(self.scope)))}"
+        words = f"'{self.key}': {either(map(repr, self._takers()))}"
         return words + (f", or a 'mesh' with {either(axes)}" if axes else "")
 
 
