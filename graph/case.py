@@ -41,6 +41,7 @@ from graph.keys import (
 )
 from graph.models.lookup import configuration
 from traces.errors import ConfigError
+from traces.release import installed_release
 
 Head = Literal["", "causal-lm", "seq2seq-lm", "masked-lm", "sequence-classification", "image-classification"]
 HEADS: Final[tuple[str, ...]] = get_args(Head)[1:]
@@ -425,11 +426,12 @@ class Case:
         hints=("expandable",),
     )
     release: Annotated[str, Meta(pattern=r"\A\d+\.\d+(\.\d+)?(\S*)\Z")] = declared(
-        "2.13",
+        installed_release(),
         DEVICE,
-        "PyTorch release to imitate.",
+        "PyTorch release whose allocator and kernels are imitated.",
         metavar="R",
         means="a PyTorch release such as '2.13'",
+        unset="the installed PyTorch's",
         hints=("torch",),
     )
     deferred: Literal["prompt", "late"] = declared(

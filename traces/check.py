@@ -17,7 +17,6 @@ import traces._lifecycle as _lifecycle
 from traces.errors import ConfigError, EventError, TraceError
 from traces.model import (
     CATEGORIES,
-    DEFAULT_RELEASE,
     DTYPES,
     FIELDS,
     FLOAT_FIELDS,
@@ -34,7 +33,7 @@ from traces.model import (
     Strings,
     Trace,
 )
-from traces.release import version_of
+from traces.release import DEFAULT_RELEASE, version_of
 from traces.text import quoted
 
 #: Fields that an op cannot do without; every other field has a default.

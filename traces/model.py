@@ -24,7 +24,6 @@ OpArray = npt.NDArray[np.uint8]
 
 FORMAT: Final = "memory-trace"
 VERSION: Final = 1
-DEFAULT_RELEASE: Final = "2.13"
 
 
 class Op(IntEnum):

@@ -25,9 +25,9 @@ import torch
 import torch._dynamo  # optimizers import it: not under a torch.cuda that is ours
 
 from graph.errors import CaptureError, UnsupportedTorch
+from graph.fake_cuda import guard, served
 from graph.fake_cuda import leftovers as fake_leftovers
 from graph.fake_cuda import self_check as fake_check
-from graph.fake_cuda import served
 from graph.fake_cuda import stubs as fake_stubs
 from graph.fake_cuda.kernels import Kernels, Kind
 from graph.fake_cuda.memory import ADDRESS_BITS, Memory, ignore
@@ -292,18 +292,19 @@ def _guard() -> Iterator[None]:
     table = (ctypes.c_void_p * 32).from_address(
         ctypes.addressof(ctypes.c_char.in_dll(_library("c10"), "_ZN3c104impl26device_guard_impl_registryE"))
     )
-    register = _symbol("c10", "_ZN3c104impl19registerDeviceGuardENS_10DeviceTypeEPKNS0_24DeviceGuardImplInterfaceE")
-    register.argtypes, register.restype = [ctypes.c_int8, ctypes.c_void_p], None
     before = table[_CUDA_DEVICE_TYPE]
     if not _fake_guard:
-        register(_CUDA_DEVICE_TYPE, ctypes.addressof(_dummy_guard))
-        torch._C._ensureCUDADeviceGuardSet()
-        _make_guard(table[_CUDA_DEVICE_TYPE])
-    register(_CUDA_DEVICE_TYPE, ctypes.addressof(_fake_guard[0]))
+        original = None
+        if hasattr(torch._C, "_ensureCUDADeviceGuardSet"):
+            table[_CUDA_DEVICE_TYPE] = ctypes.addressof(_dummy_guard)
+            torch._C._ensureCUDADeviceGuardSet()
+            original = table[_CUDA_DEVICE_TYPE]
+        _make_guard(original)
+    table[_CUDA_DEVICE_TYPE] = ctypes.addressof(_fake_guard[0])
     try:
         yield
     finally:
-        register(_CUDA_DEVICE_TYPE, before)
+        table[_CUDA_DEVICE_TYPE] = before
 
 
 def _make_guard(original: int | None) -> None:
@@ -313,10 +314,13 @@ def _make_guard(original: int | None) -> None:
     PyTorch puts that guard in the registry if the one there counts no device (ensureCUDADeviceGuardSet).
     """
     places = _virtual((Path("c10") / "core" / "impl" / "DeviceGuardImplInterface.h",))
-    if original is None or "recordDataPtrOnStream" not in places:
+    if "recordDataPtrOnStream" not in places:
         raise UnsupportedTorch(f"PyTorch {torch.__version__}: its device guards are not as expected")
-    virtual = ctypes.c_void_p * len(places)
-    table = virtual(*virtual.from_address(ctypes.c_void_p.from_address(original).value or 0))
+    if original is None:
+        table = guard.functions(places)
+    else:
+        virtual = ctypes.c_void_p * len(places)
+        table = virtual(*virtual.from_address(ctypes.c_void_p.from_address(original).value or 0))
     table[places["recordDataPtrOnStream"]] = ctypes.cast(_on_stream, ctypes.c_void_p).value
     _fake_guard.extend([(ctypes.c_void_p * 2)(ctypes.addressof(table), 0), table])
 
@@ -370,20 +374,22 @@ def _hooks(runtime: Runtime) -> Iterator[None]:
         answers |= dict.fromkeys(("deviceCount", "getNumGPUs"), _callback_type(lambda: count))
         answers["getDeviceFromPtr"] = _callback_type(lambda: 1 | number << 8)
         answers |= dict.fromkeys(_CURRENT, _callback_type(lambda: number))
-    missing = sorted(answers.keys() - slots.keys())
+    missing = sorted(answers.keys() - slots.keys() - _LATER)
     if missing:
         raise UnsupportedTorch(f"PyTorch {torch.__version__}: its CUDA hooks have no {', '.join(missing)}")
-    for name, function in answers.items():
-        table[slots[name]] = ctypes.cast(function, ctypes.c_void_p).value
+    for name in answers.keys() & slots.keys():
+        table[slots[name]] = ctypes.cast(answers[name], ctypes.c_void_p).value
     hooks[0] = ctypes.addressof(table)
     try:
-        if torch.accelerator.current_accelerator(False) != torch.device("cuda"):
+        if torch.accelerator.current_accelerator() != torch.device("cuda"):
             raise UnsupportedTorch(f"PyTorch {torch.__version__}: its CUDA hooks are not where its headers say")
         yield
     finally:
         hooks[0] = before
 
 
+#: Hooks that releases up to 2.8 lack, one or the other.
+_LATER: Final = frozenset({"isAvailable", "isBuilt", "versionRuntimeCuDNN"})
 #: Hooks that give the number of the device that is current.
 _CURRENT: Final = ("getCurrentDevice", "exchangeDevice", "maybeExchangeDevice", "current_device")
 

@@ -62,15 +62,17 @@ def _drop_plans() -> None:
     logging.getLogger("torch.utils.flop_counter").setLevel(
         logging.ERROR
     )  # imported here, it says that Triton is absent
-    from torch.distributed.tensor import _random
-    from torch.distributed.tensor._redistribute import clear_redistribute_planner_cache
-    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+    from torch.distributed.tensor import DTensor, _random, _redistribute, debug
+
+    shardings = DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding
+    clear = getattr(debug, "_clear_sharding_prop_cache", None) or shardings.cache.cache_clear  # up to 2.9
 
     _random._rng_tracker = None
-    clear_redistribute_planner_cache()
-    _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
+    if hasattr(_redistribute, "clear_redistribute_planner_cache"):  # from 2.10 on
+        _redistribute.clear_redistribute_planner_cache()
+    clear()
     with torch.inference_mode(False), torch.enable_grad():
         leaf = torch.empty(0, device="cuda", requires_grad=True)
         result = leaf.clone()
-        result.register_hook(lambda gradient: _clear_sharding_prop_cache())  # type: ignore[no-untyped-call]
+        result.register_hook(lambda gradient: clear())  # type: ignore[no-untyped-call]
         torch.autograd.grad(result, leaf, torch.empty(0, device="cuda"))

@@ -15,11 +15,11 @@ from graph.fake_cuda.torch_private import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensor,
-    FakeTensorDeviceMismatchError,
     FakeTensorMode,
     UnsupportedOperatorException,
     grouped_mm_output,
     is_excluded,
+    of_two_devices,
     set_excluded,
     takes_numbers,
     tree_leaves,
@@ -81,11 +81,11 @@ class Shapes:
                 raise CaptureError(
                     f"operator {func}: the shape of its result depends on values on the device"
                 ) from error
-            except FakeTensorDeviceMismatchError:
-                if _of_two_devices(fake_args):
-                    raise
             except (UnsupportedOperatorException, NotImplementedError):
                 pass
+            except RuntimeError as error:
+                if not of_two_devices(error) or _of_two_devices(fake_args):
+                    raise
         return self._compute(func, args, kwargs)
 
     def _compute(self, func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -130,7 +130,7 @@ def _grouped(
     out_dtype: torch.dtype | None = None,
 ) -> Any:
     """The result of `_grouped_mm`, on CUDA for all floating-point dtypes (ATen/native/cuda/GroupedBlas.cpp)."""
-    return grouped_mm_output(left, right, offs, out_dtype)  # type: ignore[no-untyped-call]
+    return grouped_mm_output()(left, right, offs, out_dtype)
 
 
 def _of_channels(image: torch.Tensor, *rest: object) -> Any:
@@ -154,7 +154,7 @@ def _like_input(image: torch.Tensor, *rest: object) -> torch.Tensor:
 _aten: Final = torch.ops.aten
 #: Rules of our own. That of `_grouped_mm` refuses all dtypes but bfloat16; operators of SyncBatchNorm have none.
 _RULES: Final[dict[Any, Any]] = {
-    _aten._grouped_mm.default: _grouped,
+    **({_aten._grouped_mm.default: _grouped} if hasattr(_aten, "_grouped_mm") else {}),  # from 2.8 on
     _aten.batch_norm_stats.default: _of_channels,
     _aten.batch_norm_gather_stats_with_counts.default: _of_channels,
     _aten.batch_norm_elemt.default: _like_input,

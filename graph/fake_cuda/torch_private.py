@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 import torch
 
 from graph.errors import UnsupportedTorch
+from traces.release import version_of
 
 if TYPE_CHECKING:
     from torch._ops import OpOverload
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
 __all__ = [
     "BINDINGS",
     "BY_CPU_KERNEL",
+    "CHECKED",
     "JITTED",
     "MODE_KEYS",
     "NVTX",
@@ -32,7 +35,6 @@ __all__ = [
     "DataDependentOutputException",
     "DynamicOutputShapeException",
     "FakeTensor",
-    "FakeTensorDeviceMismatchError",
     "FakeTensorMode",
     "FileReader",
     "FileWriter",
@@ -55,6 +57,7 @@ __all__ = [
     "is_dense",
     "is_excluded",
     "next_sequence_number",
+    "of_two_devices",
     "schemas",
     "sdpa_order",
     "set_excluded",
@@ -77,6 +80,10 @@ Operator: TypeAlias = "OpOverload[..., Any]"
 ShardedCall: TypeAlias = "OpSchema"
 
 
+#: What errors say of releases that there are others.
+CHECKED: Final = "captures were checked with PyTorch 2.6 to 2.15"
+
+
 @contextlib.contextmanager
 def _needed() -> Iterator[None]:
     """UnsupportedTorch where a name is gone."""
@@ -84,24 +91,23 @@ def _needed() -> Iterator[None]:
         yield
     except (ImportError, AttributeError) as error:
         raise UnsupportedTorch(
-            f"PyTorch {torch.__version__} lacks what captures need: {str(error).partition(' (/')[0]}; PyTorch 2.13 is "
-            "what captures were checked with"
+            f"PyTorch {torch.__version__} lacks what captures need: {str(error).partition(' (/')[0]}; {CHECKED}"
         ) from error
 
+
+if version_of(torch.__version__) < (2, 6):
+    raise UnsupportedTorch(f"PyTorch {torch.__version__} is too old: {CHECKED}")
 
 with _needed():
     # In this order: a work of c10d that is done; shapes of results, as PyTorch's own rules say; parameters as one flat
     # tensor and back; a mode that sees every operator; nested arguments and outputs, flat and back; whether Triton is
     # installed.
     from torch._C._distributed_c10d import _create_work_from_future as finished_work  # type: ignore[attr-defined]
-    from torch._meta_registrations import _create_grouped_mm_output_tensor as grouped_mm_output
-    from torch._prims_common import is_non_overlapping_and_dense_or_false as is_dense
     from torch._subclasses import fake_tensor
     from torch._subclasses.fake_tensor import (
         DataDependentOutputException,
         DynamicOutputShapeException,
         FakeTensor,
-        FakeTensorDeviceMismatchError,
         FakeTensorMode,
         UnsupportedOperatorException,
     )
@@ -150,6 +156,17 @@ with _needed():
     #: Sets all tensors of a list to zero.
     zero_all: Callable[[list[torch.Tensor]], None] = torch._foreach_zero_
 
+_prims: Any = torch._prims_common
+#: Whether a tensor's elements fill its storage from first to last; up to 2.9 it has a shorter name.
+is_dense: Callable[[torch.Tensor], bool]
+is_dense = getattr(_prims, "is_non_overlapping_and_dense_or_false", None) or _prims.is_non_overlapping_and_dense
+
+
+def of_two_devices(error: RuntimeError) -> bool:
+    """Whether a fake operator failed because of the devices of its operands (up to 2.11 it has no class of its own)."""
+    return re.search("found (two different|at least two) devices", str(error)) is not None
+
+
 #: Where CUDA builds have the function that gives the number of the current stream, and its name; others lack it.
 RAW_STREAM: Final[tuple[ModuleType, str]] = (BINDINGS, "_cuda_getCurrentRawStream")
 #: Where `torch.cuda.nvtx` has what it calls in C++, and its name; builds for the CPU have something that fails.
@@ -161,6 +178,13 @@ def fake_store() -> Any:
     with _needed():
         from torch.testing._internal.distributed.fake_pg import FakeStore
     return FakeStore()
+
+
+def grouped_mm_output() -> Callable[..., torch.Tensor]:
+    """What makes the result of `_grouped_mm`, from 2.8 on: operands, offsets of groups and dtype."""
+    with _needed():
+        from torch._meta_registrations import _create_grouped_mm_output_tensor
+    return _create_grouped_mm_output_tensor
 
 
 def functional_collectives() -> ModuleType:

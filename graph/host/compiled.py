@@ -27,7 +27,7 @@ from unittest import mock
 
 import torch
 import torch._dynamo.eval_frame
-from torch._dynamo.callback import CallbackArgs, CallbackTrigger, callback_handler, on_compile_end
+from torch._dynamo.callback import callback_handler, on_compile_end
 from torch.nn.modules import module as modules
 from torch.utils import _triton
 
@@ -35,6 +35,8 @@ from graph.fake_cuda.torch_private import TorchDispatchMode
 from graph.hardware.gpus import gpu
 
 if TYPE_CHECKING:
+    from torch._dynamo.callback import CallbackArgs
+
     from graph.fake_cuda.device import Runtime  # not before workers are forked: its import starts threads of autograd
 
 #: What Dynamo took of `torch.cuda` when it was imported (torch/_dynamo/device_interface.py).
@@ -102,7 +104,7 @@ def compiling(runtime: Runtime, folder: Path, tell: Tell) -> Iterator[None]:
             self.enter_exit_hooks.append(_hidden)
 
         stack.enter_context(mock.patch.object(context, "__init__", made))
-        stack.enter_context(mock.patch.object(modules, "_has_any_global_hook", return_value=False))
+        stack.enter_context(mock.patch.object(modules, "_has_any_global_hook", return_value=False, create=True))
         stack.enter_context(mock.patch.object(modules.Module, "compile", _followed(modules.Module.compile)))
         yield
 
@@ -182,8 +184,9 @@ def _patterns_unknown() -> None:
             getattr(module, name).cache_clear()
 
 
-def _collect(finished: CallbackArgs) -> None:
-    if finished.callback_trigger is CallbackTrigger.LAZY_BACKWARD:
+def _collect(*finished: CallbackArgs) -> None:
+    """After a compilation, which says what it was for (`CallbackArgs`) from 2.8 on."""
+    if any(one.callback_trigger.name == "LAZY_BACKWARD" for one in finished):
         gc.collect()
 
 

@@ -14,6 +14,7 @@ from simulator.options.program import Programs, program_options, request_of
 from simulator.options.shared import output_options
 from simulator.reports.outputs import Outputs, check_output
 from traces.files import write_atomically
+from traces.release import installed_release
 
 _EPILOG: Final = (
     "Options stand before the program; what follows it is the program's own. Standard output is the program's, and so "
@@ -27,7 +28,7 @@ _EPILOG: Final = (
 @click.option("--memory", metavar="SIZE", help="Total memory of the GPU (default: the card's own).")
 @click.option("--context", metavar="SIZE", help="Memory of the GPU that is not PyTorch's, or auto (default: none).")
 @click.option("--alloc-conf", metavar="CONF", help="Allocator settings (default: PYTORCH_ALLOC_CONF).")
-@click.option("--release", metavar="R", default="2.13", show_default=True, help="PyTorch release of the allocator.")
+@click.option("--release", metavar="R", help="PyTorch release of the allocator (default: the installed one's).")
 @program_options
 @click.option("--time", "timing", is_flag=True, help="Kernels and collectives take time: also the time of a step.")
 @click.option(
@@ -46,7 +47,7 @@ def command(
     memory: str | None,
     context: str | None,
     alloc_conf: str | None,
-    release: str,
+    release: str | None,
     timing: bool,
     deferred: str,
     document: str | None,
@@ -67,7 +68,7 @@ def command(
         gpu=gpu,
         memory=size_option("--memory", memory),
         alloc_conf=alloc_conf,
-        release=release,
+        release=release or installed_release(),
         watched=not quiet and sys.stderr.isatty(),
         late=deferred == "late",
         timed=timing,

@@ -54,7 +54,7 @@ def command(
 ) -> int:
     """Replay TRACE (a trace, or a torch memory snapshot) and report the memory of every rank."""
     from simulator.allocator.conf import conf_from_environment, parse_conf
-    from traces.model import DEFAULT_RELEASE
+    from traces.release import DEFAULT_RELEASE
 
     if allocator is not None and allocator_from_env:
         raise click.UsageError("--allocator and --allocator-from-env exclude each other")

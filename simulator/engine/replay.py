@@ -33,7 +33,8 @@ from simulator.engine.torch_snapshot import torch_snapshot
 from simulator.reports.picture import picture_of
 from traces.check import check
 from traces.errors import ConfigError, LLMemError
-from traces.model import DEFAULT_DEVICE, DEFAULT_RELEASE, Device, Op, Trace
+from traces.model import DEFAULT_DEVICE, Device, Op, Trace
+from traces.release import DEFAULT_RELEASE
 from traces.timelines.timeline import Timeline
 
 #: Allocator settings that are tried when a trace runs out of memory.

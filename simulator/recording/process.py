@@ -44,6 +44,7 @@ from simulator.recording.request import FACTS, INTERRUPTED, REPEATS, TRACE, Requ
 from simulator.recording.trace import trace_of
 from strategies.timing.clock import LAUNCH_NS, Clock
 from traces.model import Device
+from traces.release import installed_release
 
 _OURS: Final = str(Path(__file__).resolve().parents[2])
 #: PR_SET_PDEATHSIG of Linux (prctl.h): the signal that comes when whoever started this process is gone.
@@ -179,6 +180,11 @@ class _Keeper:
         self.runtime.observer = None
         folder = Path(self.request.folder)
         assumptions = [f"{what} ({count} times)" for what, count in self.runtime.assumptions.items()]
+        if self.allocator.release.text != installed_release():
+            asked = self.allocator.release.text
+            assumptions.append(
+                f"PyTorch {installed_release()} ran the program; allocator and kernels are those of {asked}"
+            )
         collected = cycles.notice(self.recorder, self.allocator.machine.ids[:, 1])
         facts = {
             "exit_code": code,

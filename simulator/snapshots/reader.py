@@ -28,8 +28,9 @@ from traces.check import check
 from traces.collecting import uncollected
 from traces.errors import ConfigError, TraceError
 from traces.files import read_bytes, sniff
-from traces.model import DEFAULT_RELEASE, RankEvents, Trace
+from traces.model import RankEvents, Trace
 from traces.reading import HEAD, in_file, read_trace
+from traces.release import DEFAULT_RELEASE
 from traces.snapshot.layout import DEFAULT_POOL, DeviceRecord, Entries, Layout, PoolId, Segment, read_layout
 from traces.snapshot.unpickle import load_builtins
 from traces.text import path_text

@@ -29,7 +29,8 @@ from simulator.estimator.jobs import Dispatch, MakeExecutor, local_pool, uninter
 from simulator.estimator.results_file import Results
 from simulator.what_if.variants import LEAST, Deferred, Variant, has_deferred_frees, movable_steps, vary
 from traces.errors import ConfigError, Interrupted, LLMemError, ReplayError
-from traces.model import DEFAULT_RELEASE, Op, Strings, Trace
+from traces.model import Op, Strings, Trace
+from traces.release import DEFAULT_RELEASE
 from traces.text import reason
 
 #: Settings that are tried where nobody names any; those that a release does not know are left out. Garbage collection

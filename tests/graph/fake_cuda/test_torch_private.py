@@ -33,3 +33,9 @@ def test_a_name_that_is_gone_is_named_in_one_line(monkeypatch: pytest.MonkeyPatc
     assert f"'{name.rpartition('.')[2]}'" in text
     assert "\n" not in text
     assert str(torch.__version__) in text
+
+
+def test_a_release_that_is_too_old_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "__version__", "2.5.1+cu124")
+    with pytest.raises(UnsupportedTorch, match=r"2\.5\.1\+cu124 is too old: .* PyTorch 2\.6 to 2\."):
+        runpy.run_path(str(torch_private.__file__))

@@ -27,8 +27,7 @@ from simulator.allocator.releases import parse_release
 from tests.oracles.naive_settings import NaiveSettings, release_number
 from tests.places import DATA
 from traces.errors import ConfigError
-from traces.model import DEFAULT_RELEASE
-from traces.release import Version
+from traces.release import DEFAULT_RELEASE, Version
 from traces.units import MiB, format_bytes, parse_size
 
 RECORDED = DATA / "alloc_conf" / "torch-2.13.0.jsonl"
