@@ -21,6 +21,7 @@ from graph.fake_cuda.sdpa import corrected
 from graph.fake_cuda.shapes import Shapes
 from graph.fake_cuda.torch_private import BY_CPU_KERNEL, is_dense, tree_leaves
 from graph.fake_cuda.values import COUNTED
+from traces.release import version_of
 
 if TYPE_CHECKING:
     from graph.fake_cuda.device import Runtime
@@ -55,6 +56,9 @@ _CONTIGUOUS: Final = ("aten::_log_softmax_backward_data", "aten::native_layer_no
 #: Losses whose result keeps the storage that held the loss by element, and where their `reduction` stands: the output
 #: is made for the elements and resized when they are reduced (aten/src/ATen/native/BinaryOps.cpp, cuda/Loss.cu).
 _REDUCED_LOSSES: Final = {"aten::mse_loss": 2, "aten::smooth_l1_loss": 2, "aten::binary_cross_entropy": 3}
+
+#: Up to PyTorch 2.6 the seed and the offset of its random numbers (the two results before the last) are on the host.
+_FLASH: Final = "aten::_scaled_dot_product_flash_attention"
 
 #: Copies to the host of up to so many bytes get values; larger ones keep what their memory holds.
 _FILLED: Final = 1 << 20
@@ -145,6 +149,8 @@ def _as_on_cuda(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], made: 
         return made
     if name in _CONTIGUOUS:
         return (Layout(first.shape, contiguous(first.shape), first.dtype), *made[1:])
+    if name == _FLASH and version_of(torch.__version__) < (2, 7):
+        return (*made[:6], *[_Host((), torch.int64)] * 2, *made[8:])
     place = _REDUCED_LOSSES.get(name)
     if place is not None and (args[place] if len(args) > place else kwargs.get("reduction", 1)):
         elements = math.prod(_broadcast(args[0].shape, args[1].shape))

@@ -118,8 +118,9 @@ def flash_forward(call: Call) -> Plan | None:
             lines = splits * batch * heads * rows
             steps.alloc("lse_accum", lines * 4)
             steps.alloc("out_accum", lines * _flash_head(head, call.profile) * 4)
-        steps.out(2, 3)
-    else:
+        if call.out[6].is_cuda:  # the random state: from 2.7 on
+            steps.out(2, 3)
+    elif call.out[6].is_cuda:
         steps.alloc("first_rng_state", 16)
         steps.out(3, 2)
         steps.free("first_rng_state")
