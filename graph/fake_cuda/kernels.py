@@ -18,7 +18,7 @@ from graph.fake_cuda.memory import Layout, contiguous, set_storage
 from graph.fake_cuda.operators.composed import COMPOSED
 from graph.fake_cuda.operators.native import operator
 from graph.fake_cuda.sdpa import corrected
-from graph.fake_cuda.shapes import Shapes
+from graph.fake_cuda.shapes import Shapes, forgets_steps
 from graph.fake_cuda.torch_private import BY_CPU_KERNEL, is_dense, tree_leaves
 from graph.fake_cuda.values import COUNTED
 from traces.release import version_of
@@ -50,8 +50,17 @@ _METADATA_ONLY: Final = (
 _GENERIC: Final = ("linalg_matrix_exp", "_unsafe_masked_index", "_unsafe_masked_index_put_accumulate")
 
 #: Operators whose first result is contiguous on CUDA, whatever their operands are (SoftMax.cu, layer_norm_kernel.cu,
-#: DepthwiseConv2d.cu); PyTorch's rules for shapes have it lie as an operand does.
-_CONTIGUOUS: Final = ("aten::_log_softmax_backward_data", "aten::native_layer_norm_backward", "aten::_conv_depthwise2d")
+#: DepthwiseConv2d.cu, group_norm.cpp); PyTorch's rules for shapes have it lie as an operand does.
+_CONTIGUOUS: Final = frozenset(
+    {
+        "aten::_log_softmax",
+        "aten::_log_softmax_backward_data",
+        "aten::native_layer_norm",
+        "aten::native_layer_norm_backward",
+        "aten::native_group_norm",
+        "aten::_conv_depthwise2d",
+    }
+)
 
 #: Losses whose result keeps the storage that held the loss by element, and where their `reduction` stands: the output
 #: is made for the elements and resized when they are reduced (aten/src/ATen/native/BinaryOps.cpp, cuda/Loss.cu).
@@ -142,12 +151,15 @@ def _described(value: object) -> Any:
     return value
 
 
-def _as_on_cuda(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], made: tuple[Any, ...]) -> tuple[Any, ...]:
+def _as_on_cuda(
+    func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], made: tuple[Any, ...]
+) -> tuple[Any, ...]:
     """What an operator makes, where its CUDA kernel makes something else than PyTorch's rules for shapes say."""
     first = made[0] if made else None
     if not isinstance(first, Layout):
         return made
-    if name in _CONTIGUOUS:
+    name = func._schema.name
+    if name in _CONTIGUOUS or forgets_steps(func, args):
         return (Layout(first.shape, contiguous(first.shape), first.dtype), *made[1:])
     if name == _FLASH and version_of(torch.__version__) < (2, 7):
         return (*made[:6], *[_Host((), torch.int64)] * 2, *made[8:])
@@ -375,7 +387,7 @@ class Kernels:
             _described(value) if written is None else _Argument(written)
             for value, written in zip((outputs,) if schema.returns == 1 else outputs, schema.written, strict=True)
         )
-        return _as_on_cuda(func._schema.name, args, kwargs, made)
+        return _as_on_cuda(func, args, kwargs, made)
 
     def _grow(self, tensor: torch.Tensor, shape: tuple[int, ...], strides: tuple[int, ...], born: list[int]) -> Any:
         """Resize `tensor` as `resize_` does on CUDA: a larger storage is born before the old one dies.

@@ -59,9 +59,11 @@ class _Operand:
         return in_order([self.sizes[i] for i in order], [self.steps[i] for i in order])
 
     def put(self, channels_last: bool) -> _Operand:
-        """Contiguous in a memory format."""
-        if self.lies(channels_last):
-            return self
+        """Contiguous in a memory format (`Tensor.contiguous`): itself, where it is so already."""
+        return self if self.lies(channels_last) else self.copied(channels_last)
+
+    def copied(self, channels_last: bool) -> _Operand:
+        """A copy in a memory format."""
         step, steps = 1, [0] * len(self.sizes)
         for place in _order(len(self.sizes)) if channels_last else range(len(self.sizes))[::-1]:
             steps[place] = step
@@ -155,7 +157,7 @@ def _cudnn_backward(
         source = source.put(last)
     if gradient.channels_last != source.channels_last:
         kept.append(("gradient", gradient.bytes))
-        gradient = gradient.put(source.channels_last)
+        gradient = gradient.copied(source.channels_last)
     if wanted[0]:
         copies = _needed([("weight", weight), ("its gradient", gradient)], _last(gradient, weight, wide))
         steps += (("out", 0), *within(copies, *_search(call, "input", call.args[4:10])))

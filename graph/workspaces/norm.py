@@ -97,13 +97,14 @@ class Rows:
 def group_norm(call: Call) -> Plan | None:
     """`native_group_norm`: two fp32 coefficients a channel; from 2.12 fp32 statistics for 16-bit inputs.
 
+    Without weight and bias, and for one value a channel (`GroupNorm1dForward`), there are no coefficients.
     Arguments: input, weight, bias, N, C, HxW, groups, eps.
     """
     batch, channels, groups = int(call.args[3]), int(call.args[4]), int(call.args[6])
     made: list[tuple[str, int]] = []
     if is_half(call.args[0]) and call.profile.release >= (2, 12):
         made += [(name, batch * groups * 4) for name in ("mean", "rstd")]
-    if int(call.args[5]) > 0:
+    if int(call.args[5]) > 1 and (call.args[1] is not None or call.args[2] is not None):
         made += [(name, batch * channels * 4) for name in ("scale", "shift")]
     return (REST, *within(made))
 
@@ -111,6 +112,7 @@ def group_norm(call: Call) -> Plan | None:
 def group_norm_backward(call: Call) -> Plan | None:
     """`native_group_norm_backward`: sums a channel and coefficients, fp32.
 
+    The coefficient a channel is made where there is a weight and more than one value a channel.
     Arguments: gradient, input, mean, rstd, weight, N, C, HxW, groups, mask.
     """
     batch, channels, groups = int(call.args[5]), int(call.args[6]), int(call.args[8])
@@ -119,8 +121,10 @@ def group_norm_backward(call: Call) -> Plan | None:
     by_channel, by_group = batch * channels * 4, batch * groups * 4
     coefficients: tuple[Step, ...] = ()
     if call.args[9][0]:
-        coefficients = (("alloc", "c2", by_group), ("alloc", "c3", by_group), ("alloc", "c1", by_channel))
-        coefficients += (("free", "c3"), ("free", "c2"), ("free", "c1"))
+        coefficients = (("alloc", "c2", by_group), ("alloc", "c3", by_group))
+        by_weight = call.args[4] is not None and int(call.args[7]) > 1
+        coefficients += (("alloc", "c1", by_channel),) if by_weight else ()
+        coefficients += (("free", "c3"), ("free", "c2"), *((("free", "c1"),) if by_weight else ()))
     return (REST, *within([("ds", by_channel), ("db", by_channel)], *coefficients))
 
 

@@ -242,6 +242,19 @@ def _mask(size: int) -> torch.Tensor:
     return torch.ones(size, size, dtype=torch.bool).tril()
 
 
+def _pixel(x: torch.Tensor) -> torch.Tensor:
+    """An image of one pixel whose channels come last: contiguous either way."""
+    return x.as_strided((4, 6, 1, 1), (6, 1, 6, 6))
+
+
+ELEMENTWISE: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = (
+    functional.silu,
+    functional.hardswish,
+    lambda x: x + x.contiguous(),
+    lambda x: x**2.0,
+    lambda x: torch.where(x > x, x, x),
+)
+
 OPERATORS: dict[str, Callable[..., Any]] = {
     "mm": lambda x: x @ x.t(),
     "scalar to int": lambda x: x.int() * 2.5,
@@ -269,6 +282,10 @@ OPERATORS: dict[str, Callable[..., Any]] = {
     "conv2d": lambda x: functional.conv2d(x[None, None], torch.ones(2, 1, 3, 3, device=x.device)),
     "conv transpose": lambda x: functional.conv_transpose1d(x[None], torch.ones(4, 2, 3, device=x.device), stride=2),
     "channels last": lambda x: torch.empty(2, 3, 4, 5, device=x.device).to(memory_format=torch.channels_last) * 2,
+    "one pixel, elementwise": lambda x: tuple(call(_pixel(x)) for call in ELEMENTWISE),
+    "one pixel, one by one": lambda x: (_pixel(x) * 2.0, _pixel(x).clone(), functional.hardtanh(_pixel(x))),
+    "one pixel, layer norm": lambda x: functional.layer_norm(_pixel(x), (6, 1, 1)),
+    "one pixel, log softmax": lambda x: _pixel(x).log_softmax(1),
     "pad": lambda x: functional.pad(x, (1, 2)),
     "arange": lambda x: torch.arange(0.0, 1.0, 0.1, device=x.device),
     "one hot": lambda x: functional.one_hot(torch.zeros(3, dtype=torch.long, device=x.device), 7),
@@ -294,6 +311,11 @@ def test_results_have_the_form_that_the_cpu_gives(name: str, runtime: Runtime) -
     assert len(expected) == len(found)
     for one, other in zip(expected, found, strict=True):
         assert (other.shape, other.dtype, other.stride()) == (one.shape, one.dtype, one.stride())
+
+
+def test_group_norm_of_one_pixel_is_contiguous(runtime: Runtime) -> None:
+    """On CUDA alone: `native_group_norm` asks for memory formats on the CPU only (group_norm.cpp)."""
+    assert functional.group_norm(_pixel(torch.ones(4, 6, device="cuda")), 2).stride() == (6, 1, 1, 1)
 
 
 def test_operators_with_kernels_of_their_own() -> None:
