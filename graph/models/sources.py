@@ -39,6 +39,7 @@ from graph.models.transformers_4_29.attention import like_transformers_4_29 as l
 from graph.optimizers import OPTIMIZERS
 from graph.user_code import quiet, told
 from traces.errors import ConfigError, LLMemError
+from traces.release import version_of
 from traces.text import reason
 
 if TYPE_CHECKING:
@@ -235,7 +236,8 @@ def prepare(built: Built, case: Case, device: str = "meta") -> None:
 
 
 def _model(case: Case, chosen: Architecture, place: str) -> Any:
-    options: dict[str, Any] = {"dtype": DTYPES[case.dtype]}
+    named = version_of(transformers().__version__) >= (4, 56)
+    options: dict[str, Any] = {"dtype" if named else "torch_dtype": DTYPES[case.dtype]}
     if case.repeat_kv or case.attn != "default":
         options["attn_implementation"] = repeated_sdpa() if case.repeat_kv else case.attn
     try:

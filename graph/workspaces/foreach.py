@@ -27,13 +27,24 @@ def _partials(sources: Sequence[torch.Tensor], item: int) -> int:
     return len(sources) * max(up(elements(source), _CHUNK) for source in sources) * item
 
 
+def _ragged(sources: Sequence[torch.Tensor], item: int) -> list[tuple[str, int]]:
+    """Where the chunks of each tensor begin, and a value for each chunk (from 2.15 on)."""
+    chunks = sum(up(elements(source), _CHUNK) for source in sources)
+    return [("offsets", (len(sources) + 1) * 8), ("partials", chunks * item)]
+
+
 def foreach_norm(call: Call) -> Plan | None:
-    """`_foreach_norm`: a partial norm in the accumulation type for each chunk of 65536 values, before the outputs."""
+    """`_foreach_norm`: a partial norm in the accumulation type for each chunk of 65536 values, before the outputs.
+
+    Up to 2.14 every tensor has room for as many chunks as the largest; then its own, and offsets say where they begin.
+    """
     sources = call.args[0]
     if not _fast(sources):
         return None
-    nbytes = _partials(sources, max(4, width(sources[0])))
-    return within([("partials", nbytes)], REST)
+    item = max(4, width(sources[0]))
+    if call.profile.release < (2, 15):
+        return within([("partials", _partials(sources, item))], REST)
+    return within(_ragged(sources, item), REST)
 
 
 def foreach_max(call: Call) -> Plan | None:
@@ -41,7 +52,11 @@ def foreach_max(call: Call) -> Plan | None:
     sources = call.args[0]
     if not _fast(sources):
         return None
-    partials = [("partials", _partials(sources, width(sources[0])))]
+    item = width(sources[0])
+    if call.profile.release >= (2, 15):
+        offsets, chunks = _ragged(sources, item)
+        return within([offsets], *after([chunks]))
+    partials = [("partials", _partials(sources, item))]
     return after(partials) if call.profile.release >= (2, 10) else within(partials, REST)
 
 

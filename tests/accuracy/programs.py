@@ -3,9 +3,10 @@
     python -m tests.accuracy programs [NAME]... [--folder FOLDER] [--assets FOLDER] [--sample N] [--results FILE]
                                       [--as-recorded] [--late]
 
-FOLDER has `programs.csv` and the programs (default: tests/data/programs, whose README says what the columns are). They
-run in a scratch copy of it, with `assets` linked there to what `--assets` names. A program of several ranks has a row
-for each. `--results` keeps what was found, and does not run it again.
+FOLDER has `programs.csv` and the programs (default: tests/data/programs, whose README says what the columns are), and
+`releases.csv` with rows of other releases of PyTorch: those of the installed one are run. They run in a scratch copy of
+it, with `assets` linked there to what `--assets` names. A program of several ranks has a row for each. `--results`
+keeps what was found, and does not run it again.
 `--as-recorded` has programs read whole numbers and booleans as where they were recorded (0, or what FAKEGPU_D2H_BOOL
 says): what differs then is not of the values. `--late` runs them with `--deferred late`, beside the rows recorded so
 (columns `lag1_*`: a CUDA event completes when the host waits for it).
@@ -31,6 +32,7 @@ from typing import Any, Final
 from tests.accuracy.recordings import read_table
 from tests.places import DATA, ROOT
 from tests.support import warm
+from traces.release import installed_release, version_of
 
 FOLDER: Final = DATA / "programs"
 #: Our figure, and the column with theirs.
@@ -62,6 +64,14 @@ class Run:
             if int(self.row["rank"]) in found["ranks"]:
                 return {name: (found[name], int(self.row[column])) for name, column in self.columns.items()}
         return {}
+
+
+def table(folder: Path = FOLDER) -> list[dict[str, str]]:
+    """The rows that were recorded under the installed PyTorch's release."""
+    rows = [{"torch": "2.13.0", **row} for row in read_table(folder / "programs.csv")]
+    if (folder / "releases.csv").exists():
+        rows += read_table(folder / "releases.csv")
+    return [row for row in rows if str(version_of(row["torch"])) == installed_release()]
 
 
 def copied(folder: Path, assets: Path | None, where: Path) -> Path:
@@ -147,9 +157,7 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--as-recorded", action="store_true", help="values as where the programs were recorded")
     parser.add_argument("--late", action="store_true", help="with --deferred late, beside columns lag1_*")
     options = parser.parse_args(arguments)
-    rows = [
-        row for row in read_table(options.folder / "programs.csv") if not options.names or row["name"] in options.names
-    ]
+    rows = [row for row in table(options.folder) if not options.names or row["name"] in options.names]
     rows = [row for row in rows if row.get("lag1_peak_allocated")] if options.late else rows
     names = sorted({row["name"] for row in rows})
     if options.sample and options.sample < len(names):

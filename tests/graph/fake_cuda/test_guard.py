@@ -11,8 +11,8 @@ import pytest
 
 pytest.importorskip("torch")
 
-from graph.fake_cuda import guard  # noqa: E402
-from graph.fake_cuda.device import _virtual  # noqa: E402
+from graph.fake_cuda import guard
+from graph.fake_cuda.device import _virtual
 
 PLACES = _virtual((Path("c10") / "core" / "impl" / "DeviceGuardImplInterface.h",))
 CUDA = 1

@@ -14,12 +14,19 @@ import pytest
 pytest.importorskip("torch")
 
 from tests.accuracy import programs
-from tests.accuracy.recordings import read_table
 from tests.places import ROOT
 from tests.support import warm
 from tests.support.several_lengths import ALLOCATED
+from traces.release import DEFAULT_RELEASE, installed_release
 
-ROWS = {row["name"]: row for row in read_table(programs.FOLDER / "programs.csv")}
+TABLE = programs.table()
+ROWS = {row["name"]: row for row in TABLE if row["rank"] == "0"}
+#: Of PyTorch 2.13, other programs than those of `python -m tests.accuracy programs`, which takes longer.
+PROGRAMS = (
+    *("oom_retry", "oom_dies", "gpt_plain_fused_keepgrads", "varlen_gcthreshold", "compile_gpt_ac", "flex_train"),
+    *("graph_whole_step", "graph_whole_step_gpt", "graph_callables", "graph_pools", "compile_graphs"),
+    *("cudnn_benchmark", "graph_benchmark", "data_parallel", "streams"),
+)
 
 
 def record(folder: Path, *words: str, run: warm.Run = warm.run, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -32,21 +39,15 @@ def answer(folder: Path) -> dict[str, Any]:
     return json.loads((folder / "answer.json").read_text())
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        *("oom_retry", "oom_dies", "gpt_plain_fused_keepgrads", "varlen_gcthreshold", "compile_gpt_ac", "flex_train"),
-        *("graph_whole_step", "graph_whole_step_gpt", "graph_callables", "graph_pools", "compile_graphs"),
-        *("cudnn_benchmark", "graph_benchmark", "data_parallel", "streams"),
-    ],
-)
+@pytest.mark.parametrize("name", PROGRAMS if installed_release() == DEFAULT_RELEASE else ROWS)
 def test_programs_end_with_the_recorded_figures(name: str, tmp_path: Path) -> None:
     row = ROWS[name]
     where = programs.copied(programs.FOLDER, None, tmp_path / "programs")
     alone = (
         name == "flex_train"
     )  # what its cycles keep alive is told by when Python collects them: as in a real process
-    found, done = programs.run(row, where, start=warm.cold if alone else warm.run)
+    ranks = ("--ranks", "0") if row["ranks"] != "1" else ()
+    found, done = programs.run(row, where, *ranks, start=warm.cold if alone else warm.run)
     run = programs.Run(row, found)
     kept = {  # what its cycles keep alive; 512 bytes more than recorded where an error ends it, of no known tensor
         "varlen_gcthreshold": ("end_allocated", "end_reserved"),
@@ -74,7 +75,7 @@ def test_the_largest_step_is_told(tmp_path: Path) -> None:
 
 
 def test_ranks_end_with_the_recorded_figures(tmp_path: Path) -> None:
-    rows = [row for row in read_table(programs.FOLDER / "programs.csv") if row["name"] == "fsdp2_4"]
+    rows = [row for row in TABLE if row["name"] == "fsdp2_4"]
     where = programs.copied(programs.FOLDER, None, tmp_path / "programs")
     found, _ = programs.run(rows[0], where, "--ranks", "0,3", start=warm.run)
     assert sorted(rank for one in found["ranks"] for rank in one["ranks"]) == [0, 3]
@@ -83,7 +84,7 @@ def test_ranks_end_with_the_recorded_figures(tmp_path: Path) -> None:
 
 
 def test_events_that_complete_when_the_host_waits(tmp_path: Path) -> None:
-    (row, _) = (row for row in read_table(programs.FOLDER / "programs.csv") if row["name"] == "fsdp1_2_gradop_orig")
+    (row, _) = (row for row in TABLE if row["name"] == "fsdp1_2_gradop_orig")
     where = programs.copied(programs.FOLDER, None, tmp_path / "programs")
     found, _ = programs.run(row, where, "--ranks", "0", "--deferred", "late", start=warm.run)
     assert programs.Run(row, found, programs.LATE).figures() == {
