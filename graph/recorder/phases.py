@@ -151,8 +151,8 @@ class Phases:
             self.recorder.categorize(parameter.grad, "gradient", name and f"{name}.grad")
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
-        for parameter, states in optimizer.state.items():
-            name = self._titles.get(parameter, "")
+        for parameter, states in optimizer.state.items():  # some key by name
+            name = self._titles.get(parameter, "") if isinstance(parameter, torch.Tensor) else str(parameter)
             for key, state in states.items() if isinstance(states, Mapping) else [("state", states)]:
                 for tensor in tensors(state):
                     self.recorder.categorize(tensor, "optimizer_state", name and f"{name}.{key}")

@@ -94,6 +94,19 @@ for step in range(6):
             net(torch.ones(1, 256, device="cuda"))
 """
 
+BY_NAME = """
+import torch
+
+class ByName(torch.optim.Optimizer):
+    def step(self):
+        if not self.state:
+            self.state["up.weight"] = {"moment": torch.zeros(700, device="cuda")}
+
+optimizer = ByName([torch.ones(9, device="cuda", requires_grad=True)], {})
+for step in range(2):
+    optimizer.step()
+"""
+
 
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Events]:
@@ -150,6 +163,15 @@ def test_names_of_parameters_gradients_states_and_buffers(recorded: tuple[Path, 
     assert {name: said.get(name) for name in wanted} == wanted
     weights = stacks(events, name="part.up.weight", bytes=300 * 700 * 4)
     assert weights == [["<module>: net = Net().cuda()"]]
+
+
+def test_states_that_an_optimizer_keeps_by_name(tmp_path: Path) -> None:
+    done = record(folder_of(tmp_path, {"train.py": BY_NAME}), "-o", "trace.npz", "train.py")
+    assert done.returncode == 0, done.stderr
+    events = traces.read(tmp_path / "trace.npz").ranks[0].events
+    (place,) = ((events.op == Op.ALLOC) & (events.ints("bytes") == 2800)).nonzero()[0].tolist()
+    found = events.strings("name").get(place), events.strings("category").get(place)
+    assert found == ("up.weight.moment", "optimizer_state")
 
 
 def test_the_snapshot_has_the_stacks(recorded: tuple[Path, Events]) -> None:
