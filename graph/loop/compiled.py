@@ -13,8 +13,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from graph.fake_cuda import triton_stand_in
 from graph.fake_cuda.served import has_triton
+from graph.host import triton_stand_in
 
 if TYPE_CHECKING:
     from graph.case import Case

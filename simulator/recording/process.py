@@ -20,13 +20,13 @@ from pathlib import Path
 from typing import Any, Final
 
 import traces
-from graph.fake_cuda import sdpa, triton_stand_in
+from graph.fake_cuda import sdpa
 from graph.fake_cuda.collectives import Collectives
 from graph.fake_cuda.device import Runtime, fake_cuda
 from graph.fake_cuda.job import joined
 from graph.fake_cuda.served import OutOfMemoryError, has_triton
 from graph.hardware.profile import profile
-from graph.host import compiled
+from graph.host import compiled, triton_stand_in
 from graph.host.extensions import launching_nothing, way_out
 from graph.host.memory import untouched
 from graph.host.weights import never_read
