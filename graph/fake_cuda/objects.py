@@ -7,7 +7,7 @@ from typing import Any, Final
 
 import torch
 
-from graph.fake_cuda.torch_private import StorageBase
+from graph.fake_cuda.torch_private import StorageBase, without_modes
 
 _CUDA: Final = torch.device("cuda")
 #: Bytes of the state of a generator on CUDA: a seed and an offset.
@@ -41,8 +41,9 @@ class Generator(torch.Generator, metaclass=_Named):
         return torch.device("cuda", torch.cuda.current_device())
 
     def get_state(self) -> torch.Tensor:
-        """A copy of the state, on the host as PyTorch has it."""
-        return self._state.clone()
+        """A copy of the state, on the host as PyTorch has it, which no mode sees being made."""
+        with without_modes():
+            return self._state.clone()
 
     def set_state(self, new_state: torch.Tensor) -> Any:
         """The state is what `get_state` gave."""

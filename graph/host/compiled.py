@@ -235,12 +235,24 @@ def _triton_answers(runtime: Runtime) -> list[tuple[str, str, object]]:
     card = gpu(runtime.profile.name)
     properties = {"max_shared_mem": runtime.profile.shared_memory_per_block}
     utils = SimpleNamespace(get_device_properties=lambda device: properties)
+    major, minor = runtime.profile.arch
+    target = importlib.import_module("triton.backends.compiler").GPUTarget("cuda", 10 * major + minor, 32)
+    active = SimpleNamespace(
+        utils=utils,
+        get_current_target=lambda: target,
+        get_current_device=lambda: 0,
+        get_device_interface=lambda: torch.cuda,
+        get_empty_cache_for_benchmark=lambda: torch.empty(1 << 26, dtype=torch.int, device="cuda"),
+        clear_cache=lambda cache: cache.zero_(),
+    )
+    driver = SimpleNamespace(active=active)
 
     def peak(dtype: torch.dtype) -> float:
         return card.flops(str(dtype).removeprefix("torch.")) / 1e12
 
     return [
-        ("triton.runtime", "driver", SimpleNamespace(active=SimpleNamespace(utils=utils))),
+        ("triton.runtime.driver", "driver", driver),
+        ("triton.runtime", "driver", driver),
         ("triton.testing", "get_dram_gbps", lambda: card.memory / 1e9),
         ("triton.testing", "get_max_tensorcore_tflops", peak),
         ("triton.testing", "get_max_simd_tflops", peak),
@@ -313,13 +325,18 @@ class _Built:
         return launcher
 
 
-def _building(runtime: Runtime) -> Callable[[Any, object], _Built]:
-    """In place of `CachingAutotuner._precompile_config`. How many registers a kernel takes is not known."""
+def _building(runtime: Runtime) -> Callable[..., object]:
+    """In place of `CachingAutotuner._precompile_config`, which in 2.6 has one argument more and gives the launcher too.
 
-    def built(autotuner: Any, config: object) -> _Built:
+    How many registers a kernel takes is not known.
+    """
+
+    def built(autotuner: Any, config: object, *of_2_6: object) -> object:
         name = autotuner.fn.__name__
         written = [word.startswith(_WRITTEN) for word in autotuner.fn.arg_names]
-        return _Built(config, SimpleNamespace(hash="", n_regs=None), lambda args: runtime.launched(name, args, written))
+        kernel = SimpleNamespace(hash="", n_regs=None)
+        one = _Built(config, kernel, lambda args: runtime.launched(name, args, written))
+        return (kernel, one.make_launcher()) if of_2_6 else one
 
     return built
 

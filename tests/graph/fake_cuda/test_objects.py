@@ -164,3 +164,14 @@ class _Untold:
 
     def collective(self, *told: object, **also: object) -> None:
         """A collective starts."""
+
+
+def test_a_generators_state_is_read_under_fake_tensors_too(runtime: Runtime) -> None:
+    """As PyTorch's C++ makes it, below all modes: the partitioner of 2.6 asks for it there."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        state = torch.cuda.get_rng_state()
+    assert type(state) is torch.Tensor
+    assert state.dtype == torch.uint8
+    assert state.tolist() == [0] * 16
