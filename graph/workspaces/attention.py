@@ -101,7 +101,8 @@ def flash_forward(call: Call) -> Plan | None:
 
     Keys are split, without dropout, where the row blocks of 64 fill few processors (twice their number is counted):
     accumulators are fp32 (splits, batch, heads, rows) and (splits, batch, heads, rows, head). A single query row of
-    grouped heads counts as one row a group of the key's heads. With dropout the random state is made twice.
+    grouped heads counts as one row a group of the key's heads. With dropout the random state is made twice; up to 2.6
+    there is none on the device.
     """
     query, key = call.args[0], call.args[1]
     dropout = float(argument(call, 3, "dropout_p", 0.0))
@@ -118,9 +119,9 @@ def flash_forward(call: Call) -> Plan | None:
             lines = splits * batch * heads * rows
             steps.alloc("lse_accum", lines * 4)
             steps.alloc("out_accum", lines * _flash_head(head, call.profile) * 4)
-        if call.out[6].is_cuda:  # the random state: from 2.7 on
+        if call.profile.release >= (2, 7):
             steps.out(2, 3)
-    elif call.out[6].is_cuda:
+    elif call.profile.release >= (2, 7):
         steps.alloc("first_rng_state", 16)
         steps.out(3, 2)
         steps.free("first_rng_state")

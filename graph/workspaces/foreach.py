@@ -55,7 +55,7 @@ def foreach_max(call: Call) -> Plan | None:
     item = width(sources[0])
     if call.profile.release >= (2, 15):
         offsets, chunks = _ragged(sources, item)
-        return within([offsets], *after([chunks]))
+        return within([offsets], REST, *within([chunks]))
     partials = [("partials", _partials(sources, item))]
     return after(partials) if call.profile.release >= (2, 10) else within(partials, REST)
 
