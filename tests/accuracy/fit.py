@@ -12,8 +12,9 @@ cases are kept in `--results` and not run again.
 That the first plan fits is held against a row that was recorded with those settings, where there is one, and else
 against a new estimate of the changed case; with `--record` against `record` of the script that is written for it, on
 the GPU that is too small. That nothing cheaper does is held against all other combinations of the same changes, up to
-five at once, `--most` of them: those that are foreseen to be the fastest (their single times added up), each captured
-and replayed, whatever memory it should need.
+five at once, that are foreseen to be faster than the first plan (their single times added up), `--most` of them, the
+fastest first: each is captured and replayed, whatever memory it should need, by the allocator's default settings and
+with expandable segments.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -63,7 +64,8 @@ _LAYERS: Final = ("num_hidden_layers", "n_layer", "num_layers")
 @dataclass(frozen=True)
 class Row:
     """What `fit` found for a case: options of the first plan (empty: none), its time as a share and what it costs, how
-    it is known to fit, and processor seconds; how many others were tried, and the least time of those that fit."""
+    it is known to fit, and processor seconds; how many others were tried and how many were not, and the least time of
+    those that fit."""
 
     case: Mapping[str, Any]
     plan: str = ""
@@ -74,6 +76,7 @@ class Row:
     captures: int = 0
     unfinished: bool = False
     tried: int = 0
+    left: int = 0
     best: float | None = None
     best_plan: str = ""
 
@@ -87,7 +90,7 @@ class Row:
         best = f", best {self.best:.3f} {self.best_plan}" if self.ratio > 1 else ""
         how = f"{self.captures} tried{' (time was up)' if self.unfinished else ''}, {self.seconds:.0f} s"
         plan = f"{self.plan or 'no plan'} ({self.time:.3f}, {self.costs}): {self.proof}"
-        return f"{keys}\n    {plan}; {how}; {self.tried} others{best}"
+        return f"{keys}\n    {plan}; {how}; {self.tried} others, {self.left} left{best}"
 
 
 def drawn(sample: int, seed: int, where: Sequence[str], layers: int = 0, folder: Path | None = None) -> list[Case]:
@@ -157,23 +160,35 @@ def _of_record(case: Case) -> str:
     return "record, fits" if done.returncode == 0 else f"NOT RUN: {done.stderr.strip().splitlines()[-1:]}"
 
 
-def others(case: Case, found: Plans, first: Plan, most: int, jobs: int) -> tuple[int, float | None, str]:
-    """How many combinations were tried, of those up to the first plan's level that should be the fastest, and the least
-    time that fits, with its options."""
+def others(case: Case, found: Plans, first: Plan, most: int, jobs: int) -> tuple[int, int, float | None, str]:
+    """How many combinations were tried, of those up to the first plan's level that should be faster than it, how many
+    were left, and the least time that fits, with its options."""
+    parts = _parts(case, found, first)
+    known = _known(found)
     with local_pool(jobs, PRELOADED) as pool:
 
         def tried(several: list[dict[str, Any]]) -> list[tuple[dict[str, Any], float | None, bool]]:
-            made = [(keys, one) for keys in several if (one := changed(case, keys)) is not None]
-            judged = pool.map(_judge, [one for _, one in made], chunksize=4)
-            return [(keys, *_share(one, found)) for (keys, _), one in zip(made, judged, strict=True)]
+            new = [keys for keys in several if str(keys) not in known and changed(case, keys) is not None]
+            known.update(zip(map(str, new), pool.map(partial(_judge, case), new), strict=True))
+            return [(keys, *_share(known.get(str(keys)), found)) for keys in several]
 
-        parts = _parts(case, found, first)
         alone = tried([keys for values in parts.values() for keys in values])
         times = {str(keys): share for keys, share, _ in alone if share}
-        several = sorted(_choices(parts, times), key=lambda pair: pair[0])
-        done = alone + tried([keys for _, keys in several[:most]])
+        faster = [one for one in _choices(parts, times) if 1 + one[0] < (first.time or 1.0)]
+        several = [keys for _, keys in sorted(faster, key=lambda pair: pair[0])]
+        done = alone + tried(several[:most])
     fitting = [(share, _words(keys)) for keys, share, fits in done if fits and share]
-    return len(done), *min(fitting, default=(None, ""))
+    return len(done), len(several[most:]), *min(fitting, default=(None, ""))
+
+
+def _known(found: Plans) -> dict[str, Judged | None]:
+    """What the search knows already by changed keys: with expandable segments where these made it fit."""
+    known: dict[str, Judged | None] = {}
+    for plan in found.tried:
+        keys = {name: value for name, value in plan.keys.items() if name != "alloc_conf"}
+        if plan.judged.verdict == "fits" or str(keys) not in known:
+            known[str(keys)] = plan.judged
+    return known
 
 
 def _words(keys: Mapping[str, Any]) -> str:
@@ -187,8 +202,14 @@ def _share(judged: Judged | None, found: Plans) -> tuple[float | None, bool]:
     return judged.ns / whole, judged.verdict == "fits"
 
 
-def _judge(case: Case) -> Judged | None:
-    return measured(case, 0, partial(_graph_of))
+def _judge(case: Case, keys: Mapping[str, Any]) -> Judged | None:
+    """What comes of the changed case; where it does not fit, of the same with expandable segments."""
+    made = changed(case, keys)
+    assert made is not None
+    judged = measured(made, 0, _graph_of)
+    if judged is not None and judged.verdict != "fits" and not made.alloc_conf:
+        judged = measured(replace(made, alloc_conf="expandable_segments:True"), 0, _graph_of)
+    return judged
 
 
 def _graph_of(case: Case, method: Any) -> Any:
@@ -196,10 +217,10 @@ def _graph_of(case: Case, method: Any) -> Any:
 
 
 def _parts(case: Case, found: Plans, first: Plan) -> dict[str, list[dict[str, Any]]]:
-    """What may be set up to the first plan's level, by part."""
+    """What may be set up to the first plan's level, by part; settings of the allocator are tried with each."""
     parts: dict[str, list[dict[str, Any]]] = {}
     for change, values in options_for(case, found.needs):
-        if change.level <= first.level and not change.alone:
+        if change.level <= first.level and not change.alone and change.part != "allocator":
             parts.setdefault(change.part, []).extend(map(dict, values))
     return parts
 
@@ -225,7 +246,9 @@ def row_of(case: Case, options: argparse.Namespace) -> Row:
     made: dict[str, Any] = {"plan": first.options, "time": first.time or 1.0, "costs": first.cost}
     made["proof"] = proof_of(case, first, recorded(), options.record)
     if options.most and first.cost != "hardware":
-        made["tried"], made["best"], made["best_plan"] = others(case, plans, first, options.most, options.jobs)
+        made["tried"], made["left"], made["best"], made["best_plan"] = others(
+            case, plans, first, options.most, options.jobs
+        )
     return Row(**{**asdict(row), **made})
 
 
