@@ -181,7 +181,7 @@ class _Search(Generic[Subject]):
                 waiting = ours
                 continue
             self._alone(ours)
-            if self._best(level - 1) or any(plan.level == level > 0 for plan in self._best(level)):
+            if self._best(level - 1):
                 continue
             if waiting and not self._hopeful(waiting):
                 continue

@@ -51,17 +51,24 @@ def record(program: str, options: str = "") -> str:
     return _said(["record", *shlex.split(options), *shlex.split(program)], errors=True)
 
 
-def fit(model: str, options: str = "") -> str:
+def fit(run: str, options: str = "") -> str:
     """The cheapest changes that make a run fit its GPU, each proved by a replay.
 
-    `model` and `options` as for `estimate`; also "--keep batch,seq,dtype", "--gpus 2".
+    `run`: a model as for `estimate`, or a program as for `record`, whose own code runs then. `options` as there; also
+    "--keep batch,seq,dtype", "--gpus 2".
     """
-    return _said(["fit", model, *shlex.split(options), "--markdown"])
+    return _said(["fit", "--markdown", *shlex.split(options), *shlex.split(run)])
 
 
-def explain(text: str, case: str = "") -> str:
-    """Why memory ran out, from the text of an error or a log; `case`: a file with the case that ran."""
-    return _said(["explain", "--markdown", *(["--case", case] if case else [])], given=text)
+def explain(text: str, case: str = "", program: str = "") -> str:
+    """Why memory ran out, from the text of an error or a log.
+
+    With the run beside it also its tensors, and what would make it fit. `case`: a file with the case that ran;
+    `program`: what ran, as for `record`.
+    """
+    beside = {"--case": case, "--program": program}
+    words = [word for option, value in beside.items() if value for word in (option, value)]
+    return _said(["explain", "--markdown", *words], given=text)
 
 
 def compare(before: str, after: str, options: str = "") -> str:

@@ -26,10 +26,16 @@ if TYPE_CHECKING:
     from simulator.recording.durations import Durations
 
 _ROOT: Final = str(Path(__file__).resolve().parents[2])
-#: Our folder comes first until our own modules are there: the program's may have their names.
-_START: Final = (
-    "import sys; sys.path[0] = {root!r}; from simulator.recording.process import main; sys.exit(main({text!r}))"
-)
+#: Our folder comes first until our own modules are there: the program's may have their names. Ctrl-C before the program
+#: begins ends the process without a word, unless it is ignored.
+_START: Final = """
+import signal, sys
+if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+sys.path[0] = {root!r}
+from simulator.recording.process import main
+sys.exit(main({text!r}))
+"""
 
 
 #: What a silent process says on stderr, in the request's folder.
@@ -71,7 +77,7 @@ def record(
     A process each, one after another but for as many as there are cores, with this process's streams, or if it is to be
     `silent` without any. Ctrl-C and SIGTERM end the program, and what was recorded is the answer; ranks that have not
     begun then are left out. `told` is called with a word where one of several ranks has ended. RecordError where one
-    ended before it left anything.
+    ended before it left anything, and KeyboardInterrupt where all were interrupted so early.
     """
     processes = _Processes(silent)
     done = 0
@@ -91,7 +97,7 @@ def record(
     from simulator.recording.trace import together
 
     if not found:
-        raise RecordError("the program was interrupted before it began")
+        raise KeyboardInterrupt
     return Recorded(
         exit_code=next((one.exit_code for one in found if one.exit_code), 0),
         steps=found[0].steps,
@@ -139,7 +145,7 @@ class _Processes:
                 process.send_signal(signal.SIGTERM if self._ended <= _PATIENCE else signal.SIGKILL)
 
     def recorded(self, request: Request) -> Recorded | None:
-        """What one rank did; None where it is not to begin any more."""
+        """What one rank did; None where it was interrupted before it began."""
         if self._ended:
             return None
         with tempfile.TemporaryDirectory(prefix="llmem-record-") as folder:
@@ -148,6 +154,8 @@ class _Processes:
             last = _last_line(Path(folder) / _SAID)
             facts = Path(folder) / FACTS
             if not facts.exists():
+                if self._ended:
+                    return None
                 name = quoted(request.program[0])
                 end = f"was ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
                 raise RecordError(f"the process of {name} {end} before anything was recorded")

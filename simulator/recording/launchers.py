@@ -18,7 +18,7 @@ from unittest import mock
 from traces.errors import ConfigError
 from traces.text import path_text
 
-_USAGE: Final = "llmem record [OPTIONS] train.py ARGS..."
+_USAGE: Final = "options come first, then train.py ARGS..."
 #: Flags of Python that change nothing here.
 _FLAGS: Final = ("-u", "-B", "-O", "-s", "-E", "-I")
 

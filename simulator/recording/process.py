@@ -228,6 +228,8 @@ def _run(request: Request) -> tuple[int, BaseException | None]:
     """Run the program as `__main__`: its exit code, and what it raised, told on stderr as Python tells it."""
     folder = str(Path(request.program[0]).resolve().parent) if request.kind == "script" else os.getcwd()
     _forget_our_folder()
+    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         with own_modules.of(folder).first():
             local = [request.local.format(request.local_rank)] if request.local else []

@@ -187,14 +187,26 @@ def test_savings_at_different_times_are_added_by_parts_of_phases() -> None:
     assert len(both) <= 2
 
 
-def test_where_weights_alone_are_too_much_nothing_is_tried_that_leaves_them() -> None:
+def test_where_weights_alone_are_too_much_what_leaves_them_waits() -> None:
     def judge(case: Case) -> Judged:
         load = 100 if case.dtype == "fp32" else 50
         return Judged(load + 10, 80, "fits" if load + 10 <= 80 else "oom", 1.0, 80, {"load": load, "step": load + 10})
 
     found = search(Case.of(FULL), judge)
     assert found.fitting[0].options == "--dtype bf16"
-    assert not any(one.level == 0 for one in found.tried)
+    assert [one.level for one in found.tried].index(0) > [one.options for one in found.tried].index("--dtype bf16")
+
+
+def test_of_changes_that_differ_alike_several_may_be_cheaper_than_one() -> None:
+    """One change of its level fits, and is slow: two others of the same level together are faster."""
+
+    def judge(case: Case) -> Judged:
+        dear = case.optimizer == "paged-adamw-8bit"
+        needs = 100 - 50 * (case.dtype == "bf16") - 20 * (case.optimizer == "adamw-8bit") - 70 * dear
+        return Judged(needs, 40, "fits" if needs <= 40 else "oom", 1.0 - 0.5 * (case.dtype == "bf16") + dear, 40)
+
+    first = search(Case.of(FULL), judge, keep=["quant", "batch", "lora", "autocast"]).fitting[0]
+    assert first.keys == {"dtype": "bf16", "optimizer": "adamw-8bit"}
 
 
 def test_time_that_is_up_leaves_the_rest_untried() -> None:

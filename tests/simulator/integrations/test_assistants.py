@@ -66,12 +66,18 @@ def test_models_and_programs(tmp_path: Path) -> None:
             ("estimate", {"model": model, "options": "--batch 2 --seq 16 --memory 20MiB --no-remedies"}),
             ("estimate", {"model": "gpt2", "options": "--batch 2 --gpu T5"}),
             ("record", {"program": str(tmp_path / "train.py"), "options": "--gpu T4"}),
+            ("fit", {"run": model, "options": "--batch 2 --seq 16 --gpu T4"}),
+            ("fit", {"run": str(tmp_path / "train.py"), "options": "--memory 3MiB --context 0"}),
+            ("explain", {"text": OOM, "program": str(tmp_path / "train.py")}),
         ],
     )
-    assert [error for error, _ in found] == [False, False, True, False]
-    fits, lacks, error, recorded = (text for _, text in found)
+    assert [error for error, _ in found] == [False, False, True, False, False, False, False]
+    fits, lacks, error, recorded, fitted, lacking, beside = (text for _, text in found)
     assert "fits" in fits
     assert "out of memory" in lacks
     assert "T5" in error
     assert "done" in recorded
     assert "at most 4.00 MiB allocated" in recorded
+    assert "fits" in fitted
+    assert "train.py:2" in lacking
+    assert "train.py" in beside

@@ -192,8 +192,8 @@ def test_what_was_recorded_is_kept_however_it_ends(ending: str, code: int, told:
 @pytest.mark.parametrize(
     ("words", "code", "line"),
     [
-        ((), 1, "error: no program is given: llmem record [OPTIONS] train.py ARGS..."),
-        (("absent.py",), 1, "error: absent.py: is not a file: llmem record [OPTIONS] train.py ARGS..."),
+        ((), 1, "error: no program is given: options come first, then train.py ARGS..."),
+        (("absent.py",), 1, "error: absent.py: is not a file: options come first, then train.py ARGS..."),
         (("--", "mpirun", "x.py"), 1, "error: mpirun: is not a Python program, nor a launcher that is known"),
         (("--steps", "0", "x.py"), 1, "error: "),
         (("--gpu", "none", "x.py"), 1, "error: "),
