@@ -150,17 +150,7 @@ def test_processes_and_threads_of_a_program(words: tuple[str, ...], said: list[s
     [(signal.SIGINT, True, 130), (signal.SIGTERM, False, 143), (signal.SIGKILL, False, -9)],
 )
 def test_signals_end_all_and_keep_what_was_recorded(number: int, whole_group: bool, code: int, tmp_path: Path) -> None:
-    folder_of(tmp_path, {"train.py": PROGRAM})
-    words = ["-m", "simulator", "record", "--json", "answer.json", "--", "train.py", "sleeps"]
-    process = subprocess.Popen(
-        [sys.executable, *words],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
+    process = begun(tmp_path, "sleeps")
     assert process.stdout is not None
     assert process.stdout.readline() == "ready\n"
     (os.killpg if whole_group else os.kill)(process.pid, number)
@@ -175,6 +165,34 @@ def test_signals_end_all_and_keep_what_was_recorded(number: int, whole_group: bo
         assert answer(tmp_path)["exit_code"] == code
         assert answer(tmp_path)["ranks"][0]["peak_allocated"] == 4 * MIB
         assert f"the program ended with exit code {code}, and until then: fits" in told
+
+
+def test_ctrl_c_before_the_program_begins_ends_without_a_word_of_ours(tmp_path: Path) -> None:
+    process = begun(tmp_path, "sleeps")
+    for _ in range(600):
+        if len(running(process.pid)) > 1:  # it is there, and imports
+            break
+        time.sleep(0.02)
+    os.killpg(process.pid, signal.SIGINT)
+    said, told = process.communicate(timeout=60)
+    assert (process.returncode, said) == (130, "")
+    assert told.strip().endswith("interrupted")
+    assert "Traceback" not in told
+    assert not (tmp_path / "answer.json").exists()
+
+
+def begun(folder: Path, *words: str) -> subprocess.Popen[str]:
+    """A recording of the program, in a session of its own."""
+    folder_of(folder, {"train.py": PROGRAM})
+    return subprocess.Popen(
+        [sys.executable, "-m", "simulator", "record", "--json", "answer.json", "--", "train.py", *words],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
 
 
 def running(session: int) -> list[str]:
