@@ -53,10 +53,10 @@ def measured(case: Case, context: Context, capture: Capture, budget: int | None 
     needs, total = found.needed, found.decisive.device.total_bytes
     room = min(total, ENDLESS if budget is None else budget)
     phases, ns = _taken(clocked, case)
-    if ns is not None and found.verdict == "tight":
-        ns += _waits(trace, case, bytes_of(terms))
+    waits = _waits(trace, case, bytes_of(terms)) if ns is not None and found.verdict == "tight" else 0.0
     verdict = found.verdict if needs is None or budget is None or needs <= budget else "oom"
-    return Judged(needs, room, verdict, ns, room - bytes_of(least_of(terms)), phases)
+    taken = None if ns is None else ns + waits
+    return Judged(needs, room, verdict, taken, room - bytes_of(least_of(terms)), phases, waits)
 
 
 def _heaviest(case: Case) -> int | None:

@@ -20,8 +20,8 @@ EACH: Final = 0.01
 @dataclass(frozen=True)
 class Judged:
     """The answer for a case: `needs` bytes of a GPU of `total` (None: not known), of which the allocator has at most
-    `room`, and nanoseconds a token (None: not known). `phases` has the peak of allocated bytes in every phase on a GPU
-    without end, of the largest rank."""
+    `room`, and nanoseconds a token (None: not known), of which the allocator's retries take `waits`. `phases` has the
+    peak of allocated bytes in every phase on a GPU without end, of the largest rank."""
 
     needs: int | None
     total: int
@@ -29,6 +29,12 @@ class Judged:
     ns: float | None = None
     room: int = 0
     phases: Mapping[str, int] = field(default_factory=dict)
+    waits: float = 0.0
+
+    @property
+    def works(self) -> float | None:
+        """Nanoseconds a token without retries."""
+        return None if self.ns is None else self.ns - self.waits
 
     @property
     def peaks(self) -> Mapping[str, int]:

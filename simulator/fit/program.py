@@ -209,12 +209,16 @@ class _Recorder:
         except LLMemError:
             return None
         ns: float | None = sum(step_of(recorded).values()) or None
+        waits = 0.0
         if ns is not None and found.verdict == "tight":
-            ns += stall_of(with_context(trace, bytes_of(terms))).seconds * 1e9
+            waits = stall_of(with_context(trace, bytes_of(terms))).seconds * 1e9
         total = found.decisive.device.total_bytes
         peaks = peaks_of(replay(endless(trace), analyse=False))
-        per_sample = None if ns is None else ns / program.request.world
-        return Judged(found.needed, total, found.verdict, per_sample, total - bytes_of(least_of(terms)), peaks)
+        world = program.request.world
+        taken = None if ns is None else (ns + waits) / world
+        return Judged(
+            found.needed, total, found.verdict, taken, total - bytes_of(least_of(terms)), peaks, waits / world
+        )
 
     def terms(self, request: Request) -> tuple[OutsideTerm, ...]:
         """What lies outside the allocator for a rank."""

@@ -183,10 +183,12 @@ class _Search(Generic[Subject]):
             self._alone(ours)
             if self._best(level - 1):
                 continue
-            if waiting and not self._hopeful(waiting):
-                continue
-            self._alone(waiting)
-            waiting = []
+            if waiting:
+                if not self._hopeful(waiting):
+                    continue
+                self._combined(level)  # first what of this level fits without them
+                self._alone(self._helpful(waiting, level))
+                waiting = []
             self._combined(level)
         self.deadline += self.spared
         self._alone([one for one in options if one.change.level == hardware])
@@ -212,6 +214,14 @@ class _Search(Generic[Subject]):
             return False
         last, before = ([list(values.values())[-back:][0] for values in parts.values()] for back in (1, 2))
         return any(self._fits(join) for one in (before, last, last[::-1]) if (join := self._compatible(one)))
+
+    def _helpful(self, options: list[_Option], level: int) -> list[_Option]:
+        """Options that may lead to a cheaper plan of a level: those that cost time do where something faster than the
+        best plan lacks memory."""
+        most = WORTH * self._price(level)
+        known = (_mask(choice) for choice in self._choices(level) if self._foreseen(choice) < most)
+        lacking = any(plan is None or not plan.fits for plan in map(self.known.get, known))
+        return options if lacking else [one for one in options if one.change.cost == "nothing"]
 
     def _compatible(self, options: Iterable[_Option]) -> _Choice:
         """Options, in their order, without those that earlier ones exclude."""
@@ -342,14 +352,17 @@ class _Search(Generic[Subject]):
     # --- what is foreseen --------------------------------------------------------------------------------------------
 
     def _foreseen(self, choice: _Choice) -> float:
-        """The price of a choice, from what is known of the largest part of it and of the rest alone."""
+        """The price of a choice, from what is known of the largest part of it and of the rest alone, without what the
+        allocator's retries take: with more room there are none."""
         base, rest = self._largest_known(choice)
-        share = base.time if base is not None and base.time is not None else 1.0
-        for option in rest:
-            plan = self.known[option.bit]
-            if plan is not None and plan.time is not None:
-                share += plan.time - 1.0
+        share = 1.0 if base is None else self._works(base)
+        share += sum(self._works(plan) - 1.0 for option in rest if (plan := self.known[option.bit]) is not None)
         return priced(share, len(choice))
+
+    def _works(self, plan: Plan) -> float:
+        """Its time without retries, as a share of the whole's."""
+        ours, whole = plan.judged.works, self.whole.works
+        return ours / whole if ours is not None and whole else 1.0
 
     def _largest_known(self, choice: _Choice) -> tuple[Plan | None, list[_Option]]:
         """The known plan with most of these options, and those that it has not."""

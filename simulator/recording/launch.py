@@ -123,7 +123,7 @@ class _Processes:
     def __init__(self, silent: bool) -> None:
         self._silent = silent
         self._running: set[subprocess.Popen[bytes]] = set()
-        self._ended = 0  # signals that came
+        self._signals: list[int] = []  # that came
 
     @contextlib.contextmanager
     def signalled(self) -> Iterator[None]:
@@ -139,14 +139,14 @@ class _Processes:
                 signal.signal(number, handler)
 
     def _signal(self, number: int, frame: object) -> None:
-        self._ended += 1
-        if number == signal.SIGTERM or self._ended > 1:
+        self._signals.append(number)
+        if number == signal.SIGTERM or len(self._signals) > 1:
             for process in tuple(self._running):
-                process.send_signal(signal.SIGTERM if self._ended <= _PATIENCE else signal.SIGKILL)
+                process.send_signal(signal.SIGTERM if len(self._signals) <= _PATIENCE else signal.SIGKILL)
 
     def recorded(self, request: Request) -> Recorded | None:
         """What one rank did; None where it was interrupted before it began."""
-        if self._ended:
+        if self._signals:
             return None
         with tempfile.TemporaryDirectory(prefix="llmem-record-") as folder:
             with self._streams(folder) as streams:
@@ -154,7 +154,7 @@ class _Processes:
             last = _last_line(Path(folder) / _SAID)
             facts = Path(folder) / FACTS
             if not facts.exists():
-                if self._ended:
+                if self._signals:
                     return None
                 name = quoted(request.program[0])
                 end = f"was ended by signal {-code}" if code < 0 else f"ended with exit code {code}"

@@ -15,6 +15,7 @@ from click.testing import CliRunner
 
 from graph.case import Case
 from graph.hardware.gpus import GPUS, gpu
+from simulator.engine.result import Verdict
 from simulator.fit.changes import CHANGES, COSTS, LEVELS, cards, changed, options_for, options_of
 from simulator.fit.plans import Judged, Plans
 from simulator.fit.search import search
@@ -207,6 +208,31 @@ def test_of_changes_that_differ_alike_several_may_be_cheaper_than_one() -> None:
 
     first = search(Case.of(FULL), judge, keep=["quant", "batch", "lora", "autocast"]).fitting[0]
     assert first.keys == {"dtype": "bf16", "optimizer": "adamw-8bit"}
+
+
+def test_what_retries_take_is_not_of_a_change() -> None:
+    """A change by itself leaves too little room and waits for the allocator; together with another one it does not."""
+
+    def judge(case: Case) -> Judged:
+        half, small = case.dtype == "bf16", case.optimizer == "adamw-8bit"
+        needs = 100 - 30 * half - 40 * small
+        tight = 50 < needs <= 70
+        verdict: Verdict = "tight" if tight else "fits" if needs <= 50 else "oom"
+        waits = 2.0 * tight
+        return Judged(needs, 70, verdict, 1.0 - 0.3 * half + 0.1 * small + waits, 70, waits=waits)
+
+    first = search(Case.of(FULL), judge, keep=["quant", "batch", "lora", "autocast", "seq", "gpu"]).fitting[0]
+    assert first.keys == {"dtype": "bf16", "optimizer": "adamw-8bit"}
+
+
+def test_what_costs_time_is_not_tried_where_nothing_faster_lacks_memory() -> None:
+    def judge(case: Case) -> Judged:
+        needs = 100 - 60 * (case.dtype == "bf16") - 30 * bool(case.loss and case.checkpointing)
+        return Judged(needs, 50, "fits" if needs <= 50 else "oom", 1.0 - 0.5 * (case.dtype == "bf16"), 50)
+
+    found = search(Case.of(FULL), judge, keep=["optimizer", "autocast", "batch"])
+    assert found.fitting[0].options == "--dtype bf16"
+    assert not any(one.options.startswith(("--loss", "--checkpointing")) and one.level == 0 for one in found.tried)
 
 
 def test_time_that_is_up_leaves_the_rest_untried() -> None:
