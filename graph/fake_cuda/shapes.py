@@ -86,7 +86,18 @@ class Shapes:
             except RuntimeError as error:
                 if not of_two_devices(error) or _of_two_devices(fake_args):
                     raise
+        if (plain := _without_out(func)) is not None:
+            return self._by_results(plain, func, args, kwargs)
         return self._compute(func, args, kwargs)
+
+    def _by_results(
+        self, plain: Operator, func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, dict[str, Any]]:
+        """As `infer`, for an overload that writes into `out=`, by the one that makes its results."""
+        names = [argument.name for argument in func._schema.arguments if argument.is_out]
+        given = {name: value for name, value in kwargs.items() if name not in names}
+        made, fakes = self.infer(plain, args, given)
+        return made, {**fakes, **dict(zip(names, made if isinstance(made, tuple) else (made,), strict=True))}
 
     def _compute(self, func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         """As `infer`, for an operator that PyTorch has no rule for: run on zeros on the CPU, if it is not too large."""
@@ -97,6 +108,16 @@ class Shapes:
             return _on_cpu(func, args, kwargs)
         except (NotImplementedError, RuntimeError) as error:
             raise CaptureError(f"operator {func}: PyTorch has no rule for the shape of its result") from error
+
+
+def _without_out(func: Operator) -> Operator | None:
+    """The overload of an operator that makes what this one writes into `out=` (`mm` of `mm.out`, `add.Tensor` of
+    `add.Tensor_out`)."""
+    if not any(argument.is_out for argument in func._schema.arguments):
+        return None
+    _, _, overload = str(func).rpartition(".")
+    found: Operator | None = getattr(func.overloadpacket, overload.removesuffix("out").rstrip("_") or "default", None)
+    return found
 
 
 def _on_cpu(func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:

@@ -172,19 +172,24 @@ class _Storages:
         storage: Any = torch.UntypedStorage
         resize, nbytes, record = storage.resize_, storage.nbytes, torch.Tensor.record_stream
 
+        def numbered(self: torch.UntypedStorage) -> int | None:
+            """Its number; None for one that has no data (a tensor subclass that wraps others)."""
+            try:
+                return number(self.data_ptr())
+            except RuntimeError:
+                return None
+
         def resized(self: torch.UntypedStorage, size: int) -> Any:
-            if self.device.type != "cuda":
+            if self.device.type != "cuda" or (mine := numbered(self)) is None:
                 return resize(self, size)
-            mine = number(self.data_ptr())
             if mine in live and live[mine] != size:
                 live[mine] = int(size)
                 tell("resized", mine, int(size))
             return self
 
         def measured(self: torch.UntypedStorage) -> Any:
-            if self.device.type != "cuda":
+            if self.device.type != "cuda" or (mine := numbered(self)) is None:
                 return nbytes(self)  # a symbol where sizes are symbols: Dynamo must not take it for a number
-            mine = number(self.data_ptr())
             return live.get(mine) or again.get(mine, 0)
 
         def recorded(self: torch.Tensor, stream: Stream | torch.Stream) -> None:

@@ -220,8 +220,17 @@ def mv(call: Call) -> Plan | None:
 
 
 def scaled_mm(call: Call) -> Plan | None:
-    """`_scaled_mm`: cuBLASLt (`scaled_gemm`, CUDABlas.cpp)."""
-    return None if elements(call.args[0]) == 0 else _product(call, [], lt=True) or None
+    """`_scaled_mm`: cuBLASLt (`scaled_gemm`, CUDABlas.cpp).
+
+    With a scale for each row CUTLASS serves, without a workspace, where cuBLASLt cannot: but on 9.0 with CUDA 12.9 or
+    newer, which wheels have since 2.11 (Blas.cpp, `_scaled_mm_out_cuda`). Checked on H100 with 2.7 and 2.13, on B200
+    with 2.13. On 8.9 CUTLASS has a workspace of some KiB, which is not here.
+    """
+    scale = argument(call, 2, "scale_a")
+    by_rows = elements(scale) > 1 and shape(scale)[1:] == (1,)
+    if elements(call.args[0]) == 0 or (by_rows and (call.profile.arch != (9, 0) or call.profile.release < (2, 11))):
+        return None
+    return _product(call, [], lt=True) or None
 
 
 def grouped_mm(call: Call) -> Plan | None:

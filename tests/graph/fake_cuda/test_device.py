@@ -174,6 +174,17 @@ def test_births_and_deaths_in_order(log: Log) -> None:
     assert log.events == ["+400", "+400", "-400", "+400", "-400", "-400"]
 
 
+def test_an_operator_that_writes_its_result_goes_by_the_one_that_makes_it(log: Log) -> None:
+    """PyTorch has a rule for `_scaled_mm`, none for `_scaled_mm.out`, which compiled programs call."""
+    first, second = (torch.empty(8192, 4096, device="cuda", dtype=torch.float8_e4m3fn) for _ in range(2))
+    scale, out = torch.ones((), device="cuda"), torch.empty(0, device="cuda", dtype=torch.bfloat16)
+    log.events.clear()
+    made = torch._scaled_mm(first, second.t(), scale, scale, out_dtype=torch.bfloat16, out=out)
+    assert made is out
+    assert made.shape == (8192, 8192)
+    assert log.events == [f"+{2 * 8192 * 8192}"]
+
+
 def test_resizing_allocates_before_it_frees(log: Log) -> None:
     tensor = torch.empty(10, device="cuda")
     tensor.resize_(5)

@@ -175,3 +175,22 @@ def test_a_generators_state_is_read_under_fake_tensors_too(runtime: Runtime) -> 
     assert type(state) is torch.Tensor
     assert state.dtype == torch.uint8
     assert state.tolist() == [0] * 16
+
+
+class _Wrapper(torch.Tensor):
+    """A tensor around another one, as quantized ones are."""
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor) -> _Wrapper:
+        made: _Wrapper = torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype, device=inner.device)
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func: object, types: object, args: object = (), kwargs: object = None) -> object:
+        raise NotImplementedError(func)
+
+
+def test_a_tensor_around_another_one_has_a_size_and_no_data(runtime: Runtime) -> None:
+    """Dynamo asks for it; a CUDA build answers the same."""
+    storage = _Wrapper(torch.empty(4, 4, device="cuda")).untyped_storage()
+    assert storage.size() == storage.nbytes() == 64
