@@ -220,7 +220,8 @@ def _bytes(text: str) -> int | None:
     return int(text) if text else None
 
 
-def _keep(results: Path, name: str, run: Run) -> None:
+def keep(results: Path, name: str, run: Run) -> None:
+    """Add a run to a file that `known` reads."""
     new = not results.exists()
     with results.open("a", newline="", encoding="utf-8") as file:
         writer = csv.writer(file, lineterminator="\n")
@@ -243,7 +244,7 @@ def main(arguments: list[str]) -> None:
     for row in rows:
         one = Compared(row, kept.get(row["id"]) or ran(row, options.python))
         if options.results is not None and row["id"] not in kept:
-            _keep(options.results, row["id"], one.run)
+            keep(options.results, row["id"], one.run)
         found.append(one)
         print(one, flush=True)
     print("\nThe whole card, by nvidia-smi:")
