@@ -33,6 +33,7 @@ from torch.utils import _triton
 
 from graph.fake_cuda.torch_private import TorchDispatchMode
 from graph.hardware.gpus import gpu
+from graph.host import triton_installed
 
 if TYPE_CHECKING:
     from torch._dynamo.callback import CallbackArgs
@@ -61,7 +62,7 @@ Tell = Callable[[tuple[str, str] | None], None]
 #: What the error of a compilation is about, and the way out.
 _WAYS_OUT: Final = (
     (
-        r"'Kernel' object has no attribute",
+        r"'(Kernel|Autotuned)' object has no attribute",
         "a Triton kernel of the program's own inside compiled code needs Triton itself: pip install triton",
     ),
     (
@@ -233,19 +234,7 @@ def _device(runtime: Runtime) -> Iterator[None]:
 def _triton_answers(runtime: Runtime) -> list[tuple[str, str, object]]:
     """What Triton is asked of the device, by module and name: it would ask the driver."""
     card = gpu(runtime.profile.name)
-    properties = {"max_shared_mem": runtime.profile.shared_memory_per_block}
-    utils = SimpleNamespace(get_device_properties=lambda device: properties)
-    major, minor = runtime.profile.arch
-    target = importlib.import_module("triton.backends.compiler").GPUTarget("cuda", 10 * major + minor, 32)
-    active = SimpleNamespace(
-        utils=utils,
-        get_current_target=lambda: target,
-        get_current_device=lambda: 0,
-        get_device_interface=lambda: torch.cuda,
-        get_empty_cache_for_benchmark=lambda: torch.empty(1 << 26, dtype=torch.int, device="cuda"),
-        clear_cache=lambda cache: cache.zero_(),
-    )
-    driver = SimpleNamespace(active=active)
+    driver = SimpleNamespace(active=triton_installed.driver(runtime))
 
     def peak(dtype: torch.dtype) -> float:
         return card.flops(str(dtype).removeprefix("torch.")) / 1e12

@@ -7,11 +7,14 @@ import logging
 import re
 import sys
 from collections.abc import Iterator
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
-from graph.host import flash_attn
-from graph.host.imports import changed
+from graph.host import flash_attn, triton_installed
+from graph.host.imports import Change, changed
 from graph.models import quantization
+
+if TYPE_CHECKING:
+    from graph.fake_cuda.device import Runtime
 
 #: What the error of an extension that is not here says, and what to do instead.
 _WAYS_OUT: Final = (
@@ -37,10 +40,11 @@ def _ready(module: object) -> None:
 
 
 @contextlib.contextmanager
-def launching_nothing() -> Iterator[None]:
-    """Inside, bitsandbytes and flash-attn run when they are imported: their compiled functions do nothing."""
+def launching_nothing(runtime: Runtime) -> Iterator[None]:
+    """Inside, bitsandbytes, flash-attn and Triton run when they are imported: what they launch does nothing."""
     logging.getLogger("bitsandbytes.cextension").setLevel(logging.CRITICAL)  # it says that CUDA's libraries are absent
-    changes = {"bitsandbytes.cextension": quantization.loaded, "bitsandbytes": _ready}
+    changes: dict[str, Change] = {"bitsandbytes.cextension": quantization.loaded, "bitsandbytes": _ready}
+    changes |= triton_installed.changes(runtime)
     if flash_attn.wanted():
         sys.modules[flash_attn.NAME] = flash_attn.module()
     try:

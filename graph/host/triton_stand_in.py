@@ -85,12 +85,40 @@ def jit(fn: Any = None, **options: object) -> Any:
     return Kernel(fn) if fn is not None else Kernel
 
 
-def autotune(*args: object, **kwargs: object) -> Callable[[Any], Any]:
-    """`@triton.autotune(...)`: nothing is measured."""
+#: Elements of the buffer that a measurement clears before each launch (`get_empty_cache_for_benchmark`).
+_CLEARED = 1 << 26
+
+
+class Autotuned(Kernel):
+    """A kernel with several configurations: for new arguments each is measured, which takes a buffer, and no more."""
+
+    def __init__(self, kernel: Kernel, configs: Sequence[object], key: Sequence[str]) -> None:
+        super().__init__(kernel.fn)
+        self.kernel = kernel
+        self.configs = configs
+        self.keys = key
+        self.known: set[tuple[str, ...]] = set()
+
+    def run(self, *args: object, **kwargs: object) -> None:
+        """A launch."""
+        named = {**dict(zip(self.arg_names, args, strict=False)), **kwargs}
+        dtypes = (str(value.dtype) for value in named.values() if hasattr(value, "dtype"))  # as triton's Autotuner.run
+        key = (*(str(named[name]) for name in self.keys if name in named), *dtypes)
+        torch: Any = sys.modules.get("torch")
+        if torch is not None and len(self.configs) > 1 and key not in self.known:
+            self.known.add(key)
+            for _ in self.configs:
+                torch.empty(_CLEARED, dtype=torch.int, device="cuda")
+
+
+def autotune(configs: Sequence[object], key: Sequence[str] = (), *args: object, **kwargs: object) -> Any:
+    """`@triton.autotune(...)`."""
+    return lambda kernel: Autotuned(kernel, configs, key)
+
+
+def heuristics(*args: object, **kwargs: object) -> Any:
+    """`@triton.heuristics(...)`."""
     return lambda kernel: kernel
-
-
-heuristics = autotune
 
 
 class Config:

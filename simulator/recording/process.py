@@ -88,7 +88,7 @@ def main(text: str) -> int:
         folder = Path(request.folder)
         with (
             keeper.kept_at_exit(),
-            launching_nothing(),
+            launching_nothing(runtime),
             untouched(runtime),
             never_read(runtime, folder),
             compiled.compiling(runtime, folder / "inductor", recorder.writes),

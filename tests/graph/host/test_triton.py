@@ -1,0 +1,126 @@
+"""Triton's kernels launch nothing, where it is installed and where something stands for it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+
+import torch
+
+from graph.fake_cuda.device import Runtime, fake_cuda
+from graph.hardware.profile import profile
+from graph.host import triton_installed, triton_stand_in
+from graph.host.imports import changed
+
+#: What `triton.testing.do_bench` clears before each launch.
+CLEARED = 256 << 20
+
+
+class Births:
+    """Bytes of each storage, in order of birth."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self.runtime = runtime
+        self.bytes: list[int] = []
+
+    def operator(self, func: object, args: object, kwargs: object, out: object, born: list[int], memo: object) -> None:
+        self.bytes += [self.runtime.bytes(storage) for storage in born]
+
+    def freed(self, storage: int) -> None:
+        """Not of interest."""
+
+
+@pytest.fixture
+def births() -> Iterator[Births]:
+    with fake_cuda(profile("A10", "2.13")) as runtime:
+        runtime.observer = found = Births(runtime)
+        yield found
+
+
+@pytest.mark.parametrize(("configurations", "measured"), [(1, 0), (3, 3)])
+def test_a_stand_in_measures_configurations_once_for_an_argument(
+    configurations: int, measured: int, births: Births
+) -> None:
+    """Two configurations of one kernel: the CUDA build of 2.13 with Triton 3.7 took the buffer twice."""
+    ran: list[int] = []
+
+    @triton_stand_in.autotune(configs=[triton_stand_in.Config({"BLOCK": 64})] * configurations, key=["n"])
+    @triton_stand_in.jit
+    def kernel(x: object, n: int) -> None:
+        ran.append(n)
+
+    x = torch.empty(8, device="cuda")
+    births.bytes.clear()
+    for size in (8, 8, 16):
+        kernel[(1,)](x, size, BLOCK=64)
+    assert ran == []
+    assert births.bytes == [CLEARED] * measured * 2
+
+
+class _Settings:
+    """As `DriverConfig` of triton/runtime/driver.py, where there is no driver."""
+
+    def __init__(self) -> None:
+        self._active: Any = None
+
+    @property
+    def active(self) -> Any:
+        if self._active is None:
+            raise ImportError("libcuda.so.1: cannot open shared object file")
+        return self._active
+
+    def set_active(self, driver: Any) -> None:
+        self._active = driver
+
+
+class _Function:
+    """As `JITFunction` of triton/runtime/jit.py."""
+
+    def run(self, *args: object, grid: object, warmup: bool, **kwargs: object) -> None:
+        raise ImportError("libcuda.so.1: cannot open shared object file")
+
+
+@pytest.fixture
+def modules(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Triton's modules, as far as they are asked."""
+    found: dict[str, Any] = {name: ModuleType(name) for name in ("triton.runtime.driver", "triton.runtime.jit")}
+    found["triton.runtime.driver"].driver = _Settings()
+    found["triton.runtime.jit"].JITFunction = _Function
+    for name, module in found.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    backend = SimpleNamespace(GPUTarget=lambda *target: target)
+    monkeypatch.setitem(sys.modules, "triton.backends.compiler", backend)
+    return found
+
+
+def test_triton_that_is_installed_needs_no_driver(births: Births, modules: dict[str, Any]) -> None:
+    """bitsandbytes asks it for a way to measure when it is imported."""
+    settings, calls = modules["triton.runtime.driver"].driver, list[int]()
+    with changed(triton_installed.changes(births.runtime)):
+        measure = settings.active.get_benchmarker()
+        assert measure(lambda: calls.append(1), quantiles=(0.5, 0.2, 0.8)) == [0.0, 0.0, 0.0]
+        assert settings.active.get_current_target() == ("cuda", 86, 32)
+        assert settings.active.utils.get_device_properties(0)["multiprocessor_count"] == 72
+    assert len(calls) > 0
+    assert births.bytes == [CLEARED]
+    with pytest.raises(ImportError):
+        _ = settings.active
+
+
+def test_values_that_a_kernel_may_have_written_are_not_known(births: Births, modules: dict[str, Any]) -> None:
+    runtime = births.runtime
+    with changed(triton_installed.changes(runtime)):
+        kept, written = torch.tensor([3, 4]).cuda(), torch.tensor([3, 4]).cuda()
+        _Function().run(written, grid=(1,), warmup=False)
+        assert kept.tolist() == [3, 4]
+        assert not runtime.assumptions
+        written.tolist()
+        assert runtime.assumptions
+    with pytest.raises(ImportError):
+        _Function().run(written, grid=(1,), warmup=False)
