@@ -141,6 +141,15 @@ class _Candidate:
     peak: float = 0.0
 
 
+@dataclass(frozen=True)
+class _Times:
+    """What each option takes alone beside the whole's time, as a share of it, by bit; their bits; what is known."""
+
+    alone: Mapping[int, float]
+    timed: int
+    known: tuple[int, ...]
+
+
 @dataclass
 class _Search(Generic[Subject]):
     case: Subject
@@ -218,8 +227,8 @@ class _Search(Generic[Subject]):
     def _helpful(self, options: list[_Option], level: int) -> list[_Option]:
         """Options that may lead to a cheaper plan of a level: those that cost time do where something faster than the
         best plan lacks memory."""
-        most = WORTH * self._price(level)
-        known = (_mask(choice) for choice in self._choices(level) if self._foreseen(choice) < most)
+        most, times = WORTH * self._price(level), self._times()
+        known = (_mask(choice) for choice in self._choices(level) if self._foreseen(choice, times) < most)
         lacking = any(plan is None or not plan.fits for plan in map(self.known.get, known))
         return options if lacking else [one for one in options if one.change.cost == "nothing"]
 
@@ -232,7 +241,8 @@ class _Search(Generic[Subject]):
         return tuple(sorted(found, key=lambda one: one.bit))
 
     def _alone(self, options: Sequence[_Option]) -> None:
-        """Every value by itself: of each part the first one, then of those that do not fit the next, dearer one."""
+        """Every value by itself: of each part the first one, then of those that do not fit the next, dearer one. Values
+        that are left out so are taken as they are where they are part of something that fits."""
         parts: dict[tuple[str, bool], list[_Option]] = {}
         for option in options:
             parts.setdefault((option.change.part, option.change.alone), []).append(option)
@@ -244,6 +254,8 @@ class _Search(Generic[Subject]):
             ours = [one[0] for one, _ in tried if self.known[one[0].bit] is not None]
             self.singles += [one for one in ours if not one.change.alone and one is not self.expandable]
             left = [one[1:] for one, plan in tried if one[1:] and (plan is None or plan.judged.verdict != "fits")]
+        proved = [mask for mask, plan in self.known.items() if plan is not None and plan.fits]
+        self.singles += [one for one in options if one.bit not in self.known and any(one.bit & mask for mask in proved)]
 
     # --- combinations ------------------------------------------------------------------------------------------------
 
@@ -270,8 +282,9 @@ class _Search(Generic[Subject]):
             self._foresee([one for one in left if any(mask & ~one.mask & ~self._pair() == 0 for mask in fresh)])
 
     def _foresee(self, candidates: Iterable[_Candidate]) -> None:
+        times = self._times()
         for one in candidates:
-            one.price, one.peak = self._foreseen(one.choice), self._peak(one.choice)
+            one.price, one.peak = self._foreseen(one.choice, times), self._peak(one.choice)
 
     def _pair(self) -> int:
         return 0 if self.expandable is None else self.expandable.bit
@@ -351,12 +364,23 @@ class _Search(Generic[Subject]):
 
     # --- what is foreseen --------------------------------------------------------------------------------------------
 
-    def _foreseen(self, choice: _Choice) -> float:
-        """The price of a choice, from what is known of the largest part of it and of the rest alone, without what the
-        allocator's retries take: with more room there are none."""
-        base, rest = self._largest_known(choice)
-        share = 1.0 if base is None else self._works(base)
-        share += sum(self._works(plan) - 1.0 for option in rest if (plan := self.known[option.bit]) is not None)
+    def _times(self) -> _Times:
+        alone = {one.bit: self._works(plan) - 1.0 for one in self.singles if (plan := self.known.get(one.bit))}
+        return _Times(alone, sum(alone), tuple(mask for mask, plan in self.known.items() if plan is not None))
+
+    def _foreseen(self, choice: _Choice, times: _Times) -> float:
+        """The price of a choice, from the known plan that differs least from it and what each option that differs takes
+        alone; without what the allocator's retries take: with more room there are none."""
+        mask, pair = _mask(choice), self._pair()
+        base, least = 0, (len(choice), 0)
+        for known in times.known:
+            differing = (known ^ mask) & ~pair
+            found = differing.bit_count(), -(known & mask).bit_count()
+            if found < least and differing & ~times.timed == 0:
+                base, least = known, found
+        plan = self.known.get(base)
+        share = 1.0 if plan is None else self._works(plan)
+        share += sum(taken if bit & mask else -taken for bit, taken in times.alone.items() if bit & (base ^ mask))
         return priced(share, len(choice))
 
     def _works(self, plan: Plan) -> float:
@@ -386,7 +410,7 @@ class _Search(Generic[Subject]):
         whole = self._vector(self.whole)
         found = whole.copy()
         for option in choice:
-            plan = self.known[option.bit]
+            plan = self.known.get(option.bit)
             share = 1.0
             for other in choice:
                 if other is not option:

@@ -7,8 +7,8 @@ such a table with `--kind TABLE`. Finished cases are kept in --results and not r
 errors on recorded runs of Gemini beside those of LLMem's own estimator, by setting; `gemini_fit [MODEL]...` the largest
 batches on a 16 GB card; `table2 [MODEL]...` the paper's Table 2; `published` peaks that others measured on real GPUs;
 `programs [NAME]...` whole programs that `record` runs; `scripts [NAME]...` the training scripts that are written for
-cases, beside the estimates of those cases; `sft [WORD]...` fine-tuning and `torchtitan ROOT` pretraining that others
-measured, by their own programs; `fit` the first plans of `fit` for cases that do not fit, beside all others; `opinfo
+cases, beside the estimates of those cases; `sft [WORD]...` and `trainers [WORD]...` training that others measured,
+by their own programs; `fit` the first plans of `fit` for cases that do not fit, beside all others; `opinfo
 [NAME]...` PyTorch's own operator database.
 """
 
@@ -33,7 +33,7 @@ from tests.accuracy.recordings import TABLES, Recording, recordings
 
 #: What is printed by a module of its own.
 MODULES: Final = frozenset(
-    {"fit", "gemini", "gemini_fit", "opinfo", "programs", "published", "scripts", "sft", "table2", "torchtitan"}
+    {"fit", "gemini", "gemini_fit", "opinfo", "programs", "published", "scripts", "sft", "table2", "trainers"}
 )
 #: median, 95th percentile and worst relative error that are allowed, by table and figure
 GOALS: Final[Mapping[str, Mapping[str, tuple[float, float, float]]]] = {

@@ -225,6 +225,21 @@ def test_what_retries_take_is_not_of_a_change() -> None:
     assert first.keys == {"dtype": "bf16", "optimizer": "adamw-8bit"}
 
 
+def test_times_are_foreseen_from_what_is_next_to_a_choice() -> None:
+    """Offloading waits for the host: what leaves little to be moved saves most of the time, whatever else is changed."""
+
+    def judge(case: Case) -> Judged:
+        chunks, again = bool(case.loss), bool(case.checkpointing)
+        moved = 1.0 if not again else 0.5 if not chunks else 0.1
+        ns = moved + 0.4 * (chunks and not again) + 0.05 * case.step_in_backward
+        needs = 100 - 20 * chunks - 20 * again - 20 * case.step_in_backward
+        return Judged(needs, 65, "fits" if needs <= 65 else "oom", ns, 65)
+
+    kept = ["batch", "alloc_conf", "optimizer", "dtype", "lora", "gpu", "autocast", "offload", "seq"]
+    first = search(Case.of(FULL), judge, keep=kept).fitting[0]
+    assert {change.part for change in first.changes} == {"loss", "activations"}
+
+
 def test_what_costs_time_is_not_tried_where_nothing_faster_lacks_memory() -> None:
     def judge(case: Case) -> Judged:
         needs = 100 - 60 * (case.dtype == "bf16") - 30 * bool(case.loss and case.checkpointing)

@@ -1,0 +1,57 @@
+"""Measured training as programs: what is typed for a row, and what is printed of it."""
+
+from __future__ import annotations
+
+import base64
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.accuracy.sft import Run, read
+from tests.accuracy.trainers import CARDS, GIB, KEPT, TABLE, TOKENS, Compared, command, kept, prepare, summary
+
+ROWS = read(TABLE)
+
+
+def test_what_is_typed_for_a_row(tmp_path: Path) -> None:
+    for row in ROWS:
+        words = command(row, Path("root"), tmp_path)
+        if row["program"] == "torchtune":
+            assert Path(words[0]).parts[:2] == ("root", "recipes")
+            assert ("compile=True" in words) == (row["id"] != "torchtune-3b-packed")
+        else:
+            assert words[:2] == ["torchrun", "--nproc_per_node=8"]
+            assert ("--training.compile" in words) == ("nocompile" not in row["id"] or row["id"].endswith("float8"))
+            assert ("--model.converters=float8" in words) == (not row["id"].endswith("bf16"))
+
+
+def test_files_for_the_programs(tmp_path: Path) -> None:
+    prepare(tmp_path)
+    lines = (tmp_path / "tokenizer.model").read_bytes().splitlines()
+    tokens = [base64.b64decode(line.split()[0]) for line in lines]
+    assert len(set(tokens)) == TOKENS
+    assert {bytes([byte]) for byte in range(256)} <= set(tokens)
+    texts = (tmp_path / "tests" / "assets" / "c4_test" / "data.json").read_text().splitlines()
+    assert all(len(json.loads(text)["text"]) > 8192 for text in texts)
+    weights = list(tmp_path.glob("*.safetensors"))
+    assert sum(file.stat().st_size for file in weights) // 2 == pytest.approx(3.2128e9, rel=1e-4)
+    assert sum(file.stat().st_blocks for file in weights) * 512 < 1 << 20
+
+
+@pytest.mark.parametrize("program", list(CARDS))
+def test_what_is_printed(program: str) -> None:
+    row = {"id": "a row", "program": program, "gib": "10.00"}
+    workspace = CARDS[program][1]
+    exact, failed = (
+        Compared(row, run) for run in (Run(10 * GIB - workspace, 10 * GIB - workspace), Run(failure="ImportError: x"))
+    )
+    assert str(exact).endswith(" 10.00 for  10.00 GiB +0.00%")
+    assert str(failed).endswith("FAILED: ImportError: x")
+    far = Compared(row, Run(11 * GIB - workspace, 11 * GIB - workspace))
+    assert summary([exact, far, failed]) == "2 of 3 rows ran: median 5.00%, worst 10.00%"
+
+
+def test_runs_are_kept_of_every_row() -> None:
+    assert [row["id"] for row in read(KEPT)] == [row["id"] for row in ROWS]
+    assert all(f"{program}: 9 of 9 rows ran" in line for program, line in zip(CARDS, kept()[1:], strict=True))

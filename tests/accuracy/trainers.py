@@ -1,0 +1,214 @@
+"""Training that others measured on real GPUs by torchtitan and torchtune, by the same programs, run by `record`.
+
+    python -m tests.accuracy trainers [--torchtitan ROOT] [--torchtune ROOT] [--python PATH] [--results FILE] [WORD]...
+
+Each row of `tests/data/published/trainers.csv` is a peak, in GiB as it was printed, and the options of its run; what
+they leave open is in the program's own file of settings:
+
+- torchtitan: Llama 3 8B, rank 0 of eight H100s with FSDP2, the reserved memory that it logs. ROOT is its repository at
+  commit b291ad662 (2025-02-28); rows of torchao's float8 benchmarks.
+- torchtune: Llama 3.2 3B, two packed samples of 4,096 tokens, one A100, the active memory that it logs. ROOT is its
+  repository at commit 1814feb17 (2024-11-18); rows of its README.
+
+PATH is the Python of an environment with PyTorch 2.7, its Triton, torchao (0.10 for torchtitan, 0.7 for torchtune) and
+what the programs require. Ours is the third step's, with the workspace of autograd's own cuBLAS handle, which every
+real GPU has. Tokens and weights are made up: batches are full whatever they say. WORD: only rows whose id has it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import itertools
+import json
+import math
+import os
+import re
+import struct
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from tests.accuracy.sft import FOLDER, Run, keep, known, read
+from tests.places import ROOT
+
+TABLE: Final = FOLDER / "trainers.csv"
+#: What our runs of the table's rows held (README there).
+KEPT: Final = FOLDER / "trainers_runs.csv"
+GIB: Final = 1 << 30
+#: The card of each program's rows, and its cuBLAS workspace.
+CARDS: Final = {"torchtitan": ("H100-80GB", 33_554_432), "torchtune": ("A100-80GB", 8_519_680)}
+LIMIT: Final = 900
+STEPS: Final = 3
+#: Llama 3's tokens, without those that programs add.
+TOKENS: Final = 128_000
+#: meta-llama/Llama-3.2-3B-Instruct, as far as its weights are asked for.
+_LLAMA: Final = {"hidden_size": 3072, "num_attention_heads": 24, "num_key_value_heads": 8, "head_dim": 128}
+_LAYERS: Final = 28
+_VOCABULARY: Final = 128_256
+_WIDE: Final = 8192
+
+
+@dataclass(frozen=True)
+class Compared:
+    """A row, and our run of it."""
+
+    row: Mapping[str, str]
+    run: Run
+
+    @property
+    def ours(self) -> float | None:
+        """Our peak in GiB, of the kind that the row has; None where the run failed."""
+        peak = self.run.reserved if self.row["program"] == "torchtitan" else self.run.allocated
+        return None if not peak else (peak + CARDS[self.row["program"]][1]) / GIB
+
+    @property
+    def error(self) -> float | None:
+        """Relative error, signed; None where ours failed."""
+        return None if self.ours is None else self.ours / float(self.row["gib"]) - 1
+
+    def __str__(self) -> str:
+        if self.error is None:
+            return f"{self.row['id']:42} FAILED: {self.run.failure[:160]}"
+        return f"{self.row['id']:42} {self.ours:6.2f} for {float(self.row['gib']):6.2f} GiB {self.error:+.2%}"
+
+
+def prepare(folder: Path) -> None:
+    """Put in a folder what the programs look for: a tokenizer of as many tokens, texts, and weights that are holes."""
+    letters = (bytes(word) for size in (2, 3, 4) for word in itertools.product(range(97, 123), repeat=size))
+    tokens = itertools.islice(itertools.chain((bytes([byte]) for byte in range(256)), letters), TOKENS)
+    lines = (base64.b64encode(token) + b" %d\n" % rank for rank, token in enumerate(tokens))
+    (folder / "tokenizer.model").write_bytes(b"".join(lines))
+    texts = folder / "tests" / "assets" / "c4_test"
+    texts.mkdir(parents=True)
+    (texts / "data.json").write_text(400 * (json.dumps({"text": 2000 * "never the same "}) + "\n"))
+    answer = {"instruction": "say it again", "input": "", "output": 90 * "never the same "}
+    (folder / "alpaca.jsonl").write_text(800 * (json.dumps(answer) + "\n"))
+    (folder / "config.json").write_text(json.dumps(_LLAMA))
+    tensors = list(_weights())
+    for number, part in enumerate((tensors[: len(tensors) // 2], tensors[len(tensors) // 2 :]), 1):
+        _holes(folder / f"model-0000{number}-of-00002.safetensors", part)
+
+
+def _weights() -> Iterator[tuple[str, tuple[int, ...]]]:
+    width, heads, shared, size = _LLAMA.values()
+    yield "model.embed_tokens.weight", (_VOCABULARY, width)
+    for number in range(_LAYERS):
+        layer = f"model.layers.{number}"
+        for name, rows in (("q", heads * size), ("k", shared * size), ("v", shared * size), ("o", width)):
+            yield f"{layer}.self_attn.{name}_proj.weight", (rows, width)
+        for name in ("gate", "up"):
+            yield f"{layer}.mlp.{name}_proj.weight", (_WIDE, width)
+        yield f"{layer}.mlp.down_proj.weight", (width, _WIDE)
+        for name in ("input_layernorm", "post_attention_layernorm"):
+            yield f"{layer}.{name}.weight", (width,)
+    yield "model.norm.weight", (width,)
+
+
+def _holes(file: Path, tensors: Sequence[tuple[str, tuple[int, ...]]]) -> None:
+    """A file of safetensors whose numbers are not written."""
+    header: dict[str, Any] = {}
+    end = 0
+    for name, shape in tensors:
+        begin, end = end, end + 2 * math.prod(shape)
+        header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    with file.open("wb") as opened:
+        opened.write(struct.pack("<Q", len(text)) + text)
+        opened.truncate(8 + len(text) + end)
+
+
+def command(row: Mapping[str, str], root: Path, folder: Path) -> list[str]:
+    """What was typed, with what `prepare` has put in `folder`."""
+    if row["program"] == "torchtune":
+        recipe, settings, *words = row["words"].split()
+        return [
+            *(str(root / "recipes" / f"{recipe}.py"), "--config"),
+            *(str(root / "recipes" / "configs" / "llama3_2" / f"{settings}.yaml"), f"output_dir={folder}"),
+            *(f"checkpointer.checkpoint_dir={folder}", f"checkpointer.output_dir={folder}"),
+            *(f"tokenizer.path={folder / 'tokenizer.model'}", "tokenizer.max_seq_len=4096", "dataset.source=json"),
+            *(f"dataset.data_files={folder / 'alpaca.jsonl'}", "dataset.packed=True", "batch_size=2", "epochs=1"),
+            *("gradient_accumulation_steps=1", f"metric_logger.log_dir={folder / 'log'}", *words),
+        ]
+    return [
+        *("torchrun", "--nproc_per_node=8", "--rdzv_backend", "c10d", "--rdzv_endpoint=localhost:0"),
+        *(str(root / "torchtitan" / "train.py"), "--job.config_file"),
+        *(str(root / "torchtitan/models/llama/train_configs/llama3_8b.toml"), f"--job.dump_folder={folder}"),
+        *(f"--model.tokenizer_path={folder / 'tokenizer.model'}", "--training.dataset=c4_test"),
+        *("--training.steps=100", *row["words"].split()),
+    ]
+
+
+def ran(row: Mapping[str, str], root: Path, python: str) -> Run:
+    """Run the program of a row."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        prepare(folder)
+        answer = folder / "answer.json"
+        words = [python, "-m", "simulator", "record", "-q", "--gpu", CARDS[row["program"]][0], "--ranks", "0"]
+        words += ["--steps", str(STEPS), "--json", str(answer), "--", *command(row, root, folder)]
+        path = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), str(ROOT), str(root))))
+        given = {**os.environ, "PYTHONPATH": path, "HF_DATASETS_CACHE": str(folder / "cache"), "HF_HUB_OFFLINE": "1"}
+        if row["program"] == "torchtitan":
+            given["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
+        try:
+            done = subprocess.run(
+                words, cwd=folder, env=given, capture_output=True, text=True, timeout=LIMIT, check=False
+            )
+        except subprocess.TimeoutExpired:
+            return Run(failure=f"not done in {LIMIT} s")
+        if done.returncode or not answer.exists():
+            return Run(failure=next((line for line in reversed(done.stderr.splitlines()) if "Error" in line), "?"))
+        rank = json.loads(answer.read_text())["ranks"][0]
+        return Run(_active(folder / "log") or rank["peak_allocated"], rank["peak_reserved"])
+
+
+def _active(folder: Path) -> int | None:
+    """The largest peak of active bytes that torchtune has logged; None where it has not."""
+    texts = (file.read_text() for file in folder.glob("*") if file.is_file())
+    found = [float(gib) for text in texts for gib in re.findall(r"peak_memory_active:([0-9.]+)", text)]
+    return round(max(found) * GIB) if found else None
+
+
+def summary(found: Sequence[Compared]) -> str:
+    """Rows that ran, and how far off they are."""
+    sizes = np.abs([one.error for one in found if one.error is not None])
+    errors = f": median {np.median(sizes):.2%}, worst {sizes.max():.2%}" if len(sizes) else ""
+    return f"{len(sizes)} of {len(found)} rows ran{errors}"
+
+
+def kept() -> list[str]:
+    """The summaries of the runs that are kept with the table, for `python -m tests.accuracy published`."""
+    runs = known(KEPT)
+    found = [Compared(row, runs[row["id"]]) for row in read(TABLE) if row["id"] in runs]
+    lines = [f"{name}: {summary([one for one in found if one.row['program'] == name])}" for name in CARDS]
+    return [f"training by other programs; runs kept in {KEPT.name}:", *(f"    {line}" for line in lines)]
+
+
+def main(arguments: list[str]) -> None:
+    """Print theirs, ours and the difference."""
+    parser = argparse.ArgumentParser(prog="python -m tests.accuracy trainers")
+    parser.add_argument("words", nargs="*", metavar="WORD")
+    for name in CARDS:
+        parser.add_argument(f"--{name}", type=Path, metavar="ROOT")
+    parser.add_argument("--python", default=sys.executable)
+    parser.add_argument("--results", type=Path, help="keep what was found, and do not run it again")
+    options = parser.parse_args(arguments)
+    runs = known(options.results) if options.results is not None and options.results.exists() else {}
+    found = []
+    for row in read(TABLE):
+        root = getattr(options, row["program"])
+        if root is None or not all(word in row["id"] for word in options.words):
+            continue
+        one = Compared(row, runs.get(row["id"]) or ran(row, root.resolve(), options.python))
+        if options.results is not None and row["id"] not in runs:
+            keep(options.results, row["id"], one.run)
+        found.append(one)
+        print(one, flush=True)
+    print(summary(found))
