@@ -57,6 +57,14 @@ def reader() -> str:
     return "backward"
 
 
+def caller() -> str:
+    """The innermost line of the user's own code that is running; empty where none is."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and not is_own(frame.f_code.co_filename):
+        frame = frame.f_back
+    return "" if frame is None else place(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
+
+
 def raised(error: BaseException) -> str:
     """Where an error comes from: the innermost line of the user's own code, else of a library that is not torch."""
     others = ("<", *OURS, *(f"{folder}torch{os.sep}" for folder in _INSTALLED))

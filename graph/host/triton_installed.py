@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Mapping
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -23,12 +23,12 @@ def changes(runtime: Runtime) -> Mapping[str, Change]:
     """What is done to Triton's modules when they are imported."""
     active = driver(runtime)
 
-    def answering(module: Any) -> Callable[[], None]:
+    def answering(module: ModuleType) -> Callable[[], None]:
         before = dict(vars(module.driver))
         module.driver.set_active(active)
         return lambda: vars(module.driver).update(before)
 
-    def launching(module: Any) -> Callable[[], None]:
+    def launching(module: ModuleType) -> Callable[[], None]:
         plain = module.JITFunction.run
 
         def run(self: object, *args: object, **kwargs: object) -> None:

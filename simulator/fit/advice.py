@@ -47,6 +47,14 @@ _WORDS: Final[Mapping[str, str]] = {
     _STEP: "a fused optimizer (fused=True) has none; foreach=False has those of one parameter at a time",
     "parameters": "load them in 16 bits, frozen ones in 4, or give each rank a part (FSDP)",
 }
+#: The same by arguments of transformers' Trainer, where the program has them in its own lines.
+_ARGUMENTS: Final = {
+    _LOGITS: "use_liger_kernel=True",
+    "activations": "gradient_checkpointing=True, bf16=True, or a smaller per_device_train_batch_size with more "
+    "gradient_accumulation_steps",
+    "optimizer states": 'optim="adamw_bnb_8bit" or "adafactor"',
+    _STEP: 'optim="adamw_torch_fused"',
+}
 
 
 @dataclass(frozen=True)
@@ -71,8 +79,9 @@ class Advice:
         return asdict(self)
 
 
-def advise(trace: Trace) -> tuple[Advice, ...]:
-    """The kinds of memory at the peak of the largest rank of a recorded program, the largest first."""
+def advise(trace: Trace, written: str = "") -> tuple[Advice, ...]:
+    """The kinds of memory at the peak of the largest rank of a recorded program, the largest first; with words for the
+    line where the Trainer's arguments are `written`, if the program has them."""
     result = replay(endless(trace), analyse=False)
     rank = max(result.ranks, key=lambda one: one.peak_allocated)
     events = next(entry.events for entry in trace.ranks if rank.ranks[0] in entry.ranks)
@@ -86,14 +95,17 @@ def advise(trace: Trace) -> tuple[Advice, ...]:
             kind = _STEP
         if kind in _WORDS:
             kinds.setdefault(kind, Counter())[where] += int(size[number])
-    found = [_advice(kind, lines, int(_LEAST * rank.peak_allocated)) for kind, lines in kinds.items()]
+    found = [_advice(kind, lines, int(_LEAST * rank.peak_allocated), written) for kind, lines in kinds.items()]
     return tuple(sorted((one for one in found if one.lines), key=lambda one: -one.bytes))
 
 
-def _advice(kind: str, lines: Counter[str], least: int) -> Advice:
+def _advice(kind: str, lines: Counter[str], least: int, written: str) -> Advice:
     """Of a kind, with the lines that have so many bytes."""
     named = (Line(where, size) for where, size in lines.most_common(_LINES) if size > least)
-    return Advice(kind, lines.total(), tuple(named), _WORDS[kind])
+    words = _WORDS[kind]
+    if written and kind in _ARGUMENTS:
+        words = f"{written} makes the Trainer's arguments: {_ARGUMENTS[kind]}; or else: {words}"
+    return Advice(kind, lines.total(), tuple(named), words)
 
 
 def _alive(events: Events, last: int) -> list[int]:

@@ -296,7 +296,7 @@ def fit_program(
         needed = plans.whole is not None and plans.whole.verdict != "fits"
         trace = events_of(first, program)
         rank = judged(trace, recorder.terms(request), analyse=False, needs=True).decisive
-        advice = advise(trace) if needed else ()
+        advice = advise(trace, "" if first.arguments else first.written) if needed else ()
         return FittedProgram(
             plans=plans, keep=tuple(keep), notes=notes, program=request.program, rank=rank, advice=advice
         )

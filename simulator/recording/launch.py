@@ -52,7 +52,8 @@ class RecordError(LLMemError):
 class Recorded:
     """What a program did: its exit code, the optimizer's steps, what was assumed of values, what else there is to say
     of the run, the trace, where time was asked for what phases of each rank took, the Trainer's arguments of the
-    command line, why it failed, if it did, and whether it asked for figures of memory."""
+    command line, or the line of the program where they are written, why it failed, if it did, and whether it asked for
+    figures of memory."""
 
     exit_code: int
     steps: int
@@ -61,6 +62,7 @@ class Recorded:
     trace: Trace
     durations: Mapping[int, Durations] = field(default_factory=dict)
     arguments: Mapping[str, Any] = field(default_factory=dict)
+    written: str = ""
     raised: str = ""
     asked: bool = False
 
@@ -106,6 +108,7 @@ def record(
         trace=together([one.trace for one in found]),
         durations={rank: phases for one in found for rank, phases in one.durations.items()},
         arguments=found[0].arguments,
+        written=found[0].written,
         raised=next((one.raised for one in found if one.exit_code), ""),
         asked=any(one.asked for one in found),
     )
@@ -169,6 +172,7 @@ class _Processes:
             trace=trace,
             durations={request.rank: tuple((name, step, ns) for name, step, ns in found["durations"])},
             arguments=found["arguments"],
+            written=found["written"],
             raised=found["raised"] or last,
             asked=found["asked"],
         )

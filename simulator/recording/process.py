@@ -168,7 +168,7 @@ class _Keeper:
         self.phases = phases
         self.allocator = allocator
         self.end = end
-        self.arguments: dict[str, Any] = {}  # of the Trainer
+        self.arguments = arguments.Arguments()  # of the Trainer
         self.raised = ""
         self._kept = False
 
@@ -194,7 +194,8 @@ class _Keeper:
         }
         metadata = {"name": os.path.basename(self.request.program[0]), "program": self.request.program, **facts}
         facts["durations"] = of_phases(self.allocator.ended())
-        facts |= {"arguments": self.arguments, "raised": self.raised, "asked": self.allocator.asked}
+        facts |= {"arguments": self.arguments.given, "written": self.arguments.written}
+        facts |= {"raised": self.raised, "asked": self.allocator.asked}
         trace = trace_of(self.allocator, self.recorder.labels, metadata, self.request.rank)
         traces.write(trace, folder / TRACE, force=True)
         (folder / FACTS).write_text(json.dumps(facts))

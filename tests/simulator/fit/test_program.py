@@ -133,6 +133,17 @@ def test_arguments_of_a_trainer_are_tried_and_the_plan_is_one(tmp_path: Path) ->
     assert proof.returncode == 0, proof.stderr
 
 
+def test_arguments_in_the_program_are_advice_with_their_line(tmp_path: Path) -> None:
+    made = 'TrainingArguments("out", report_to="none", per_device_train_batch_size=16)'
+    program = TRAINER.replace(
+        "(given,) = HfArgumentParser(TrainingArguments).parse_args_into_dataclasses()", f"given = {made}"
+    )
+    code, found = fitted(tmp_path, program, "--memory", "100MiB", "--keep", "alloc_conf", "train.py")
+    assert (code, found["plans"]) == (3, [])
+    advice = {one["kind"]: one["words"] for one in found["advice"]}
+    assert advice["activations"].startswith("train.py:13 (<module>) makes the Trainer's arguments: gradient_checkpoint")
+
+
 def test_what_is_offered_depends_on_the_arguments() -> None:
     request = Request(("train.py",), "script", "", "A100-80GB", "2.13")
     given = {"per_device_train_batch_size": 12, "gradient_accumulation_steps": 2, "optim": "adamw_torch", "bf16": False}

@@ -226,7 +226,7 @@ def test_what_retries_take_is_not_of_a_change() -> None:
 
 
 def test_times_are_foreseen_from_what_is_next_to_a_choice() -> None:
-    """Offloading waits for the host: what leaves little to be moved saves most of the time, whatever else is changed."""
+    """Offloading waits for the host: what leaves little to move saves most of the time, whatever else is changed."""
 
     def judge(case: Case) -> Judged:
         chunks, again = bool(case.loss), bool(case.checkpointing)
