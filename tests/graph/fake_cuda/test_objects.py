@@ -12,6 +12,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import torch.distributed as dist  # noqa: E402
+from torch import Tensor  # noqa: E402
 from torch.distributed.checkpoint.state_dict_saver import save  # noqa: E402
 from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
 from torch.distributed.tensor import Shard, distribute_tensor  # noqa: E402
@@ -177,17 +178,17 @@ def test_a_generators_state_is_read_under_fake_tensors_too(runtime: Runtime) -> 
     assert state.tolist() == [0] * 16
 
 
-class _Wrapper(torch.Tensor):
+class _Wrapper(Tensor):
     """A tensor around another one, as quantized ones are."""
 
     @staticmethod
-    def __new__(cls, inner: torch.Tensor) -> _Wrapper:
-        made: _Wrapper = torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype, device=inner.device)
+    def __new__(cls, inner: Tensor) -> _Wrapper:
+        made: _Wrapper = Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype, device=inner.device)
         return made
 
     @classmethod
-    def __torch_dispatch__(cls, func: object, types: object, args: object = (), kwargs: object = None) -> object:
-        raise NotImplementedError(func)
+    def __torch_dispatch__(cls, *call: object) -> object:  # type: ignore[override]
+        raise NotImplementedError(call)
 
 
 def test_a_tensor_around_another_one_has_a_size_and_no_data(runtime: Runtime) -> None:
