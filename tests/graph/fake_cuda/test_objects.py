@@ -187,7 +187,7 @@ class _Wrapper(Tensor):
         return made
 
     @classmethod
-    def __torch_dispatch__(cls, *call: object) -> object:  # type: ignore[override]
+    def __torch_dispatch__(cls, *call: object) -> object:
         raise NotImplementedError(call)
 
 
