@@ -37,6 +37,7 @@ def render_json(found: Fitting) -> dict[str, Any]:
         "gpu_bytes": whole.total,
         "keep": list(found.keep),
         "says": says(found),
+        "tokens_per_second": tokens_per_second(found),
         "plans": [one.document() for one in found.plans.fitting],
         "short": [one.document() for one in found.plans.short],
         "untried": list(found.plans.untried),
@@ -58,9 +59,21 @@ def render_markdown(found: Fitting) -> str:
 def document_of(found: Fitting) -> Document:
     """What it lacks and the cheapest plan, then the table of plans."""
     verdict = found.whole.verdict
-    kept = (f"kept: {', '.join(found.keep)}",) if found.keep else ()
+    kept = [f"kept: {', '.join(found.keep)}"] if found.keep else []
     sections = () if verdict == "fits" else (Section("", tuple(plans_of(found))),)
-    return Document(subject=subject(found), badge=verdict, lead=says(found), facts=kept, sections=sections)
+    facts = tuple([*_speeds(found), *kept])
+    return Document(subject=subject(found), badge=verdict, lead=says(found), facts=facts, sections=sections)
+
+
+def tokens_per_second(found: Fitting) -> float | None:
+    """Of a case as it is, as predicted; None where that is not known, and of a program."""
+    return 1e9 / found.whole.ns if isinstance(found, Fitted) and found.whole.ns else None
+
+
+def _speeds(found: Fitting) -> Iterator[str]:
+    speed, plan = tokens_per_second(found), next(iter(found.plans.fitting), None)
+    if speed is not None and plan is not None and plan.time:
+        yield f"predicted: {speed:,.0f} tokens/s if it did fit, {speed / plan.time:,.0f} with the first plan"
 
 
 def plans_of(found: Fitting) -> Iterator[Block]:

@@ -409,6 +409,7 @@ class Fit(_Document):
     gpu_bytes: Bytes
     keep: list[str]
     says: str
+    tokens_per_second: Annotated[float | None, Meta(description="of a case on a GPU without end, as predicted")]
     plans: Annotated[list[Remedy], Meta(description="those that fit, the cheapest first")]
     short: Annotated[list[Remedy], Meta(description="those that do not fit")]
     untried: list[str]
