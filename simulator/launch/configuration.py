@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any, Final
 from graph.case import Case
 from graph.dtypes import NAMES
 from graph.optimizers import OPTIMIZERS
+from simulator.allocator.releases import parse_release
 from simulator.launch.training_script import Predicted, axes_of, by_block, deepspeed_runs, script, templates, why_not
 from strategies import registry
 from strategies.parallel.deepspeed import configuration
 from strategies.parallel.fsdp import Flattened
 from strategies.strategy import MACHINE, Axis
-from traces.release import version_of
 
 if TYPE_CHECKING:
     from graph.case import Case
@@ -110,8 +110,7 @@ def launch(case: Case) -> str:
         "nodes": nodes,
         "each": each,
         "torchrun": case.world > 1 or deepspeed_runs(case),
-        # the new name is known from 2.9 on
-        "variable": "PYTORCH_CUDA_ALLOC_CONF" if version_of(case.release) < (2, 9) else "PYTORCH_ALLOC_CONF",
+        "variable": parse_release(case.release).alloc_conf_variable,
         "missing": absent(case),
         "reduces_short": case.autocast and _distributed_type(case) == "FSDP" and Axis.SHARDS in axes_of(case),
     }

@@ -114,7 +114,7 @@ def test_more_gpus_than_a_machine_has_are_several_machines() -> None:
     ("conf", "release", "name"),
     [
         ("expandable_segments:True", "2.13", "PYTORCH_ALLOC_CONF"),
-        ("roundup_power2_divisions:[256:1,512:2,>:8],max_split_size_mb:256", "2.9", "PYTORCH_ALLOC_CONF"),
+        ("roundup_power2_divisions:[256:1,512:2,>:8],max_split_size_mb:256", "2.9", "PYTORCH_CUDA_ALLOC_CONF"),
         ("max_split_size_mb:128,garbage_collection_threshold:0.8", "2.6", "PYTORCH_CUDA_ALLOC_CONF"),
     ],
 )
