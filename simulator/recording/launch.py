@@ -26,12 +26,13 @@ if TYPE_CHECKING:
     from simulator.recording.durations import Durations
 
 _ROOT: Final = str(Path(__file__).resolve().parents[2])
-#: Our folder comes first until our own modules are there: the program's may have their names. Ctrl-C before the program
-#: begins ends the process without a word, unless it is ignored.
+#: Our folder comes first until our own modules are there: the program's may have their names. Ctrl-C, which is blocked
+#: when the process starts, ends it without a word until the program begins, unless it is ignored.
 _START: Final = """
 import signal, sys
 if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
 sys.path[0] = {root!r}
 from simulator.recording.process import main
 sys.exit(main({text!r}))
@@ -189,7 +190,11 @@ class _Processes:
     def _run(self, request: Request, streams: Mapping[str, Any]) -> int:
         """The exit code of the process of a rank."""
         command = [sys.executable, "-c", _START.format(root=_ROOT, text=request.text())]
-        process = subprocess.Popen(command, env=environment(request), **streams)
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])  # of this thread, and of what it starts
+        try:
+            process = subprocess.Popen(command, env=environment(request), **streams)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
         self._running.add(process)
         try:
             return process.wait()
