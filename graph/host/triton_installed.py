@@ -47,8 +47,11 @@ def changes(runtime: Runtime) -> Mapping[str, Change]:
 def driver(runtime: Runtime) -> SimpleNamespace:
     """What answers Triton's questions about the device instead of CUDA's driver (triton/backends/nvidia/driver.py)."""
     profile = runtime.profile
-    properties = {"max_shared_mem": profile.shared_memory_per_block, "multiprocessor_count": profile.sm_count}
-    properties["warpSize"] = 32
+    properties = {
+        "max_shared_mem": profile.shared_memory_per_block,
+        "multiprocessor_count": profile.sm_count,
+        "warpSize": 32,
+    }
     major, minor = profile.arch
 
     def target() -> Any:

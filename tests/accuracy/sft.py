@@ -142,25 +142,32 @@ def ran(row: Mapping[str, str], python: str) -> Run:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "config.json").write_text(json.dumps(configuration(row["model"])))
-        answer = folder / "answer.json"
-        words = [python, "-m", "simulator", "record", "-q", "--gpu", "A100-80GB", "--ranks", "0", "--steps", "all"]
-        words += ["--context", "auto", "--json", str(answer), *command(row, folder)]
-        path = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), str(ROOT))))
-        given = {**os.environ, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1"}
-        try:
-            done = subprocess.run(
-                words, cwd=folder, env=given, capture_output=True, text=True, timeout=LIMIT, check=False
-            )
-        except subprocess.TimeoutExpired:
-            return Run(failure=f"not done in {LIMIT} s")
-        if not answer.exists():
-            return Run(failure=(done.stderr.strip().splitlines() or ["nothing said"])[-1])
-        rank = json.loads(answer.read_text())["ranks"][0]
-        if rank["num_ooms"]:
-            return Run()
-        if done.returncode:
-            return Run(failure=next((line for line in reversed(done.stderr.splitlines()) if "Error" in line), "?"))
-        return Run(rank["peak_allocated"] + WORKSPACE, rank["peak_reserved"])
+        options = ["--gpu", "A100-80GB", "--steps", "all", "--context", "auto"]
+        rank, failure = recorded([*options, *command(row, folder)], folder, python)
+    if rank is None or (failure and not rank["num_ooms"]):
+        return Run(failure=failure)
+    return Run() if rank["num_ooms"] else Run(rank["peak_allocated"] + WORKSPACE, rank["peak_reserved"])
+
+
+def recorded(
+    words: Sequence[str], folder: Path, python: str, *paths: Path, **environment: str
+) -> tuple[Mapping[str, Any] | None, str]:
+    """What `record WORDS`, run in `folder`, says of rank 0 (None: nothing), and why it failed, if it did.
+
+    `paths` are searched for modules too; `environment` is added to this process's.
+    """
+    answer = folder / "answer.json"
+    path = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), str(ROOT), *map(str, paths))))
+    asked = [python, "-m", "simulator", "record", "-q", "--ranks", "0", "--json", str(answer), *words]
+    given = {**os.environ, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1", **environment}
+    try:
+        done = subprocess.run(asked, cwd=folder, env=given, capture_output=True, text=True, timeout=LIMIT, check=False)
+    except subprocess.TimeoutExpired:
+        return None, f"not done in {LIMIT} s"
+    if not answer.exists():
+        return None, (done.stderr.strip().splitlines() or ["nothing said"])[-1]
+    failure = next((line for line in reversed(done.stderr.splitlines()) if "Error" in line), "?")
+    return json.loads(answer.read_text())["ranks"][0], failure if done.returncode else ""
 
 
 def outside(row: Mapping[str, str]) -> int:

@@ -22,10 +22,8 @@ import base64
 import itertools
 import json
 import math
-import os
 import re
 import struct
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -35,8 +33,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from tests.accuracy.sft import FOLDER, Run, keep, known, read
-from tests.places import ROOT
+from tests.accuracy.sft import FOLDER, Run, keep, known, read, recorded
 
 TABLE: Final = FOLDER / "trainers.csv"
 #: What our runs of the table's rows held (README there).
@@ -44,7 +41,6 @@ KEPT: Final = FOLDER / "trainers_runs.csv"
 GIB: Final = 1 << 30
 #: The card of each program's rows, and its cuBLAS workspace.
 CARDS: Final = {"torchtitan": ("H100-80GB", 33_554_432), "torchtune": ("A100-80GB", 8_519_680)}
-LIMIT: Final = 900
 STEPS: Final = 3
 #: Llama 3's tokens, without those that programs add.
 TOKENS: Final = 128_000
@@ -150,22 +146,13 @@ def ran(row: Mapping[str, str], root: Path, python: str) -> Run:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         prepare(folder)
-        answer = folder / "answer.json"
-        words = [python, "-m", "simulator", "record", "-q", "--gpu", CARDS[row["program"]][0], "--ranks", "0"]
-        words += ["--steps", str(STEPS), "--json", str(answer), "--", *command(row, root, folder)]
-        path = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), str(ROOT), str(root))))
-        given = {**os.environ, "PYTHONPATH": path, "HF_DATASETS_CACHE": str(folder / "cache"), "HF_HUB_OFFLINE": "1"}
+        given = {"HF_DATASETS_CACHE": str(folder / "cache")}
         if row["program"] == "torchtitan":
             given["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
-        try:
-            done = subprocess.run(
-                words, cwd=folder, env=given, capture_output=True, text=True, timeout=LIMIT, check=False
-            )
-        except subprocess.TimeoutExpired:
-            return Run(failure=f"not done in {LIMIT} s")
-        if done.returncode or not answer.exists():
-            return Run(failure=next((line for line in reversed(done.stderr.splitlines()) if "Error" in line), "?"))
-        rank = json.loads(answer.read_text())["ranks"][0]
+        options = ["--gpu", CARDS[row["program"]][0], "--steps", str(STEPS), "--"]
+        rank, failure = recorded([*options, *command(row, root, folder)], folder, python, root, **given)
+        if rank is None or failure:
+            return Run(failure=failure)
         return Run(_active(folder / "log") or rank["peak_allocated"], rank["peak_reserved"])
 
 

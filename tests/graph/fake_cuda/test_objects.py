@@ -21,26 +21,13 @@ from torch.profiler import ProfilerActivity, profile, record_function  # noqa: E
 from graph.fake_cuda.device import Runtime, fake_cuda  # noqa: E402
 from graph.fake_cuda.job import joined  # noqa: E402
 from graph.hardware.profile import profile as card  # noqa: E402
+from tests.support.births import Births  # noqa: E402
 
 
 @pytest.fixture(scope="module")
 def runtime() -> Iterator[Runtime]:
     with fake_cuda(card("A100-80GB", "2.13")) as found:
         yield found
-
-
-class Births:
-    """Bytes of each storage, in order of birth."""
-
-    def __init__(self, runtime: Runtime) -> None:
-        self.runtime = runtime
-        self.bytes: list[int] = []
-
-    def operator(self, func: object, args: object, kwargs: object, out: object, born: list[int], memo: object) -> None:
-        self.bytes += [self.runtime.bytes(storage) for storage in born]
-
-    def freed(self, storage: int) -> None:
-        """Not of interest."""
 
 
 @pytest.fixture

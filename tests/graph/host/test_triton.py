@@ -13,27 +13,14 @@ pytest.importorskip("torch")
 
 import torch
 
-from graph.fake_cuda.device import Runtime, fake_cuda
+from graph.fake_cuda.device import fake_cuda
 from graph.hardware.profile import profile
 from graph.host import triton_installed, triton_stand_in
 from graph.host.imports import changed
+from tests.support.births import Births
 
 #: What `triton.testing.do_bench` clears before each launch.
 CLEARED = 256 << 20
-
-
-class Births:
-    """Bytes of each storage, in order of birth."""
-
-    def __init__(self, runtime: Runtime) -> None:
-        self.runtime = runtime
-        self.bytes: list[int] = []
-
-    def operator(self, func: object, args: object, kwargs: object, out: object, born: list[int], memo: object) -> None:
-        self.bytes += [self.runtime.bytes(storage) for storage in born]
-
-    def freed(self, storage: int) -> None:
-        """Not of interest."""
 
 
 @pytest.fixture
