@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores Ctrl-C: tests send it
+os.environ.pop("PYTHONUNBUFFERED", None)  # a line of a program is one write: ranks write to the same place at once
 
 settings.register_profile("quick", max_examples=10, deadline=None)
 settings.register_profile("ci", max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -14,6 +14,7 @@ import os
 import runpy
 import signal
 import sys
+import threading
 import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -211,18 +212,35 @@ class _Keeper:
             plain(status)
 
         def terminated(number: int, frame: object) -> None:
-            if os.getpid() == mine:
-                leave(128 + number)
-            signal.signal(number, signal.SIG_DFL)
-            os.kill(os.getpid(), number)
+            leave(128 + number)
 
         os._exit = leave
         before = signal.signal(signal.SIGTERM, terminated)
+        _ended_as_before(terminated)
         try:
             yield
         finally:
             os._exit = plain
             signal.signal(signal.SIGTERM, before)
+
+
+def _ended_as_before(handler: Callable[[int, Any], None]) -> None:
+    """From now on SIGTERM ends what is forked, as it does where `handler` is not this process's: at any moment, also
+    while Python begins the fork, when it forgets the signals that have come."""
+    masks = threading.local()
+
+    def hold() -> None:
+        masks.before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+
+    def resume() -> None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, masks.before)
+
+    def begin() -> None:
+        if signal.getsignal(signal.SIGTERM) is handler:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        resume()
+
+    os.register_at_fork(before=hold, after_in_parent=resume, after_in_child=begin)
 
 
 def _run(request: Request) -> tuple[int, BaseException | None]:

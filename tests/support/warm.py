@@ -2,15 +2,17 @@
 
 A server has imported what a command and the process of a rank import. For each call it forks, and the fork goes on as
 `python -m simulator` would from there, with an environment, a folder and streams of its own; a rank's process is
-forked again where a real one is started, and runs the same code. So exit codes and outputs are those of processes. What
-a test says of the start of a process itself (paths, modules with our names, signals to all) needs real ones, and so do
-variables that a library reads when it is imported.
+forked again where a real one is started (`_Starter`), and runs the same code. So exit codes and outputs are those of
+processes. What a test says of the start of a process itself (paths, modules with our names, signals to all) needs real
+ones, and so do variables that a library reads when it is imported.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
+import functools
 import importlib
 import json
 import os
@@ -20,8 +22,8 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 import traceback
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -32,6 +34,8 @@ from tests.places import ROOT
 
 _SERVE: Final = "import sys; from tests.support.warm import serve; serve(int(sys.argv[1]))"
 _MODULES: Final = ("simulator.allocator.prepared", "simulator.commands.record", "simulator.recording.process")
+#: PR_SET_CHILD_SUBREAPER of Linux (prctl.h): orphans below this process are its children.
+_ADOPT: Final = 36
 #: CPU seconds of the commands so far: they are no children of this process.
 spent = 0.0
 
@@ -140,17 +144,22 @@ def _forked(work: Callable[[], object]) -> int:
 def _command(asked: Mapping[str, Any], files: Sequence[int], client: socket.socket) -> None:
     """`python -m simulator`, from where its modules are imported."""
     client.close()
-    for place, file in enumerate(files):
-        os.dup2(file, place)
-        os.close(file)
+    _streams(files)
     os.chdir(asked["cwd"])
     _begin(asked["cwd"], asked["env"])
     sys.argv = [str(ROOT / "simulator" / "__main__.py"), *asked["words"]]
     from simulator.cli import main
     from simulator.recording import launch
 
-    vars(launch)["subprocess"] = _Started
+    vars(launch)["subprocess"] = _Starter()
     main()
+
+
+def _streams(files: Sequence[int]) -> None:
+    """This process's standard streams from now on."""
+    for place, file in enumerate(files):
+        os.dup2(file, place)
+        os.close(file)
 
 
 def _begin(first: str, env: Mapping[str, str]) -> None:
@@ -162,14 +171,66 @@ def _begin(first: str, env: Mapping[str, str]) -> None:
     os.environ.update(env)
 
 
-class _Started:
-    """What a command starts with subprocess.Popen: `python -c`, of the modules that are imported here."""
+class _Starter:
+    """What a command has for `subprocess`: its `python -c` is a fork where the modules are imported.
 
-    Popen: Any
+    A process without threads forks, since a fork of one thread keeps the locks that others hold. What it starts is
+    given over to the command: whoever forked it ends at once.
+    """
+
     DEVNULL = subprocess.DEVNULL
 
-    def __init__(self, command: Sequence[str], env: Mapping[str, str], **streams: Any) -> None:
-        self.pid = _forked(lambda: _code(command[2], env, streams))
+    def __init__(self) -> None:
+        ctypes.CDLL(None).prctl(_ADOPT, 1)
+        self._lock = threading.Lock()
+        self._process, theirs = socket.socketpair()
+        pid = _forked(lambda: self._serve(theirs))
+        theirs.close()
+
+        def end() -> None:
+            self._process.close()
+            os.waitpid(pid, 0)
+
+        atexit.register(end)
+
+    def Popen(self, command: Sequence[str], env: Mapping[str, str], **streams: Any) -> _Started:  # noqa: N802
+        """The process of `python -c text`, which has this one's streams but for those that are given."""
+        with contextlib.ExitStack() as stack, self._lock:
+            files = []
+            for name in ("stdin", "stdout", "stderr"):
+                file = streams.get(name, getattr(sys, f"__{name}__"))
+                file = stack.enter_context(open(os.devnull, "r+b")) if file == subprocess.DEVNULL else file
+                files.append(file.fileno())
+            socket.send_fds(self._process, [b"."], files)
+            self._process.sendall(json.dumps({"text": command[2], "env": dict(env)}).encode() + b"\n")
+            with self._process.makefile("r") as answers:
+                return _Started(int(answers.readline()))
+
+    def _serve(self, client: socket.socket) -> None:
+        self._process.close()
+        while True:
+            begin, files, _, _ = socket.recv_fds(client, 1, 3)
+            if not begin:
+                return
+            with client.makefile("r") as words:
+                asked = json.loads(words.readline())
+            ours, theirs = os.pipe()
+            between = os.fork()
+            if not between:
+                pid = _forked(functools.partial(_code, asked, files, os.getpid()))
+                os.write(theirs, str(pid).encode())
+                os._exit(0)
+            os.waitpid(between, 0)  # from here on the command is the parent
+            client.sendall(os.read(ours, 20) + b"\n")
+            for file in (ours, theirs, *files):
+                os.close(file)
+
+
+class _Started:
+    """A process of a command, as subprocess.Popen has it."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
         self._code: int | None = None
 
     def wait(self) -> int:
@@ -187,23 +248,14 @@ class _Started:
         os.kill(self.pid, signal.SIGKILL)
 
 
-_Started.Popen = _Started
-
-
-def _code(text: str, env: Mapping[str, str], streams: Mapping[str, Any]) -> None:
-    """`python -c text`; the thread that forked is this process's only one."""
-    import concurrent.futures.thread
-
-    for name, file in streams.items():
-        place = os.open(os.devnull, os.O_RDWR) if file == subprocess.DEVNULL else file.fileno()
-        os.dup2(place, getattr(sys, f"__{name}__").fileno())
+def _code(asked: Mapping[str, Any], files: Sequence[int], between: int) -> None:
+    """`python -c text`, once the process that forked this one has ended."""
+    while os.getppid() == between:
+        time.sleep(0.001)
+    _streams(files)
     from graph.fake_cuda import device
 
     device._start_autograd()
-    vars(concurrent.futures.thread)["_threads_queues"].clear()  # what the command has to end is not this process's
-    weakref.finalize._registry.clear()  # type: ignore[attr-defined]
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    _begin("", env)
+    _begin("", asked["env"])
     sys.argv = ["-c"]
-    exec(compile(text, "<string>", "exec"), {"__name__": "__main__"})
+    exec(compile(asked["text"], "<string>", "exec"), {"__name__": "__main__"})

@@ -67,7 +67,7 @@ def cell(value: Cell) -> Markup:
         return text(str(value)) + bar.format(kind, width)
     if isinstance(value, int | float):
         return text(amount(value, "number"))
-    return Markup(_BREAKS.sub(r"\1<wbr>", text(value or "", 300)))
+    return Markup(_BREAKS.sub(r"\1<wbr>", str(text(value or "", 300))))  # of Markup, what is put in would be escaped
 
 
 def column(table: Table, place: int) -> Markup:

@@ -43,9 +43,7 @@ def answer(folder: Path) -> dict[str, Any]:
 def test_programs_end_with_the_recorded_figures(name: str, tmp_path: Path) -> None:
     row = ROWS[name]
     where = programs.copied(programs.FOLDER, None, tmp_path / "programs")
-    alone = (
-        name == "flex_train"
-    )  # what its cycles keep alive is told by when Python collects them: as in a real process
+    alone = name == "flex_train"  # what its cycles keep alive goes by when Python collects: as in a real process
     ranks = ("--ranks", "0") if row["ranks"] != "1" else ()
     found, done = programs.run(row, where, *ranks, start=warm.cold if alone else warm.run)
     run = programs.Run(row, found)
@@ -53,10 +51,8 @@ def test_programs_end_with_the_recorded_figures(name: str, tmp_path: Path) -> No
         **dict.fromkeys(("varlen", "varlen_gcthreshold"), ("end_allocated", "end_reserved")),
         "oom_dies": ("end_allocated",),
     }.get(name, ())
-    if (
-        installed_release() != DEFAULT_RELEASE
-    ):  # FakeTensor's init_gpu_context takes 4 bytes for a moment, twice, where a
-        kept += ("allocations",)  # program makes fake tensors: captures leave that out
+    if installed_release() != DEFAULT_RELEASE:  # where a program makes fake tensors, FakeTensor's init_gpu_context
+        kept += ("allocations",)  # takes 4 bytes for a moment, twice: captures leave that out
     assert {figure: pair for figure, pair in run.figures().items() if pair[0] != pair[1] and figure not in kept} == {}
     assert (found["exit_code"] == 0) == (row["ended"] == "ok")
     if name == "oom_dies":

@@ -24,7 +24,7 @@ from simulator.estimator import estimate as estimation
 from simulator.estimator.devices import device
 from simulator.reports import compare as comparison
 from simulator.reports import select
-from simulator.reports.document import Bar, Chart, Document, Size, Table
+from simulator.reports.document import Bar, Chart, Document, Section, Size, Table
 from simulator.reports.html import page as pages
 from simulator.reports.html.lives import lives
 from simulator.reports.html.overlay import COLUMNS, LINES, overlay
@@ -204,6 +204,15 @@ def test_hostile_text_is_only_text() -> None:
     assert len(page.scripts) == len(plain.scripts) == SCRIPTS + 1
     assert not any(name.startswith("on") for _, attributes in page.tags for name in attributes)
     assert HOSTILE in page.data["ranks"][0]["names"]
+
+
+def test_long_names_may_break_and_stay_whole() -> None:
+    names = ("expandable_segments:True", "a.b_<c>.9")
+    page = Page(
+        render(Document("A", "b", sections=(Section("s", (Table("t", ("name",), tuple((n,) for n in names)),)),)))
+    )
+    assert all(name in page.text for name in names)
+    assert [tag for tag, _ in page.tags].count("wbr") == 3  # not before a digit
 
 
 def test_policy_allows_the_scripts_of_the_page_and_no_network() -> None:
