@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 SECONDS: Final = 45.0
 #: The share of them that is kept for other hardware.
 HARDWARE: Final = 0.15
+#: The share of what is left of them that combinations of a level may take while none of them fits for sure: what alters
+#: more may do so.
+MILDER: Final = 0.5
 #: Changes of a combination, at most.
 MOST_CHANGES: Final = 6
 #: Shares of the predicted peak: where it is tried first, and where it is worth a try.
@@ -164,6 +167,7 @@ class _Search(Generic[Subject]):
     singles: list[_Option] = field(default_factory=list)
     known: dict[int, Plan | None] = field(default_factory=dict)
     refused: list[_Choice] = field(default_factory=list)
+    levels: list[int] = field(default_factory=list)
     untried: list[str] = field(default_factory=list)
     count: int = 0
     expandable: _Option | None = None
@@ -184,7 +188,8 @@ class _Search(Generic[Subject]):
         )
         hardware = LEVELS["hardware"]
         waiting: list[_Option] = []
-        for level in sorted({one.change.level for one in options} - {hardware}):
+        self.levels = sorted({one.change.level for one in options} - {hardware})
+        for level in self.levels:
             ours = [one for one in options if one.change.level == level]
             if level == 0 and not self._hopeful(ours):
                 waiting = ours
@@ -261,13 +266,15 @@ class _Search(Generic[Subject]):
 
     def _combined(self, level: int) -> None:
         """The combinations of changes up to a level, the cheapest that may fit first; then what is unproved."""
+        now = time.monotonic()
+        until = now + MILDER * (self.deadline - now) if level < self.levels[-1] else self.deadline
         together = self._join(option for option in self.singles if option.change.level <= level)
         if len(together) < 2 or not self._fits(together):
             return
         left = [_Candidate(one, _mask(one)) for one in self._choices(level) if len(one) > 1]
         refused, known = self.refused, list(self.known)
         self._foresee(left)
-        while not self._over():
+        while not self._over() and (time.monotonic() < until or self._best(level)):
             most = WORTH * self._price(level)
             left = [one for one in left if one.price < most and one.mask not in self.known]
             left = [one for one in left if not self._ruled_out(one.choice, refused)]
