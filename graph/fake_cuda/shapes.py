@@ -26,6 +26,8 @@ from graph.fake_cuda.torch_private import (
     tree_map,
     without_modes,
 )
+from graph.workspaces import batch_norm
+from graph.workspaces.metadata import suggests_channels_last
 
 if TYPE_CHECKING:
     from graph.fake_cuda.torch_private import Operator
@@ -168,6 +170,18 @@ def _reduced(
     return (*sums, *(torch.empty_like(mean if weight is None else weight) if one else None for one in asked[1:]))
 
 
+def _batch_norm_gradients(grad: torch.Tensor, image: torch.Tensor, weight: Any, *rest: Any) -> Any:
+    """Gradients of the input, weight and bias, as asked; that of the input lies as PyTorch's kernels leave it
+    (`batch_norm_backward_cuda`), not as the incoming gradient does."""
+    train, mask = bool(rest[4]), list(rest[6])
+    form = torch.contiguous_format
+    if train and suggests_channels_last(image.shape, image.stride()) and not batch_norm.fused(image, train, mask):
+        form = torch.channels_last if image.dim() == 4 else torch.channels_last_3d
+    like = rest[2] if weight is None else weight
+    gradient = torch.empty_like(image, memory_format=form) if mask[0] else None
+    return (gradient, *(torch.empty_like(like) if one else None for one in mask[1:]))
+
+
 def _like_input(image: torch.Tensor, *rest: object) -> torch.Tensor:
     return torch.empty_like(image)
 
@@ -192,6 +206,7 @@ _OF_NUMBERS: Final = frozenset({"Tensor", "Tensor_mode", "Scalar", "Scalar_mode"
 #: Rules of our own. That of `_grouped_mm` refuses all dtypes but bfloat16; operators of SyncBatchNorm have none.
 _RULES: Final[dict[Any, Any]] = {
     **({_aten._grouped_mm.default: _grouped} if hasattr(_aten, "_grouped_mm") else {}),  # from 2.8 on
+    _aten.native_batch_norm_backward.default: _batch_norm_gradients,
     _aten.batch_norm_stats.default: _of_channels,
     _aten.batch_norm_gather_stats_with_counts.default: _of_channels,
     _aten.batch_norm_elemt.default: _like_input,

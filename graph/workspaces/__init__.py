@@ -18,6 +18,7 @@ __all__ = ["Call", "Plan", "Rule", "merge", "plan", "rules"]
 
 _MODULES: Final = (
     "attention",
+    "batch_norm",
     "chunking",
     "convolution",
     "cub.embedding",

@@ -5,7 +5,7 @@ Source: aten/src/ATen/native/cuda/Indexing.cu, aten/src/ATen/native/TensorAdvanc
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -93,8 +93,9 @@ def index_put(call: Call) -> Plan | None:
 def _put(call: Call) -> Plan | None:
     """Where it accumulates, the linear indices are sorted with their places.
 
-    Only the bits that the indexed positions need are sorted (`index_put_with_sort_kernel`). The derivative of `index`
-    is unsafe: its indices have been checked.
+    Only the bits that places of slices need are sorted, those before the indexed dimensions among them
+    (`index_put_with_sort_kernel`); what is not contiguous with them in front is copied. The derivative of `index` is
+    unsafe: its indices have been checked.
     """
     target, indices, values = call.args[0], list(call.args[1]), call.args[2]
     accumulate = argument(call, 3, "accumulate", False)
@@ -118,14 +119,15 @@ def _put(call: Call) -> Plan | None:
         steps.append(("free", f"wrapped {number}"))
         if number:
             steps.append(("free", f"linear {number}"))
-    rows = prod([shape(target)[place] for place, _ in given])
-    chosen = count * _slice(target, [place for place, _ in given])
+    places = [place for place, _ in given]
+    chosen = count * _slice(target, places)
     broadcast = elements(values) < chosen or not is_contiguous(values)
     if broadcast:
         steps.append(("alloc", "values", chosen * width(values)))
-    bits = max(rows - 1, 1).bit_length()
-    places = [(name, count * 8) for name in ("sorted indices", "original places", "places")]
-    steps += within([*places, ("sort", sort_pairs(call.profile, count, 8, 8, bits))])
+    bits = max(_largest(target) // _behind(target, places), 1).bit_length()
+    pairs = [(name, count * 8) for name in ("sorted indices", "original places", "places")]
+    copies = [] if _in_front(target, places) else [("target", size(target))]
+    steps += within([*copies, *pairs, ("sort", sort_pairs(call.profile, count, 8, 8, bits))])
     if broadcast:
         steps.append(("free", "values"))
     steps.append(("free", "linear 0"))
@@ -182,9 +184,31 @@ def index_mean(call: Call) -> Plan | None:
     return (REST, *within([("counts", size(target))], *ones, *none))
 
 
-def _slice(target: torch.Tensor, places: Sequence[int]) -> int:
+def _slice(target: torch.Tensor, places: Collection[int]) -> int:
     """How many values an index selects."""
     return prod([extent for place, extent in enumerate(shape(target)) if place not in places])
+
+
+def _largest(target: torch.Tensor) -> int:
+    """The last element's place in memory (`largestIndex`)."""
+    return sum((extent - 1) * step for extent, step in zip(shape(target), strides(target), strict=True))
+
+
+def _behind(target: torch.Tensor, places: Sequence[int]) -> int:
+    """Elements of a slice behind the indexed dimensions, which go to the front where they are not side by side."""
+    return max(_slice(target, places if _apart(places) else range(places[-1] + 1)), 1)
+
+
+def _apart(places: Sequence[int]) -> bool:
+    """Whether the indexed dimensions are not side by side (`hasContiguousSubspace`)."""
+    return places[-1] - places[0] >= len(places)
+
+
+def _in_front(target: torch.Tensor, places: Sequence[int]) -> bool:
+    """Whether it is contiguous with the indexed dimensions in front, where they have to go there."""
+    behind = [place for place in range(len(shape(target))) if place not in places]
+    order = [*places, *behind] if _apart(places) else range(len(shape(target)))
+    return in_order([shape(target)[place] for place in order], [strides(target)[place] for place in order])
 
 
 RULES: Mapping[str, Rule] = {

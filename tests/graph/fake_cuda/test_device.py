@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 import threading
@@ -25,6 +26,7 @@ from graph.fake_cuda.operators import native
 from graph.fake_cuda.operators.native import cuda_operators
 from graph.fake_cuda.stubs import FIRST_POINT
 from graph.hardware.profile import profile
+from tests.places import DATA
 from tests.support import recorded_steps
 
 A100 = profile("A100", "2.13")
@@ -327,6 +329,28 @@ def test_results_have_the_form_that_the_cpu_gives(name: str, runtime: Runtime) -
 def test_group_norm_of_one_pixel_is_contiguous(runtime: Runtime) -> None:
     """On CUDA alone: `native_group_norm` asks for memory formats on the CPU only (group_norm.cpp)."""
     assert functional.group_norm(_pixel(torch.ones(4, 6, device="cuda")), 2).stride() == (6, 1, 1, 1)
+
+
+def test_gradients_of_batch_norm_lie_as_recorded(runtime: Runtime) -> None:
+    records = json.loads((DATA / "workspaces.json").read_text())["records"]
+    ours = [record for record in records if record[0] == "aten.native_batch_norm_backward.default"]
+    for _, _, _, _, _, args, _, out, *_ in ours:
+        given = [_recorded(value) if isinstance(value, dict) else value for value in args]
+        found = torch.ops.aten.native_batch_norm_backward(*given)
+        for one, other in zip(found, out, strict=True):
+            expected = None if other is None else _recorded(other)
+            if one is None or expected is None:
+                assert one is None
+                assert expected is None or not expected.numel()  # where there is no weight
+            else:
+                assert (one.dtype, one.shape, one.stride()) == (expected.dtype, expected.shape, expected.stride()), args
+    assert len(ours) > 50
+
+
+def _recorded(value: dict[str, list[Any]]) -> torch.Tensor:
+    dtype, sizes, *steps = value["t"]
+    strides = steps[0] if steps else torch.empty(sizes, device="meta").stride()
+    return torch.empty_strided(sizes, strides, dtype=getattr(torch, dtype), device="cuda")
 
 
 def test_operators_with_kernels_of_their_own() -> None:
