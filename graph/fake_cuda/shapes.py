@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -182,6 +182,15 @@ def _batch_norm_gradients(grad: torch.Tensor, image: torch.Tensor, weight: Any, 
     return (gradient, *(torch.empty_like(like) if one else None for one in mask[1:]))
 
 
+def _as_large(func: Operator) -> Callable[..., torch.Tensor]:
+    """The rule of an operator whose output begins as large as its input and keeps that (cuda/Im2Col.cu, Col2Im.cu)."""
+
+    def made(source: torch.Tensor, *rest: object) -> torch.Tensor:
+        return torch.empty_like(source, memory_format=torch.contiguous_format).resize_(func(source, *rest).shape)
+
+    return made
+
+
 def _like_input(image: torch.Tensor, *rest: object) -> torch.Tensor:
     return torch.empty_like(image)
 
@@ -206,6 +215,8 @@ _OF_NUMBERS: Final = frozenset({"Tensor", "Tensor_mode", "Scalar", "Scalar_mode"
 #: Rules of our own. That of `_grouped_mm` refuses all dtypes but bfloat16; operators of SyncBatchNorm have none.
 _RULES: Final[dict[Any, Any]] = {
     **({_aten._grouped_mm.default: _grouped} if hasattr(_aten, "_grouped_mm") else {}),  # from 2.8 on
+    _aten.im2col.default: _as_large(_aten.im2col.default),
+    _aten.col2im.default: _as_large(_aten.col2im.default),
     _aten.native_batch_norm_backward.default: _batch_norm_gradients,
     _aten.batch_norm_stats.default: _of_channels,
     _aten.batch_norm_gather_stats_with_counts.default: _of_channels,

@@ -1,8 +1,8 @@
 """Convolutions: copies of operands into the memory format that is computed in, and the bias gradient's sum.
 
 cuDNN's own workspace depends on the algorithm it chooses and is not known here; it is taken as zero.
-Source: aten/src/ATen/native/Convolution.cpp, cudnn/ConvShared.cpp, cuda/DepthwiseConv2d.cu and
-c10/core/MemoryFormat.h.
+Source: aten/src/ATen/native/Convolution.cpp, cudnn/ConvShared.cpp, cuda/DepthwiseConv2d.cu,
+cuda/Im2Col.cu, cuda/Col2Im.cu and c10/core/MemoryFormat.h.
 """
 
 from __future__ import annotations
@@ -17,15 +17,17 @@ from graph.workspaces.metadata import (
     dtype,
     elements,
     in_order,
+    is_contiguous,
     is_half,
     shape,
     size,
     strides,
     suggests_channels_last,
+    tensors,
     width,
 )
 from graph.workspaces.reduction import merged, scratch
-from graph.workspaces.rules import EMPTY, REST, Call, Plan, Rule, within
+from graph.workspaces.rules import EMPTY, REST, Call, Plan, Rule, after, within
 
 if TYPE_CHECKING:
     import torch
@@ -227,9 +229,21 @@ def _fast_in_cudnn(source: _Operand, weight: _Operand, stride: int) -> bool:
     return channels >= 512 or (channels >= 256 and wide >= 28)
 
 
+def columns(call: Call) -> Plan | None:
+    """`im2col` (`unfold`), `col2im` (`fold`): the output begins as large as the input, and is made again where it is
+    larger; a strided input is copied before that."""
+    source = call.args[0]
+    copied = [] if is_contiguous(source) else [("input", size(source))]
+    if size(next(tensors(call.out))) <= size(source):
+        return after(copied)
+    return (("alloc", "first", size(source)), *within(copied, REST, ("free", "first")))
+
+
 RULES: Mapping[str, Rule] = {
     "aten.cudnn_convolution.default": cudnn_convolution,
     "aten.cudnn_convolution_transpose.default": cudnn_convolution,
     "aten._conv_depthwise2d.default": depthwise_convolution,
     "aten.convolution_backward.default": convolution_backward,
+    "aten.im2col.default": columns,
+    "aten.col2im.default": columns,
 }

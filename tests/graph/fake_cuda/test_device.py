@@ -347,6 +347,16 @@ def test_gradients_of_batch_norm_lie_as_recorded(runtime: Runtime) -> None:
     assert len(ours) > 50
 
 
+@pytest.mark.parametrize("name", ["im2col", "col2im"])
+def test_columns_keep_the_storage_that_they_begin_with(name: str, runtime: Runtime) -> None:
+    records = json.loads((DATA / "workspaces.json").read_text())["records"]
+    ours = [record for record in records if record[0] == f"aten.{name}.default"]
+    for _, _, _, _, _, args, _, out, outputs, _ in ours:
+        found = getattr(torch.ops.aten, name)(_recorded(args[0]), *args[1:])
+        assert (found.untyped_storage().nbytes(), found.shape) == (outputs[0], _recorded(out).shape), args
+    assert len(ours) > 5
+
+
 def _recorded(value: dict[str, list[Any]]) -> torch.Tensor:
     dtype, sizes, *steps = value["t"]
     strides = steps[0] if steps else torch.empty(sizes, device="meta").stride()
