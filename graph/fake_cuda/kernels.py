@@ -17,6 +17,7 @@ import torch
 from graph.fake_cuda.memory import Layout, contiguous, set_storage
 from graph.fake_cuda.operators.composed import COMPOSED
 from graph.fake_cuda.operators.native import operator
+from graph.fake_cuda.operators.refused import CHECKS
 from graph.fake_cuda.sdpa import corrected
 from graph.fake_cuda.shapes import Shapes, forgets_steps
 from graph.fake_cuda.torch_private import BY_CPU_KERNEL, is_dense, tree_leaves
@@ -305,8 +306,11 @@ class Kernels:
         """A kernel that only writes its arguments."""
         runtime, kinds, written = self.runtime, dict[Any, Kind](), schema.written
         first = written[0] if len(written) == 1 else None
+        check = CHECKS.get(func)
 
         def kernel(*args: object, **kwargs: object) -> Any:
+            if check is not None:
+                check(args)
             if first == 0:
                 out = args[0]
             else:

@@ -18,6 +18,7 @@ from typing import Any, Final, Protocol
 import torch
 
 from graph.errors import CaptureError
+from graph.fake_cuda.operators import refused
 from graph.fake_cuda.torch_private import sdpa_order
 from graph.hardware.profile import Profile
 
@@ -320,9 +321,11 @@ def attend(
     """`at::native::scaled_dot_product_attention` (transformers/attention.cpp) on the GPU of `card`.
 
     Tensors are (batch, heads, tokens, head); the result has the query's batch, heads and tokens and the value's head.
-    Temporaries die in the order in which C++ drops them. Raises CaptureError where PyTorch finds no kernel.
+    Temporaries die in the order in which C++ drops them. Raises CaptureError where PyTorch finds no kernel, and
+    what PyTorch raises for operands of several dtypes.
     """
     aten = torch.ops.aten
+    refused.attention(query, key, value)
     backend, needs_grad = _chosen(card, query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
     if backend is Backend.FLASH:
         head = query.shape[-1]

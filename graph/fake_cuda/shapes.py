@@ -10,6 +10,7 @@ import torch
 
 from graph.errors import CaptureError
 from graph.fake_cuda.memory import storage_bytes
+from graph.fake_cuda.operators.refused import CHECKS
 from graph.fake_cuda.torch_private import (
     MODE_KEYS,
     DataDependentOutputException,
@@ -65,11 +66,14 @@ class Shapes:
     def infer(self, func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         """The fake outputs of `func`, and the fake keyword arguments it was called with.
 
-        Raises CaptureError if PyTorch has no rule for it, or if shapes depend on values.
+        Raises CaptureError if PyTorch has no rule for it, or if shapes depend on values, and what PyTorch raises where
+        CUDA's kernel does not take these arguments.
         """
         if self._mode is None:
             self._mode = FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=False)
         self.asked += 1
+        if (check := CHECKS.get(func)) is not None:
+            check(args)
         func, args, kwargs = _stand_in(func, args, kwargs)
         with _seen(), self._mode:
             fake_args = numbers_as_tensors(func, tuple(_fake(arg) for arg in args))

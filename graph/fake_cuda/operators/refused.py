@@ -1,0 +1,256 @@
+"""What CUDA's kernels refuse, though PyTorch's rules for shapes take it: operands of different dtypes, dtypes without a
+kernel, numbers that a dtype does not hold. The program ends where it ends on a GPU, with the same words.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+import torch
+
+_aten: Final = torch.ops.aten
+#: Each dtype's name as a ScalarType and as a C++ type (c10/core/ScalarType.h).
+_NAMES: Final[Mapping[torch.dtype, tuple[str, str]]] = {
+    torch.float32: ("Float", "float"),
+    torch.bfloat16: ("BFloat16", "c10::BFloat16"),
+    torch.float16: ("Half", "c10::Half"),
+    torch.float64: ("Double", "double"),
+    torch.int64: ("Long", "long"),
+    torch.int32: ("Int", "int"),
+    torch.int16: ("Short", "short"),
+    torch.int8: ("Char", "signed char"),
+    torch.uint8: ("Byte", "unsigned char"),
+    torch.bool: ("Bool", "bool"),
+}
+#: What integers are called where a number does not fit.
+_WIDE: Final = {torch.int64: "int64_t", torch.int16: "int16_t", torch.int8: "int8_t", torch.uint8: "uint8_t"}
+_HALF: Final = frozenset({torch.float16, torch.bfloat16})
+
+Check = Callable[[Sequence[Any]], None]
+
+
+def _scalar(tensor: torch.Tensor) -> str:
+    return _NAMES.get(tensor.dtype, (str(tensor.dtype), ""))[0]
+
+
+def _type(tensor: torch.Tensor) -> str:
+    return _NAMES.get(tensor.dtype, ("", str(tensor.dtype)))[1]
+
+
+def _computed(kernel: str, tensor: torch.Tensor) -> None:
+    if not (tensor.is_floating_point() or tensor.is_complex()):
+        raise NotImplementedError(f"\"{kernel}\" not implemented for '{_scalar(tensor)}'")
+
+
+def _mm(args: Sequence[Any]) -> None:
+    left, right = args[:2]
+    if left.dtype != right.dtype:
+        raise RuntimeError(f"expected mat1 and mat2 to have the same dtype, but got: {_type(left)} != {_type(right)}")
+    _computed("addmm_cuda", left)
+
+
+def _addmm(args: Sequence[Any]) -> None:
+    added, left, right = args[:3]
+    for name, one in (("self", added), ("mat1", left)):
+        if one.dtype != right.dtype:
+            names = f"{_scalar(one)} and {_scalar(right)}"
+            raise RuntimeError(f"{name} and mat2 must have the same dtype, but got {names}")
+    _computed("addmm_cuda", left)
+
+
+def _bmm(args: Sequence[Any]) -> None:
+    left, right = args[:2]
+    _expected(left, right)
+    _computed("baddbmm_cuda", left)
+
+
+def _baddbmm(args: Sequence[Any]) -> None:
+    added, left, right = args[:3]
+    if added.dtype != left.dtype:
+        names = f"input {_type(added)}, batch1: {_type(left)}, batch2: {_type(right)}"
+        raise RuntimeError(f"Input dtypes must be the same, got: {names}")
+    _bmm((left, right))
+
+
+def _addmv(args: Sequence[Any]) -> None:
+    added, matrix, vector = args[:3]
+    if not added.dtype == matrix.dtype == vector.dtype:
+        names = f"{_scalar(added)}, {_scalar(matrix)}, and {_scalar(vector)}"
+        raise RuntimeError(f"addmv input tensors must have the same dtype, but got {names}")
+
+
+def _expected(source: torch.Tensor, *others: torch.Tensor | None) -> None:
+    for other in others:
+        if other is not None and other.dtype != source.dtype:
+            raise RuntimeError(f"expected scalar type {_scalar(source)} but found {_scalar(other)}")
+
+
+def _layer_norm(args: Sequence[Any]) -> None:
+    _expected(args[0], *args[2:4])
+
+
+def _group_norm(args: Sequence[Any]) -> None:
+    source = args[0]
+    if source.dtype in _HALF:
+        _expected(source, *args[1:3])
+    elif any(one is not None and one.dtype != source.dtype for one in args[1:3]):
+        raise RuntimeError("mixed dtype (CPU): expect parameter to have scalar type of Float")
+
+
+def _batch_norm(args: Sequence[Any]) -> None:
+    source, weight = args[:2]
+    allowed = {source.dtype, torch.float32} if source.dtype in _HALF else {source.dtype}
+    if weight is not None and weight.dtype not in allowed:
+        raise RuntimeError(f"Expected weight to have type {_scalar(source)} but got {_scalar(weight)}")
+
+
+def _held(tensor: torch.Tensor, number: object) -> None:
+    """Whether a dtype holds a number (`overflows`, c10/util/TypeCast.h)."""
+    if not isinstance(number, int | float) or tensor.dtype is torch.bool or tensor.is_complex():
+        return
+    floating = tensor.is_floating_point()
+    limits = torch.finfo(tensor.dtype) if floating else torch.iinfo(tensor.dtype)
+    least = limits.min if tensor.dtype is not torch.uint8 else -limits.max  # wraps
+    if (floating and not math.isfinite(number)) or least <= number <= limits.max:
+        return
+    name = _WIDE.get(tensor.dtype) or _NAMES.get(tensor.dtype, ("", f"c10::{str(tensor.dtype)[6:].capitalize()}"))[1]
+    raise RuntimeError(f"value cannot be converted to type {name} without overflow")
+
+
+def _holding(place: int) -> Check:
+    """A check of the number at a place of the arguments."""
+    return lambda args: _held(args[0], args[place] if place < len(args) else 0)
+
+
+def _where(args: Sequence[Any]) -> None:
+    """A Python number comes as one of 64 bits on the host."""
+    sides = args[1:3]
+    for number, other in (sides, sides[::-1]):
+        if not number.is_cuda and number.dtype is torch.float64 and not number.dim() and other.is_floating_point():
+            _held(other, number.item())
+
+
+def _in_place(args: Sequence[Any]) -> None:
+    target, other = args[:2]
+    if not target.is_floating_point():
+        _kept(target, torch.result_type(target, other))
+
+
+def _divided(args: Sequence[Any]) -> None:
+    target, other = args[:2]
+    if target.is_floating_point():
+        return
+    common = torch.result_type(target, other)
+    _kept(target, common if common.is_floating_point or common.is_complex else torch.get_default_dtype())
+
+
+def _kept(target: torch.Tensor, common: torch.dtype) -> None:
+    if not torch.can_cast(common, target.dtype):
+        name = _NAMES.get(common, (str(common), ""))[0]
+        raise RuntimeError(f"result type {name} can't be cast to the desired output type {_scalar(target)}")
+
+
+def _targets(args: Sequence[Any]) -> None:
+    if args[1].dtype not in (torch.int64, torch.uint8):
+        raise RuntimeError(f"expected target dtype to be Long or Byte, but got {_scalar(args[1])}")
+
+
+def _index(args: Sequence[Any]) -> None:
+    indices = [index for index in args[1] if index is not None]
+    if any(index.dtype.is_floating_point for index in indices):
+        raise IndexError("tensors used as indices must be long, int, byte or bool tensors")
+    if not args[0].is_cuda and any(index.is_cuda for index in indices):
+        raise RuntimeError("indices should be either on cpu or on the same device as the indexed tensor (cpu)")
+
+
+def _index_put(args: Sequence[Any]) -> None:
+    target, values = args[0], args[2]
+    if target.dtype != values.dtype:
+        raise RuntimeError(
+            f"Index put requires the source and destination dtypes match, got {_scalar(target)} for the destination "
+            f"and {_scalar(values)} for the source."
+        )
+
+
+def _index_add(args: Sequence[Any]) -> None:
+    target, source = args[0], args[3]
+    if target.dtype != source.dtype:
+        names = f"self ({_scalar(target)}) and source ({_scalar(source)})"
+        raise RuntimeError(f"index_add_(): {names} must have the same scalar type")
+
+
+def _masked_scatter(args: Sequence[Any]) -> None:
+    target, source = args[0], args[2]
+    if target.dtype != source.dtype:
+        names = f"{_scalar(target)} and {_scalar(source)}"
+        raise RuntimeError(f"masked_scatter_: expected self and source to have same dtypes but got {names}")
+
+
+def _entropy(args: Sequence[Any]) -> None:
+    source, target = args[:2]
+    if source.dtype != target.dtype:
+        raise RuntimeError(f"Found dtype {_scalar(target)} but expected {_scalar(source)}")
+
+
+def _bias(args: Sequence[Any]) -> None:
+    if args[3] is not None and args[3].dtype != args[0].dtype:
+        raise RuntimeError("invalid dtype for bias - should match query's dtype")
+
+
+def attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
+    """The same for operands of attention (`validate_sdpa_input`)."""
+    if not query.dtype == key.dtype == value.dtype:
+        raise RuntimeError(
+            "Expected query, key, and value to have the same dtype, but got query.dtype: "
+            f"{_type(query)} key.dtype: {_type(key)} and value.dtype: {_type(value)} instead."
+        )
+
+
+def _fused(args: Sequence[Any]) -> None:
+    for together in zip(*args[:4], strict=False):
+        if len({tensor.dtype for tensor in together}) > 1:
+            raise RuntimeError("params, grads, exp_avgs, and exp_avg_sqs must have same dtype, device, and layout")
+
+
+#: What raises as PyTorch does if an operator's kernel does not take its arguments.
+CHECKS: Final[Mapping[Any, Check]] = {
+    _aten.mm.default: _mm,
+    _aten.addmm.default: _addmm,
+    _aten.addmm_.default: _addmm,
+    _aten.bmm.default: _bmm,
+    _aten.baddbmm.default: _baddbmm,
+    _aten.baddbmm_.default: _baddbmm,
+    _aten.addmv.default: _addmv,
+    _aten.addmv_.default: _addmv,
+    _aten.native_layer_norm.default: _layer_norm,
+    _aten.native_group_norm.default: _group_norm,
+    _aten.native_batch_norm.default: _batch_norm,
+    _aten.cudnn_batch_norm.default: _batch_norm,
+    _aten.fill_.Scalar: _holding(1),
+    _aten.masked_fill.Scalar: _holding(2),
+    _aten.masked_fill_.Scalar: _holding(2),
+    _aten.constant_pad_nd.default: _holding(2),
+    _aten.scatter.value: _holding(3),
+    _aten.scatter_.value: _holding(3),
+    _aten.index_fill.int_Scalar: _holding(3),
+    _aten.index_fill_.int_Scalar: _holding(3),
+    _aten.where.self: _where,
+    **dict.fromkeys((_aten.add_.Tensor, _aten.sub_.Tensor, _aten.mul_.Tensor), _in_place),
+    **dict.fromkeys((_aten.add_.Scalar, _aten.sub_.Scalar, _aten.mul_.Scalar), _in_place),
+    **dict.fromkeys((_aten.div_.Tensor, _aten.div_.Scalar), _divided),
+    _aten.nll_loss_forward.default: _targets,
+    _aten.index.Tensor: _index,
+    _aten._index_put_impl_.default: _index_put,
+    _aten.index_add.default: _index_add,
+    _aten.index_add_.default: _index_add,
+    _aten.masked_scatter.default: _masked_scatter,
+    _aten.masked_scatter_.default: _masked_scatter,
+    _aten.binary_cross_entropy.default: _entropy,
+    _aten._softmax.default: lambda args: _computed("host_softmax", args[0]),
+    _aten._log_softmax.default: lambda args: _computed("host_softmax", args[0]),
+    _aten._scaled_dot_product_efficient_attention.default: _bias,
+    _aten._fused_adam_.default: _fused,
+    _aten._fused_adamw_.default: _fused,
+}

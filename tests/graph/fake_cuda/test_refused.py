@@ -1,0 +1,170 @@
+"""Arguments that CUDA's kernels refuse, with the words of PyTorch 2.13.0 (CUDA 13.0) on stub CUDA libraries."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+
+import torch
+from torch.nn import functional
+
+from graph.fake_cuda import device as fake_cuda
+from graph.fake_cuda import sdpa
+from graph.hardware.profile import profile
+
+F16, BF16, LEAST = torch.float16, torch.bfloat16, torch.finfo(torch.float32).min
+
+
+def f(*sizes: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.ones(*sizes, device="cuda", dtype=dtype)
+
+
+def b(*sizes: int) -> torch.Tensor:
+    return f(*sizes, dtype=BF16)
+
+
+def i(*sizes: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+    return torch.zeros(*sizes, device="cuda", dtype=dtype)
+
+
+def attended(mask: torch.Tensor) -> torch.Tensor:
+    query, key, value = (b(1, 2, 8, 16) for _ in range(3))
+    return functional.scaled_dot_product_attention(query, key, value, attn_mask=mask)
+
+
+def _adamw() -> object:
+    fused: Any = torch._fused_adamw_
+    numbers = {"lr": 0.1, "beta1": 0.9, "beta2": 0.9, "weight_decay": 0.0, "eps": 1e-8}
+    states = ([f(4)], [b(4)], [f(4)], [f(4)], [], [f(1)[0]])
+    return fused(*states, amsgrad=False, maximize=False, **numbers)
+
+
+MM = "expected mat1 and mat2 to have the same dtype, but got: "
+OVER = "value cannot be converted to type {} without overflow"
+REFUSED: list[tuple[Callable[[], object], str]] = [
+    (lambda: torch.mm(f(4, 4), b(4, 4)), MM + "float != c10::BFloat16"),
+    (lambda: torch.mm(f(4, 4).double(), f(4, 4)), MM + "double != float"),
+    (lambda: torch.mm(f(4, 4).half(), f(4, 4)), MM + "c10::Half != float"),
+    (lambda: torch.mm(i(4, 4), i(4, 4)), "\"addmm_cuda\" not implemented for 'Long'"),
+    (lambda: functional.linear(f(4, 4), i(4, 4, dtype=torch.int8)), MM + "float != signed char"),
+    (
+        lambda: functional.linear(f(4, 4), f(4, 4), b(4)),
+        "self and mat2 must have the same dtype, but got BFloat16 and Float",
+    ),
+    (
+        lambda: functional.linear(f(2, 4, 4), b(4, 4), b(4)),
+        "mat1 and mat2 must have the same dtype, but got Float and BFloat16",
+    ),
+    (lambda: f(2, 3, 4, 4) @ b(4, 4), MM + "float != c10::BFloat16"),
+    (lambda: torch.bmm(f(2, 4, 4), b(2, 4, 4)), "expected scalar type Float but found BFloat16"),
+    (lambda: torch.bmm(i(2, 4, 4), i(2, 4, 4)), "\"baddbmm_cuda\" not implemented for 'Long'"),
+    (
+        lambda: torch.baddbmm(b(2, 4, 4), f(2, 4, 4), f(2, 4, 4)),
+        "Input dtypes must be the same, got: input c10::BFloat16, batch1: float, batch2: float",
+    ),
+    (
+        lambda: torch.mv(f(4, 4), b(4)),
+        "addmv input tensors must have the same dtype, but got BFloat16, Float, and BFloat16",
+    ),
+    (lambda: functional.layer_norm(b(4, 4), (4,), f(4), f(4)), "expected scalar type BFloat16 but found Float"),
+    (lambda: functional.layer_norm(b(4, 4), (4,), b(4), f(4)), "expected scalar type BFloat16 but found Float"),
+    (lambda: functional.layer_norm(f(4, 4), (4,), b(4), b(4)), "expected scalar type Float but found BFloat16"),
+    (lambda: functional.group_norm(b(2, 4, 4), 2, f(4), f(4)), "expected scalar type BFloat16 but found Float"),
+    (
+        lambda: functional.group_norm(f(2, 4, 4), 2, b(4), b(4)),
+        "mixed dtype (CPU): expect parameter to have scalar type of Float",
+    ),
+    (
+        lambda: functional.batch_norm(f(2, 4, 4, 4), f(4), f(4), b(4), b(4), True),
+        "Expected weight to have type Float but got BFloat16",
+    ),
+    (
+        lambda: functional.scaled_dot_product_attention(f(1, 2, 8, 16), b(1, 2, 8, 16), b(1, 2, 8, 16)),
+        "Expected query, key, and value to have the same dtype, but got query.dtype: float key.dtype: c10::BFloat16 "
+        "and value.dtype: c10::BFloat16 instead.",
+    ),
+    (
+        lambda: attended(f(8, 8)),
+        "invalid dtype for bias - should match query's dtype",
+    ),
+    (lambda: torch.where(f(4) > 0, b(4), LEAST), OVER.format("c10::BFloat16")),
+    (lambda: b(4).masked_fill(f(4) > 0, LEAST), OVER.format("c10::BFloat16")),
+    (lambda: torch.full((4,), 1e9, device="cuda", dtype=F16), OVER.format("c10::Half")),
+    (lambda: f(4).half().masked_fill(f(4) > 0, -1e9), OVER.format("c10::Half")),
+    (lambda: functional.pad(f(4).half(), (1, 1), value=1e9), OVER.format("c10::Half")),
+    (lambda: f(4).half().scatter(0, i(2), 1e9), OVER.format("c10::Half")),
+    (lambda: f(4).half().index_fill(0, i(2), 1e9), OVER.format("c10::Half")),
+    (lambda: i(4, dtype=torch.int8).fill_(300), OVER.format("int8_t")),
+    (lambda: i(4, dtype=torch.int32).masked_fill(f(4) > 0, 1 << 40), OVER.format("int")),
+    (lambda: i(4, dtype=torch.int16).fill_(1 << 20), OVER.format("int16_t")),
+    (lambda: i(4).fill_(1e30), OVER.format("int64_t")),
+    (lambda: f(4).fill_(1e300), OVER.format("float")),
+    (lambda: f(4).to(torch.float8_e4m3fn).fill_(1e6), OVER.format("c10::Float8_e4m3fn")),
+    (lambda: i(4).add_(f(4)), "result type Float can't be cast to the desired output type Long"),
+    (lambda: i(4).mul_(1.5), "result type Float can't be cast to the desired output type Long"),
+    (lambda: i(4, dtype=torch.int32).div_(2), "result type Float can't be cast to the desired output type Int"),
+    (
+        lambda: b(4).masked_scatter(f(4) > 0, f(4)),
+        "masked_scatter_: expected self and source to have same dtypes but got BFloat16 and Float",
+    ),
+    (
+        lambda: b(4).index_put((i(2),), f(2)),
+        "Index put requires the source and destination dtypes match, got BFloat16 for the destination and Float for "
+        "the source.",
+    ),
+    (
+        lambda: b(4).index_add(0, i(2), f(2)),
+        "index_add_(): self (BFloat16) and source (Float) must have the same scalar type",
+    ),
+    (
+        lambda: functional.nll_loss(f(4, 4), i(4, dtype=torch.int32)),
+        "expected target dtype to be Long or Byte, but got Int",
+    ),
+    (lambda: functional.binary_cross_entropy(f(4), b(4)), "Found dtype BFloat16 but expected Float"),
+    (lambda: torch.softmax(i(4), 0), "\"host_softmax\" not implemented for 'Long'"),
+    (lambda: f(4)[f(2)], "tensors used as indices must be long, int, byte or bool tensors"),
+    (lambda: torch.ones(4)[i(2)], "indices should be either on cpu or on the same device as the indexed tensor (cpu)"),
+    (_adamw, "params, grads, exp_avgs, and exp_avg_sqs must have same dtype, device, and layout"),
+]
+TAKEN: list[Callable[[], Any]] = [
+    lambda: functional.batch_norm(b(2, 4, 4, 4), f(4), f(4), f(4), f(4), True),
+    lambda: functional.batch_norm(b(2, 4), b(4), b(4), f(4), f(4), True),
+    lambda: i(4, dtype=torch.uint8).fill_(-5),
+    lambda: i(4, dtype=torch.int32).fill_(3.5),
+    lambda: i(4, dtype=torch.bool).fill_(5),
+    lambda: f(4).half().fill_(float("inf")),
+    lambda: f(4).half() + 1e9,
+    lambda: f(4).half().clamp(-1e9, 1e9),
+    lambda: b(4).add_(f(4)),
+    lambda: torch.where(f(4) > 0, i(4), 1.5),
+    lambda: torch.lerp(f(4), f(4), 0.5),
+    lambda: b(4).copy_(f(4)),
+    lambda: torch.cat([b(4), f(4)]),
+    lambda: torch.addcmul(f(4), b(4), b(4)),
+    lambda: functional.mse_loss(f(4), b(4)),
+    lambda: attended(b(8, 8)),
+]
+
+
+@pytest.fixture(autouse=True)
+def runtime() -> Iterator[None]:
+    with fake_cuda.fake_cuda(profile("A100", "2.13")) as found:
+        sdpa.install(found)
+        yield
+
+
+@pytest.mark.parametrize("place", range(len(REFUSED)))
+def test_what_kernels_refuse_ends_as_on_a_gpu(place: int) -> None:
+    call, words = REFUSED[place]
+    with pytest.raises((RuntimeError, NotImplementedError, IndexError)) as error:
+        call()
+    assert str(error.value).splitlines()[0] == words
+
+
+@pytest.mark.parametrize("place", range(len(TAKEN)))
+def test_what_kernels_take_goes_on(place: int) -> None:
+    assert TAKEN[place]().is_cuda
