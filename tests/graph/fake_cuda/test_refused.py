@@ -39,7 +39,7 @@ def attended(mask: torch.Tensor) -> torch.Tensor:
 def _adamw() -> object:
     fused: Any = torch._fused_adamw_
     numbers = {"lr": 0.1, "beta1": 0.9, "beta2": 0.9, "weight_decay": 0.0, "eps": 1e-8}
-    states = ([f(4)], [b(4)], [f(4)], [f(4)], [], [f(1)[0]])
+    states: list[list[torch.Tensor]] = [[f(4)], [b(4)], [f(4)], [f(4)], [], [f(1)[0]]]
     return fused(*states, amsgrad=False, maximize=False, **numbers)
 
 
