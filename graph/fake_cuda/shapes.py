@@ -174,14 +174,24 @@ def _reduced(
     return (*sums, *(torch.empty_like(mean if weight is None else weight) if one else None for one in asked[1:]))
 
 
-def _batch_norm_gradients(grad: torch.Tensor, image: torch.Tensor, weight: Any, *rest: Any) -> Any:
+def _batch_norm_gradients(
+    grad: torch.Tensor,
+    image: torch.Tensor,
+    weight: torch.Tensor | None,
+    running_mean: object,
+    running_var: object,
+    mean: torch.Tensor,
+    invstd: object,
+    train: bool,
+    eps: float,
+    mask: list[bool],
+) -> tuple[torch.Tensor | None, ...]:
     """Gradients of the input, weight and bias, as asked; that of the input lies as PyTorch's kernels leave it
     (`batch_norm_backward_cuda`), not as the incoming gradient does."""
-    train, mask = bool(rest[4]), list(rest[6])
     form = torch.contiguous_format
     if train and suggests_channels_last(image.shape, image.stride()) and not batch_norm.fused(image, train, mask):
         form = torch.channels_last if image.dim() == 4 else torch.channels_last_3d
-    like = rest[2] if weight is None else weight
+    like = mean if weight is None else weight
     gradient = torch.empty_like(image, memory_format=form) if mask[0] else None
     return (gradient, *(torch.empty_like(like) if one else None for one in mask[1:]))
 
