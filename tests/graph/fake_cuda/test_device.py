@@ -363,6 +363,29 @@ def _recorded(value: dict[str, list[Any]]) -> torch.Tensor:
     return torch.empty_strided(sizes, strides, dtype=getattr(torch, dtype), device="cuda")
 
 
+@pytest.mark.parametrize("name", ["celu", "elu", "hardsigmoid", "hardswish", "hardtanh", "relu6", "selu", "softplus"])
+def test_gradients_of_activations_lie_as_what_comes_in(name: str, runtime: Runtime) -> None:
+    """Recorded with PyTorch 2.13.0 (CUDA 13.0): TensorIterator takes the strides of its first operand."""
+    plain = torch.ones(2, 8, 6, 6, device="cuda")
+    last = plain.contiguous(memory_format=torch.channels_last)
+    for image, incoming in ((plain, last), (last, plain)):
+        source = image.clone().requires_grad_()
+        (found,) = torch.autograd.grad(getattr(functional, name)(source), source, incoming)
+        assert found.stride() == incoming.stride()
+
+
+def test_results_lie_as_the_first_operand(runtime: Runtime) -> None:
+    """As recorded with PyTorch 2.13.0 (CUDA 13.0)."""
+    plain = torch.ones(2, 8, 6, 6, device="cuda")
+    last = plain.contiguous(memory_format=torch.channels_last)
+    for one in (torch.abs, torch.isinf, torch.logical_not):
+        assert one(last).stride() == last.stride() == one(last[:, :, :, :]).stride()
+        assert one(plain[:, :, ::2, ::2]).stride() == (72, 9, 3, 1)
+        assert one(last[:, :, ::2, ::2]).stride() == (72, 1, 24, 8)
+    for two in (torch.copysign, torch.logical_and, torch.logical_or, torch.logical_xor, torch.xlogy):
+        assert (two(plain, last).stride(), two(last, plain).stride()) == (plain.stride(), last.stride())
+
+
 def test_operators_with_kernels_of_their_own() -> None:
     known = set(cuda_operators())
     assert {"mm", "add.Tensor", "add_.Tensor", "add.out", "silu_backward", "_fused_rms_norm", "native_dropout"} <= known
