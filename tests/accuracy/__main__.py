@@ -9,7 +9,7 @@ batches on a 16 GB card; `table2 [MODEL]...` the paper's Table 2; `published` pe
 `programs [NAME]...` whole programs that `record` runs; `scripts [NAME]...` the training scripts that are written for
 cases, beside the estimates of those cases; `sft [WORD]...` and `trainers [WORD]...` training that others measured,
 by their own programs; `fit` the first plans of `fit` for cases that do not fit, beside all others; `opinfo
-[NAME]...` PyTorch's own operator database.
+[NAME]...` PyTorch's own operator database; `architectures [WORD]...` models of transformers and timm under `record`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,10 @@ from tests.accuracy.recordings import TABLES, Recording, recordings
 
 #: What is printed by a module of its own.
 MODULES: Final = frozenset(
-    {"fit", "gemini", "gemini_fit", "opinfo", "programs", "published", "scripts", "sft", "table2", "trainers"}
+    {
+        *("architectures", "fit", "gemini", "gemini_fit", "opinfo", "programs", "published", "scripts", "sft"),
+        *("table2", "trainers"),
+    }
 )
 #: median, 95th percentile and worst relative error that are allowed, by table and figure
 GOALS: Final[Mapping[str, Mapping[str, tuple[float, float, float]]]] = {
