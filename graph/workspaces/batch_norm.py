@@ -17,14 +17,13 @@ from graph.workspaces.metadata import (
     elements,
     in_order,
     is_contiguous,
-    is_dense,
     shape,
     size,
     strides,
     up,
     width,
 )
-from graph.workspaces.reduction import merged, scratch
+from graph.workspaces.reduction import last_power, reduce
 from graph.workspaces.rules import REST, Call, Plan, Rule, Step, after, within
 
 if TYPE_CHECKING:
@@ -71,19 +70,14 @@ def _staged(source: torch.Tensor, numbers: int) -> list[tuple[str, int]]:
     rows = elements(source) // max(channels, 1)
     if not rows:
         return []
-    across = min(_power(channels), _WARP)
-    down = min(_power(up(rows, _EACH)), _THREADS // across)
+    across = min(last_power(channels), _WARP)
+    down = min(last_power(up(rows, _EACH)), _THREADS // across)
     if across * down != _THREADS:
-        across = min(_power(channels), _THREADS // down)
+        across = min(last_power(channels), _THREADS // down)
     blocks = min(up(rows, down * _EACH), _MOST_BLOCKS)
     if blocks < _FEWEST_BLOCKS:
         return []
     return [("staging", numbers * channels * blocks * _statistic(source)), ("semaphores", up(channels, across) * 4)]
-
-
-def _power(value: int) -> int:
-    """The largest power of two that is no larger."""
-    return 1 << (value.bit_length() - 1)
 
 
 def _merged(name: str, tensor: torch.Tensor) -> list[tuple[str, int]]:
@@ -96,26 +90,9 @@ def _merged(name: str, tensor: torch.Tensor) -> list[tuple[str, int]]:
 def _moments(call: Call, source: torch.Tensor) -> Plan:
     """Mean and variance where neither kernel serves: a reduction, of bfloat16 through a copy in fp32."""
     dims = [place for place in range(len(shape(source))) if place != 1]
-    wide = _statistic(source)
-    cast = dtype(source) == "bfloat16"
-    item = wide if cast else width(source)
-    seen = source if not cast or is_dense(source) else _Contiguous(shape(source))
-    stage = scratch(call.profile, merged(seen, dims, wide, item), wide, 4 * wide, item, True, 2)
-    return within([("wide", elements(source) * wide)] if cast else [], *stage)
-
-
-class _Contiguous:
-    """A contiguous tensor."""
-
-    def __init__(self, sizes: tuple[int, ...]) -> None:
-        self.shape = sizes
-
-    def stride(self) -> tuple[int, ...]:
-        """Strides in elements."""
-        steps = [1]
-        for extent in reversed(self.shape[1:]):
-            steps.append(steps[-1] * extent)
-        return tuple(reversed(steps))
+    mean, wide = call.out[1], _statistic(source)
+    cast = "float32" if dtype(source) == "bfloat16" else None
+    return reduce(call.profile, source, dims, mean, 4 * wide, cast=cast, cast_width=wide, unroll=2, lossy=True)
 
 
 def forward(call: Call) -> Plan | None:

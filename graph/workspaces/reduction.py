@@ -161,14 +161,15 @@ def _coalesced(loop: Loop) -> Loop:
     return Loop(sizes, out, source)
 
 
-def _last_power(value: int) -> int:
+def last_power(value: int) -> int:
+    """The largest power of two that is no larger; 1 for 0."""
     return max(1, 1 << (value.bit_length() - 1)) if value > 0 else 1
 
 
 def _block(first: int, second: int, threads: int) -> tuple[int, int]:
     """Width and height of a thread block (`ReduceConfig::set_block_dimension`)."""
-    one = _last_power(first) if first < threads else threads
-    other = _last_power(second) if second < threads else threads
+    one = last_power(first) if first < threads else threads
+    other = last_power(second) if second < threads else threads
     block_width = min(one, _WARP)
     block_height = min(other, threads // block_width)
     return min(one, threads // block_height), block_height

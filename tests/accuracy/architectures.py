@@ -11,16 +11,16 @@ from __future__ import annotations
 
 import argparse
 import csv
-import os
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from pathlib import Path
 from typing import Final
 
-from tests.places import DATA, ROOT
+from tests.accuracy.sft import record
+from tests.places import DATA
 
 FOLDER: Final = DATA / "programs"
 TABLE: Final = FOLDER / "architectures.csv"
@@ -55,23 +55,9 @@ def rows() -> list[Row]:
 
 def measured(program: str, mode: str, names: Sequence[str], python: str) -> Iterator[Row]:
     """What `record` says of architectures, in one process, as the recorded ones were."""
+    words = ["--gpu", "A100", "--steps", "all", str(FOLDER / f"{program}.py"), mode, ",".join(names)]
     with tempfile.TemporaryDirectory() as folder:
-        command = [
-            python,
-            "-m",
-            "simulator",
-            "record",
-            "--gpu",
-            "A100",
-            "--steps",
-            "all",
-            str(FOLDER / f"{program}.py"),
-        ]
-        places = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH", ""))))
-        environment = {**os.environ, "PYTHONPATH": places, "HF_HUB_OFFLINE": "1"}
-        done = subprocess.run(
-            [*command, mode, ",".join(names)], cwd=folder, env=environment, capture_output=True, text=True, check=False
-        )
+        done = record(words, Path(folder), python)
     said = [line.split() for line in done.stdout.splitlines() if line.startswith("R ")]
     if not said:
         raise RuntimeError(done.stderr[-2000:])

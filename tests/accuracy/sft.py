@@ -22,6 +22,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from subprocess import CompletedProcess
 from typing import Any, Final
 
 import numpy as np
@@ -149,19 +150,24 @@ def ran(row: Mapping[str, str], python: str) -> Run:
     return Run() if rank["num_ooms"] else Run(rank["peak_allocated"] + WORKSPACE, rank["peak_reserved"])
 
 
-def recorded(
-    words: Sequence[str], folder: Path, python: str, *paths: Path, **environment: str
-) -> tuple[Mapping[str, Any] | None, str]:
-    """What `record WORDS`, run in `folder`, says of rank 0 (None: nothing), and why it failed, if it did.
+def record(words: Sequence[str], folder: Path, python: str, *paths: Path, **environment: str) -> CompletedProcess[str]:
+    """`record WORDS`, run in `folder` by another Python. Raises TimeoutExpired after `LIMIT` seconds.
 
     `paths` are searched for modules too; `environment` is added to this process's.
     """
-    answer = folder / "answer.json"
     path = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), str(ROOT), *map(str, paths))))
-    asked = [python, "-m", "simulator", "record", "-q", "--ranks", "0", "--json", str(answer), *words]
+    asked = [python, "-m", "simulator", "record", "-q", *words]
     given = {**os.environ, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1", **environment}
+    return subprocess.run(asked, cwd=folder, env=given, capture_output=True, text=True, timeout=LIMIT, check=False)
+
+
+def recorded(
+    words: Sequence[str], folder: Path, python: str, *paths: Path, **environment: str
+) -> tuple[Mapping[str, Any] | None, str]:
+    """What `record` says of rank 0 (None: nothing), and why it failed, if it did."""
+    answer = folder / "answer.json"
     try:
-        done = subprocess.run(asked, cwd=folder, env=given, capture_output=True, text=True, timeout=LIMIT, check=False)
+        done = record(["--ranks", "0", "--json", str(answer), *words], folder, python, *paths, **environment)
     except subprocess.TimeoutExpired:
         return None, f"not done in {LIMIT} s"
     if not answer.exists():

@@ -107,11 +107,9 @@ def serve(number: int) -> None:
             importlib.import_module(name)
     with socket.socket(fileno=number) as client:
         while True:
-            begin, files, _, _ = socket.recv_fds(client, 1, 3)
-            if not begin:
+            asked, files = _next(client)
+            if asked is None:
                 return
-            with client.makefile("r") as words:
-                asked = json.loads(words.readline())
             pid = _forked(lambda: _command(asked, files, client))  # noqa: B023 - it is called at once
             for file in files:
                 os.close(file)
@@ -119,6 +117,15 @@ def serve(number: int) -> None:
             _, status, usage = os.wait4(pid, 0)
             answer = [os.waitstatus_to_exitcode(status), usage.ru_utime + usage.ru_stime]
             client.sendall(json.dumps(answer).encode() + b"\n")
+
+
+def _next(client: socket.socket) -> tuple[dict[str, Any] | None, list[int]]:
+    """What is asked next over a connection (None: it is closed), and the standard streams that come with it."""
+    begin, files, _, _ = socket.recv_fds(client, 1, 3)
+    if not begin:
+        return None, []
+    with client.makefile("r") as words:
+        return json.loads(words.readline()), files
 
 
 def _forked(work: Callable[[], object]) -> int:
@@ -209,11 +216,9 @@ class _Starter:
     def _serve(self, client: socket.socket) -> None:
         self._process.close()
         while True:
-            begin, files, _, _ = socket.recv_fds(client, 1, 3)
-            if not begin:
+            asked, files = _next(client)
+            if asked is None:
                 return
-            with client.makefile("r") as words:
-                asked = json.loads(words.readline())
             ours, theirs = os.pipe()
             between = os.fork()
             if not between:
