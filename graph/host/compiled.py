@@ -57,6 +57,8 @@ _STARTS: Final = re.compile(r"([\w.]+?)(?:\.run)?\((.*)")
 
 #: Who is told of the kernel and the module behind the buffer that is made next (None: it is made).
 Tell = Callable[[tuple[str, str] | None], None]
+#: What is done while something is compiled with a folder of Inductor's.
+Keeping = Callable[[Path], contextlib.AbstractContextManager[None]]
 
 
 #: What the error of a compilation is about, and the way out.
@@ -82,8 +84,10 @@ def way_out(error: BaseException) -> str:
 
 
 @contextlib.contextmanager
-def compiling(runtime: Runtime, folder: Path, tell: Tell) -> Iterator[None]:
+def compiling(runtime: Runtime, folder: Path, tell: Tell, keeping: Keeping | None = None) -> Iterator[None]:
     """Inside, torch.compile works for the device of `runtime`; Inductor keeps its files in `folder`.
+
+    `keeping` (`graph.host.kept`) is there for what was compiled in an earlier run, from when something is compiled.
 
     `tell` gets the name of the kernel that first writes a buffer of compiled code and the path of the module that the
     buffer is of ("" where unknown), just before it is allocated, and None afterwards.
@@ -95,6 +99,8 @@ def compiling(runtime: Runtime, folder: Path, tell: Tell) -> Iterator[None]:
             """Inductor is imported when something is compiled, not before."""
             stack.enter_context(_device(runtime))
             stack.enter_context(_inductor(runtime, folder, tell))
+            if keeping is not None:
+                stack.enter_context(keeping(folder))
 
         context: Any = torch._dynamo.eval_frame.OptimizeContext
         plain = context.__init__
@@ -162,11 +168,10 @@ def anew() -> Iterator[None]:
     """
     torch._dynamo.reset()
     _patterns_unknown()
-    on_compile_end(_collect)
     try:
-        yield
+        with after_backwards(gc.collect):
+            yield
     finally:
-        callback_handler.remove_end_callback(_collect)
         torch._dynamo.reset()
 
 
@@ -185,10 +190,19 @@ def _patterns_unknown() -> None:
             getattr(module, name).cache_clear()
 
 
-def _collect(*finished: CallbackArgs) -> None:
-    """After a compilation, which says what it was for (`CallbackArgs`) from 2.8 on."""
-    if any(one.callback_trigger.name == "LAZY_BACKWARD" for one in finished):
-        gc.collect()
+@contextlib.contextmanager
+def after_backwards(do: Callable[[], object]) -> Iterator[None]:
+    """Inside, `do` is called after a backward was compiled."""
+
+    def compiled(*finished: CallbackArgs) -> None:  # what it was for is said from 2.8 on
+        if any(one.callback_trigger.name == "LAZY_BACKWARD" for one in finished):
+            do()
+
+    on_compile_end(compiled)
+    try:
+        yield
+    finally:
+        callback_handler.remove_end_callback(compiled)
 
 
 def _hidden() -> Callable[[], None]:
@@ -260,15 +274,23 @@ def _forget() -> None:
             getattr(getattr(sys.modules[module], owner), name).cache_clear()
 
 
+def inductor(part: str) -> Any:
+    """A module of Inductor."""
+    return importlib.import_module(f"torch._inductor.{part}")
+
+
+def counted(what: str, event: str) -> int:
+    """How often PyTorch has counted an event of compilation."""
+    return int(importlib.import_module("torch._dynamo.utils").counters[what][event])
+
+
 @contextlib.contextmanager
 def _inductor(runtime: Runtime, folder: Path, tell: Tell) -> Iterator[None]:
     """Inductor makes code for the device, whose kernels do nothing."""
     importlib.import_module("torch._inductor.compile_fx")
     parts = {name: sys.modules[f"torch._inductor.{name}"] for name in ("config", "codegen.wrapper")}
-    parts |= {
-        name: importlib.import_module(f"torch._inductor.{name}")
-        for name in ("runtime.triton_heuristics", "runtime.triton_helpers", "fx_passes.joint_graph")
-    }
+    later = ("runtime.triton_heuristics", "runtime.triton_helpers", "fx_passes.joint_graph")
+    parts |= {name: inductor(name) for name in later}
     wrapper: Any = parts["codegen.wrapper"].PythonWrapperCodegen
     folder_of: Any = parts["fx_passes.joint_graph"].UniformValueConstantFolder
     autotuner = parts["runtime.triton_heuristics"].CachingAutotuner

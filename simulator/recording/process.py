@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import dataclasses
+import functools
 import json
 import os
 import runpy
@@ -27,7 +28,7 @@ from graph.fake_cuda.device import Runtime, fake_cuda
 from graph.fake_cuda.job import joined
 from graph.fake_cuda.served import OutOfMemoryError, has_triton
 from graph.hardware.profile import profile
-from graph.host import compiled, triton_stand_in
+from graph.host import compiled, kept, triton_stand_in
 from graph.host.extensions import launching_nothing, way_out
 from graph.host.memory import untouched
 from graph.host.weights import never_read
@@ -87,12 +88,13 @@ def main(text: str) -> int:
         runtime.observer = recorder
         runtime.synchronizations = recorder.synchronize
         folder = Path(request.folder)
+        keeping = functools.partial(kept.keeping, runtime, kept.store())
         with (
             keeper.kept_at_exit(),
             launching_nothing(runtime),
             untouched(runtime),
             never_read(runtime, folder),
-            compiled.compiling(runtime, folder / "inductor", recorder.writes),
+            compiled.compiling(runtime, folder / "inductor", recorder.writes, keeping),
             recorder.ordered_casts(),
             cycles.followed(recorder),
             joined(runtime, recorder) as job,

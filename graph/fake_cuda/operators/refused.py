@@ -216,8 +216,8 @@ def _fused(args: Sequence[Any]) -> None:
 
 #: What raises as PyTorch does if an operator's kernel does not take its arguments.
 CHECKS: Final[Mapping[Any, Check]] = {
-    _aten.mm.default: _mm,
-    _aten.addmm.default: _addmm,
+    **dict.fromkeys((_aten.mm.default, _aten.mm.out), _mm),
+    **dict.fromkeys((_aten.addmm.default, _aten.addmm.out), _addmm),
     _aten.addmm_.default: _addmm,
     _aten.bmm.default: _bmm,
     _aten.baddbmm.default: _baddbmm,

@@ -48,6 +48,11 @@ OVER = "value cannot be converted to type {} without overflow"
 REFUSED: list[tuple[Callable[[], object], str]] = [
     (lambda: torch.mm(f(4, 4), b(4, 4)), MM + "float != c10::BFloat16"),
     (lambda: torch.mm(f(4, 4).double(), f(4, 4)), MM + "double != float"),
+    (lambda: torch.mm(f(4, 4), b(4, 4), out=f(4, 4)), MM + "float != c10::BFloat16"),  # as compiled code calls it
+    (
+        lambda: torch.addmm(b(4, 4), f(4, 4), f(4, 4), out=f(4, 4)),
+        "self and mat2 must have the same dtype, but got BFloat16 and Float",
+    ),
     (lambda: torch.mm(f(4, 4).half(), f(4, 4)), MM + "c10::Half != float"),
     (lambda: torch.mm(i(4, 4), i(4, 4)), "\"addmm_cuda\" not implemented for 'Long'"),
     (lambda: functional.linear(f(4, 4), i(4, 4, dtype=torch.int8)), MM + "float != signed char"),

@@ -1,0 +1,73 @@
+"""What was compiled in an earlier run: the same events in less time."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch")
+
+import traces
+from tests.simulator.recording.test_record import folder_of, record
+
+#: `width` of the vocabulary: products of odd ones are measured for padding. The number makes the code another one.
+PROGRAM = """
+import sys
+import torch
+from torch._dynamo.utils import counters
+
+number, width, mode = float(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+
+
+class Out:
+    def __init__(self, loss, logits):
+        self.loss, self.logits = loss, logits
+
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.head = torch.nn.Linear(256, 512), torch.nn.Linear(512, width, bias=False)
+
+    def forward(self, x, at):
+        seen = self.up(x).relu() * number + torch.ones(512, device="cuda", dtype=x.dtype).cumsum(0)
+        logits = self.head(seen)
+        return Out(torch.nn.functional.cross_entropy(logits.float(), at), logits)
+
+
+net = Net().cuda().bfloat16()
+run = torch.compile(net, mode=mode)
+optimizer = torch.optim.AdamW(net.parameters())
+for step in range(3):
+    x = torch.randn(256, 256, device="cuda", dtype=torch.bfloat16)
+    out = run(x, torch.zeros(256, dtype=torch.long, device="cuda"))
+    out.loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+print(counters["aot_autograd"]["autograd_cache_hit"])
+"""
+
+
+@pytest.mark.parametrize(
+    ("width", "mode", "hits"),
+    [
+        (4096, "default", 1),
+        (4096, "reduce-overhead", 1),
+        (4097, "default", 0),
+        (4096, "max-autotune-no-cudagraphs", 0),
+    ],
+)
+def test_a_second_run_shows_what_the_first_did(tmp_path: Path, width: int, mode: str, hits: int) -> None:
+    """All events, where what was compiled is taken from the first run, and where it is not: kernels are measured."""
+    folder_of(tmp_path, {"train.py": PROGRAM})
+    program = ("train.py", str(random.SystemRandom().random()), str(width), mode)
+    for name, found in (("first.npz", 0), ("second.npz", hits)):
+        done = record(tmp_path, "-o", name, "--steps", "all", *program)
+        assert (done.returncode, done.stdout) == (0, f"{found}\n"), done.stderr
+    first, second = (traces.read(tmp_path / name).ranks[0].events for name in ("first.npz", "second.npz"))
+    assert np.array_equal(first.op, second.op)
+    assert np.array_equal(first.ints("bytes"), second.ints("bytes"))
+    assert np.array_equal(first.ints("id"), second.ints("id"))
