@@ -429,9 +429,12 @@ def _additive(mask: torch.Tensor | None, dtype: torch.dtype) -> Any:
 
 
 def _aligned_bias(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> Any:
-    """`mask` with rows aligned to 8 elements, padded if need be, and expanded to all heads (`preprocess_mask`)."""
+    """`mask` with rows aligned to 8 elements, padded if need be, and expanded to all heads (`preprocess_mask`).
+
+    Strides that are symbols of what is compiled count as not aligned (`aligned_tensor`).
+    """
     aten = torch.ops.aten
-    if mask.stride(-1) != 1 or any(step % 8 for step in mask.stride()[:-1]):
+    if any(not isinstance(step, int) or step % 8 for step in mask.stride()[:-1]) or mask.stride(-1) != 1:
         width = mask.shape[-1]
         mask = aten.slice.Tensor(aten.pad(mask, [0, 8 - width % 8]), -1, 0, width)
     return aten.expand(mask, [query.shape[0], query.shape[1], query.shape[2], key.shape[2]])
