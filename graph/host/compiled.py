@@ -251,7 +251,8 @@ def _triton_answers(runtime: Runtime) -> list[tuple[str, str, object]]:
     driver = SimpleNamespace(active=triton_installed.driver(runtime))
 
     def peak(dtype: torch.dtype) -> float:
-        return card.flops(str(dtype).removeprefix("torch.")) / 1e12
+        """PyTorch gives Triton the clock in MHz, which takes kHz: a thousandth. So products count as bound by it."""
+        return card.flops(str(dtype).removeprefix("torch.")) / 1e15
 
     return [
         ("triton.runtime.driver", "driver", driver),

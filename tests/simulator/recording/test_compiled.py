@@ -108,3 +108,21 @@ def test_a_mask_of_any_length_is_compiled_once(tmp_path: Path) -> None:
     folder_of(tmp_path, {"train.py": MASKED})
     done = record(tmp_path, "--steps", "all", "train.py")
     assert (done.returncode, done.stdout) == (0, "1\n"), done.stderr
+
+
+PADDED = """
+import torch
+
+run = torch.compile(lambda a, b: a @ b)
+a, b = (torch.randn(*size, device="cuda", dtype=torch.bfloat16) for size in ((8, 256), (256, 4125)))
+run(a, b)
+stats = torch.cuda.memory_stats()
+print(stats["allocated_bytes.all.peak"], stats["reserved_bytes.all.peak"], stats["allocation.all.allocated"])
+"""
+
+
+def test_padding_of_a_product_is_measured_where_pytorch_measures_it(tmp_path: Path) -> None:
+    """Also where memory bounds it. Recorded: PyTorch 2.13.0 (CUDA 13.0), Triton 3.7, on stub CUDA libraries."""
+    folder_of(tmp_path, {"train.py": PADDED})
+    done = record(tmp_path, "--steps", "all", "train.py")
+    assert (done.returncode, done.stdout) == (0, "56874496 65011712 153\n"), done.stderr
