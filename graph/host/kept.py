@@ -16,6 +16,7 @@ import hashlib
 import inspect
 import json
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
@@ -83,11 +84,13 @@ def _as_if_first(taken: _Taken, collections: _Collections, folder: Path, plain: 
     config, patterns = compiled.inductor("config"), compiled.inductor("fx_passes.joint_graph")
     by_device = "input_device" in inspect.signature(patterns.lazy_init).parameters
     met: set[str] = set()  # in this run
+    began = time.time()
 
     def compile_fx(model: object, inputs: Sequence[object], *args: object, **kwargs: object) -> Compiled:
         key = _key(model, inputs)
-        if any(getattr(config, name, False) for name in _MEASURING) or max(taken.of(key).taken, default=0) > _SCALARS:
-            _parted(folder)
+        measures = any(getattr(config, name, False) for name in _MEASURING)
+        if key not in met and (measures or max(taken.of(key).taken, default=0) > _SCALARS):
+            _parted(folder, began)
         before = _hits()
         collections.generation = -1
         with taken.noted() as noted:
@@ -287,12 +290,19 @@ def _key(model: object, inputs: Sequence[object]) -> str:
     return hashlib.sha256(f"{getattr(model, 'code', '')} {tensors} {modes}".encode()).hexdigest()
 
 
-def _parted(folder: Path) -> None:
-    """From here on nothing is looked for in what is kept, and nothing is kept."""
+def _parted(folder: Path, began: float) -> None:
+    """From here on only what this run has compiled is looked for, and nothing is kept."""
     for name in _CACHES:
-        if (folder / name).is_symlink():
-            (folder / name).unlink()
-            (folder / name).mkdir()
+        link = folder / name
+        if not link.is_symlink():
+            continue
+        found = [path for path in link.rglob("*") if path.is_file() and path.stat().st_mtime >= began]
+        places = [(path.read_bytes(), path.relative_to(link)) for path in found]
+        link.unlink()
+        link.mkdir()
+        for content, place in places:
+            (link / place).parent.mkdir(parents=True, exist_ok=True)
+            (link / place).write_bytes(content)
 
 
 def _pruned(where: Path) -> None:
