@@ -48,7 +48,7 @@ _SCALARS: Final = 1 << 12
 _MEASURING: Final = ("max_autotune", "max_autotune_gemm", "max_autotune_pointwise")
 
 
-def store() -> Path | None:
+def _store() -> Path | None:
     """Where it is kept, for this PyTorch and for this code; None where no folder can be written."""
     if not CACHE_ROOT:
         return None
@@ -59,9 +59,9 @@ def store() -> Path | None:
 
 
 @contextlib.contextmanager
-def keeping(runtime: Runtime, where: Path | None, folder: Path) -> Iterator[None]:
-    """Inside, what is compiled with `folder` as Inductor's is looked for in `where` first, and kept there."""
-    if where is None:
+def keeping(runtime: Runtime, folder: Path) -> Iterator[None]:
+    """Inside, what is compiled with `folder` as Inductor's is looked for in what is kept first, and kept."""
+    if (where := _store()) is None:
         yield
         return
     _pruned(where)

@@ -88,7 +88,7 @@ def main(text: str) -> int:
         runtime.observer = recorder
         runtime.synchronizations = recorder.synchronize
         folder = Path(request.folder)
-        keeping = functools.partial(kept.keeping, runtime, kept.store())
+        keeping = functools.partial(kept.keeping, runtime)
         with (
             keeper.kept_at_exit(),
             launching_nothing(runtime),
