@@ -277,7 +277,7 @@ class Case:
         aliases=("max_grad_norm", "gradient_clipping"),
     )
     steps: Count = declared(3, LOOP, "Training steps.", aliases=("max_steps",))
-    compile: Literal["", "default", "max-autotune-no-cudagraphs"] = declared(
+    compile: Literal["", "default", "reduce-overhead", "max-autotune-no-cudagraphs"] = declared(
         "",
         LOOP,
         "torch.compile of the model, in this mode.",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -58,14 +59,34 @@ def _captured(source: Case | StepGraph) -> Capture:
 
 def finish(lowered: Lowered, case: Case) -> Trace:
     """The trace of what a strategy made: with the devices, settings and metadata of the case, and of its graph."""
-    devices, ranks = _devices(case, lowered.ranks)
+    graph = lowered.graph
+    return finished(lowered.ranks, lowered.groups, case, graph.environment, graph.assumptions)
+
+
+def finished(
+    ranks: tuple[RankEvents, ...],
+    groups: Mapping[str, tuple[tuple[int, ...], ...]],
+    case: Case,
+    environment: Mapping[str, Any],
+    assumptions: Sequence[str],
+) -> Trace:
+    """The trace of a case's ranks: with its devices and settings, the `environment` that they ran in, and what was
+    assumed."""
+    devices, parted = _devices(case, ranks)
     return Trace(
-        ranks=ranks,
-        metadata=_metadata(lowered.graph, case),
+        ranks=parted,
+        metadata={
+            "producer": "llmem",
+            "model": case.model,
+            "strategy": case.strategy,
+            "case": case.document(),
+            "environment": dict(environment),
+            "assumptions": list(assumptions),
+        },
         conf=case.alloc_conf,
         release=case.release,
         devices=devices,
-        groups=lowered.groups,
+        groups=groups,
     )
 
 
@@ -95,14 +116,3 @@ def _devices(case: Case, ranks: tuple[RankEvents, ...]) -> tuple[tuple[Device, .
             members.setdefault(kinds.index(found), []).append(rank)
         parted += [replace(entry, ranks=tuple(some), device=number) for number, some in members.items()]
     return tuple(kinds), tuple(parted)
-
-
-def _metadata(graph: StepGraph, case: Case) -> dict[str, Any]:
-    return {
-        "producer": "llmem",
-        "model": case.model,
-        "strategy": case.strategy,
-        "case": case.document(),
-        "environment": dict(graph.environment),
-        "assumptions": list(graph.assumptions),
-    }

@@ -66,6 +66,8 @@ class Observer(Protocol):
     #   resized(storage, bytes)          its bytes changed while it lived; 0: they were given back
     #   record_stream(storage, stream)   it is in use on another stream (torch.Tensor.record_stream)
     #   launched(name, args, written)    compiled code launches a kernel (`Runtime.launched`)
+    #   graph_captured(graph)            a CUDA graph has what was launched since the last one
+    #   graph_replayed(graph)            it runs
     #   wait_stream(stream, on)          what comes on a stream waits for what another one has now
 
 

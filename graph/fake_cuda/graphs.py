@@ -62,6 +62,7 @@ class CUDAGraph:
         """The capture ends."""
         self.runtime.captured.clear()
         self.allocator.pool_end(self._pool)
+        self.runtime.tell("graph_captured", id(self))
         self._captured = True
 
     def reset(self) -> None:
@@ -83,6 +84,7 @@ class CUDAGraph:
         """Nothing is allocated by it."""
         if not self._captured:
             raise RuntimeError("Called CUDAGraph::replay without a preceding successful capture.")
+        self.runtime.tell("graph_replayed", id(self))
 
     def _nothing(self, *args: object) -> None:
         """Nothing changes."""

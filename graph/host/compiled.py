@@ -190,11 +190,16 @@ def _patterns_unknown() -> None:
             getattr(module, name).cache_clear()
 
 
+def tells_of_backwards() -> bool:
+    """Whether PyTorch says what was compiled: from 2.8 on."""
+    return hasattr(importlib.import_module("torch._dynamo.callback"), "CallbackTrigger")
+
+
 @contextlib.contextmanager
 def after_backwards(do: Callable[[], object]) -> Iterator[None]:
     """Inside, `do` is called after a backward was compiled."""
 
-    def compiled(*finished: CallbackArgs) -> None:  # what it was for is said from 2.8 on
+    def compiled(*finished: CallbackArgs) -> None:  # nothing, where it `tells_of_backwards` not
         if any(one.callback_trigger.name == "LAZY_BACKWARD" for one in finished):
             do()
 

@@ -49,8 +49,9 @@ _MEASURING: Final = ("max_autotune", "max_autotune_gemm", "max_autotune_pointwis
 
 
 def _store() -> Path | None:
-    """Where it is kept, for this PyTorch and for this code; None where no folder can be written."""
-    if not CACHE_ROOT:
+    """Where it is kept, for this PyTorch and for this code; None where no folder can be written, and where it is not
+    known when a backward was compiled."""
+    if not CACHE_ROOT or not compiled.tells_of_backwards():
         return None
     made_by = hashlib.sha256(f"{torch.__version__} {torch.version.git_version} {sys.version}".encode())
     for source in sorted(Path(__file__).parent.glob("*.py")):

@@ -46,6 +46,11 @@ def capture(case: Case, *, progress: Progress | None = None, method: Method | No
     be captured, ConfigError for a bad case, UnsupportedTorch where this PyTorch does not behave as the capture
     needs. `method` runs the model as one rank of a job; None: on one GPU.
     """
+    if case.compile == "reduce-overhead":
+        raise CaptureError(
+            "CUDA graphs ask the allocator, and a capture has none: without 'compile': 'reduce-overhead' the step is "
+            "captured, with it estimate and record work out its memory"
+        )
     method = Method() if method is None else method
     fewest = method.real_steps + bool(case.compile)  # a compiled function may be compiled anew at its second call
     real = case.steps if case.lengths else min(case.steps, fewest)

@@ -92,6 +92,8 @@ class ProgramRecorder:
         self._record_stream = allocator.record_stream
         self._held: list[int] | None = None  # frees that wait for others that came with them
         self._price = price
+        self._captured = 0  # nanoseconds of the CUDA graph that is captured
+        self._graphs: dict[int, int] = {}  # of each
         self._behind: set[int] = set()  # streams of collectives that nobody has waited for
 
     def number(self, tensor: torch.Tensor) -> int:
@@ -145,7 +147,7 @@ class ProgramRecorder:
             if (duration := known.get(_DURATION)) is None:
                 duration = known[_DURATION] = self._price(func, args, kwargs, out)
             if duration:
-                self.allocator.launch(self.labels.code(str(func)), duration, stream)
+                self._launch(str(func), duration, stream)
         if steps:
             place = self._place(thread, self.labels.code(str(func)))
             self._follow(steps, born, stream, place)
@@ -154,8 +156,23 @@ class ProgramRecorder:
         """Compiled code launches a kernel, which moves its arguments once."""
         if self._price is not None:
             current = self.runtime.stream
-            duration = self._price(name, tuple(args), {}, None)
-            self.allocator.launch(self.labels.code(name), duration, 0 if current is None else current.stream_id)
+            self._launch(name, self._price(name, tuple(args), {}, None), 0 if current is None else current.stream_id)
+
+    def _launch(self, name: str, duration: int, stream: int) -> None:
+        if stream in self.runtime.captured:
+            self._captured += duration
+        else:
+            self.allocator.launch(self.labels.code(name), duration, stream)
+
+    def graph_captured(self, graph: int) -> None:
+        """A CUDA graph has what was launched since the last one was captured; nothing of it has run."""
+        self._graphs[graph], self._captured = self._captured, 0
+
+    def graph_replayed(self, graph: int) -> None:
+        """A CUDA graph runs: one launch, and its kernels one after another."""
+        if duration := self._graphs.get(graph, 0):
+            current = self.runtime.stream
+            self._launch("CUDA graph", duration, 0 if current is None else current.stream_id)
 
     def freed(self, storage: int) -> None:
         """A storage has died (any thread)."""

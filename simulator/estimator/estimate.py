@@ -27,12 +27,12 @@ from simulator.estimator.epoch import Epoch, Peaks, epoch_of, peaks_of
 from simulator.estimator.failing_line import Captured, with_line
 from simulator.estimator.outside import bytes_of, communicators, outside_of
 from simulator.estimator.step_time import of_case
+from simulator.estimator.traced import trace_of
 from simulator.fit.measure import measured
 from simulator.fit.plans import Judged
 from simulator.fit.search import search
 from simulator.reports.verdict import summary
 from strategies import registry, strategy
-from strategies.lowering import lower
 from strategies.timing.clock import Clock
 from traces.errors import ConfigError, Interrupted
 from traces.model import Trace
@@ -239,7 +239,8 @@ def estimate(
             return captures[-1][-1]
 
         def answered(one: Case, graph: strategy.Capture = graph_of, **kept: bool) -> tuple[Trace, Result]:
-            trace = lower(one, capture=graph, clock=_clock(one, interconnect) if time_steps else None)
+            clock = _clock(one, interconnect) if time_steps else None
+            trace = trace_of(one, capture=graph, clock=clock, interconnect=interconnect)
             return trace, judged(trace, outside_of(one, context, communicators(trace)), **kept)
 
         lines = analyse and capture is None
@@ -253,7 +254,7 @@ def estimate(
             snapshot=snapshot,
             picture=picture,
         )
-        if lines and found.verdict == "oom":
+        if captures and found.verdict == "oom":
             found = with_line(found, captures, _line)
         captures.clear()
         aside = bytes_of(found.ranks[0].outside)

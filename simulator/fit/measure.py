@@ -15,9 +15,9 @@ from simulator.engine.replay import ENDLESS, replay
 from simulator.estimator.judging import judged, with_context
 from simulator.estimator.outside import bytes_of, communicators, least_of, outside_of
 from simulator.estimator.step_time import StepTime, of_case, stall_of
+from simulator.estimator.traced import trace_of
 from simulator.fit.plans import Judged
 from strategies import registry
-from strategies.lowering import lower
 from strategies.timing.clock import Clock
 from traces.errors import LLMemError
 
@@ -47,7 +47,7 @@ def measured(case: Case, context: Context, capture: Capture, budget: int | None 
         if found.verdict != "oom" and case.deferred == "prompt" and registry.find(case).keeps_works(case):
             late = _judged(replace(case, deferred="late"), context, capture, rank)  # as much as a clock may make of it
             trace, terms, found = max((trace, terms, found), late, key=lambda one: one[-1].needed or 0)
-        clocked = lower(case, capture=capture, rank=rank, clock=Clock.connected(case.gpu, ""))
+        clocked = trace_of(case, capture=capture, rank=rank, clock=Clock.connected(case.gpu, ""))
     except LLMemError:
         return None
     needs, total = found.needed, found.decisive.device.total_bytes
@@ -67,7 +67,7 @@ def _heaviest(case: Case) -> int | None:
 
 def _judged(case: Case, context: Context, capture: Capture, rank: int | None) -> tuple[Trace, Terms, Result]:
     """The trace of a case, or of one rank for all, what lies outside the allocator, and what comes out."""
-    trace = lower(case, capture=capture, rank=rank)
+    trace = trace_of(case, capture=capture, rank=rank)
     terms = outside_of(case, context, communicators(trace))
     return trace, terms, judged(trace, terms, analyse=False, needs=True)
 

@@ -18,9 +18,9 @@ from graph.models.lookup import configuration
 from simulator.estimator.estimate import captured
 from simulator.estimator.outside import bytes_of, communicators
 from simulator.estimator.step_time import step_seconds
+from simulator.estimator.traced import trace_of
 from simulator.selector.extrapolate import PRIMES, Line, prime_for, sizes_in
 from strategies import registry
-from strategies.lowering import lower
 from traces.errors import LLMemError
 from traces.model import Trace
 
@@ -128,7 +128,7 @@ class Probe:
     def trace(self, case: Case, clock: Clock | None = None) -> Trace:
         """The trace of a case: of all kinds of rank, or of the one that needs most, which then stands for all."""
         rank = registry.find(case).heaviest(case) if self.alone is None else self.alone
-        return lower(case, capture=shared_graph, speed=None if clock is None else clock.speed(), rank=rank)
+        return trace_of(case, capture=shared_graph, speed=None if clock is None else clock.speed(), rank=rank)
 
 
 def shared_graph(case: Case, method: Method | None) -> StepGraph:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,9 @@ import pytest
 pytest.importorskip("torch")
 
 import traces
+from graph.fake_cuda.device import fake_cuda
+from graph.hardware.profile import profile
+from graph.host import compiled, kept
 from tests.simulator.recording.test_record import folder_of, record
 
 #: `width` of the vocabulary: products of odd ones are measured for padding. The number makes the code another one.
@@ -73,3 +77,16 @@ def test_a_second_run_shows_what_the_first_did(tmp_path: Path, width: int, mode:
     assert np.array_equal(first.op, second.op)
     assert np.array_equal(first.ints("bytes"), second.ints("bytes"))
     assert np.array_equal(first.ints("id"), second.ints("id"))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of Inductor, as it is imported
+def test_nothing_is_kept_where_pytorch_does_not_say_what_was_compiled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As before 2.8."""
+    monkeypatch.setattr(kept, "CACHE_ROOT", str(tmp_path / "cache"))
+    for told, folders in ((False, []), (True, ["aotautograd", "fxgraph"])):
+        monkeypatch.setattr(compiled, "tells_of_backwards", partial(bool, told))
+        with fake_cuda(profile("A100-80GB", "2.13")) as runtime, kept.keeping(runtime, tmp_path / str(told)):
+            pass
+        assert sorted(path.name for path in tmp_path.glob("cache/*/*")) == folders

@@ -331,7 +331,7 @@ def test_every_kind_of_rank_has_its_figures(monkeypatch: pytest.MonkeyPatch) -> 
         groups = {"dp": ((0, 1, 2),), "tp": ((0,), (1, 2)), "own": ((0,),)}
         return replace(single, ranks=parted, devices=(Device("a", 1 << 30), Device("b", MIB)), groups=groups)
 
-    monkeypatch.setattr("simulator.estimator.estimate.lower", two)
+    monkeypatch.setattr("simulator.estimator.estimate.trace_of", two)
     whole = estimate({"model": "m", "strategy": "ddp", "world": 3}, analyse=False)
     assert not any(term.name.startswith("NCCL") for term in whole.outside)  # groups that never meet
     found = whole.document()

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 pytest.importorskip("torch")
 
+import traces
 from graph.recorder.lines import Lines
 from graph.recorder.program import Labels
 from simulator.allocator import layout as at
@@ -19,7 +21,7 @@ from simulator.recording.allocator import LiveAllocator
 from simulator.recording.durations import of_phases, of_step
 from simulator.recording.trace import trace_of
 from tests.simulator.recording.test_record import answer, folder_of, record
-from traces.model import Device
+from traces.model import Device, Op
 
 MIB = 1 << 20
 POINT = 5000
@@ -174,6 +176,36 @@ def test_a_step_takes_what_the_roofline_says(tmp_path: Path) -> None:
     ):  # one product each at 60 to 90 % of 312 TFLOP/s; the rest moves 128 MiB a time
         assert FLOPS / 0.9 / 312e12 < times[phase] / 1e9 < FLOPS / 0.6 / 312e12 + 10 * 2**27 / 1.5e12
     assert times["optimizer"] / 1e9 == pytest.approx(3 * 2**27 / (0.85 * 2039e9), rel=0.1)
+
+
+GRAPH = """
+import sys
+import torch
+side = torch.cuda.Stream()
+given = torch.ones(4096, 4096, device="cuda")
+def work():
+    return given @ given @ given
+if "captured" in sys.argv:
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        work()
+for _ in range(3):
+    graph.replay() if "captured" in sys.argv else work()
+"""
+
+
+def test_a_graph_takes_what_its_kernels_take_each_time_it_is_replayed(tmp_path: Path) -> None:
+    folder_of(tmp_path, {"train.py": GRAPH})
+    kernels = {}
+    for word in ("captured", "eager"):
+        done = record(tmp_path, "--time", "-o", f"{word}.npz", "train.py", word)
+        assert done.returncode == 0, done.stderr
+        events = traces.read(tmp_path / f"{word}.npz").ranks[0].events
+        rows = np.flatnonzero(events.op == Op.KERNEL).tolist()
+        names, times = events.strings("name"), events.ints("duration_ns")
+        kernels[word] = [int(times[row]) for row in rows if names.get(row) in ("CUDA graph", "aten.mm.default")]
+    assert len(kernels["eager"]) == 6
+    assert kernels["captured"] == [sum(kernels["eager"][:2])] * 3
 
 
 @pytest.mark.parametrize(
