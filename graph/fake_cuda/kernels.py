@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from graph.fake_cuda.memory import Layout, contiguous, set_storage
+from graph.fake_cuda.operators import fits
 from graph.fake_cuda.operators.composed import COMPOSED
 from graph.fake_cuda.operators.native import operator
 from graph.fake_cuda.operators.refused import CHECKS
@@ -354,6 +355,7 @@ class Kernels:
                 key = (_kind(args, False), *kwargs, _kind(kwargs.values(), False)) if kwargs else _kind(args, False)
                 kind = kinds.get(key)
                 if kind is None:
+                    fits.written(self.shapes, func, args, kwargs)
                     kind = kinds[key] = Kind(())
                 runtime.observer.operator(func, args, kwargs, out, [], kind)
             return out

@@ -10,6 +10,7 @@ import torch
 
 from graph.errors import CaptureError
 from graph.fake_cuda.memory import storage_bytes
+from graph.fake_cuda.operators import fits
 from graph.fake_cuda.operators.refused import CHECKS
 from graph.fake_cuda.torch_private import (
     MODE_KEYS,
@@ -74,6 +75,8 @@ class Shapes:
         self.asked += 1
         if (check := CHECKS.get(func)) is not None:
             check(args)
+        if fits.elementwise(func):
+            fits.together(args)
         func, args, kwargs = _stand_in(func, args, kwargs)
         with _seen(), self._mode:
             fake_args = numbers_as_tensors(func, tuple(_fake(arg) for arg in args))
