@@ -6,6 +6,9 @@ and what a function raises.
 
 from __future__ import annotations
 
+import ast
+import functools
+import linecache
 import logging
 import os
 import sys
@@ -47,14 +50,76 @@ def reader() -> str:
 
     Empty where our own loop did: what it reads changes nothing. "backward" where no Python code did.
     """
-    frame: FrameType | None = sys._getframe(1)
+    frame = _reading()
+    if frame is None:
+        return "backward"
+    function = frame.f_code.co_qualname.partition(".<locals>")[0]
+    file = frame.f_code.co_filename
+    return "" if file.startswith(OURS) else place(file, frame.f_lineno, function)
+
+
+def passing() -> bool | None:
+    """What the boolean that is read now has to be for the program to go on, where it raises otherwise: the condition of
+    an `assert`, or of an `if` that ends by raising. None where both ways go on.
+    """
+    frame = _reading()
+    if frame is None:
+        return None
+    file, line = frame.f_code.co_filename, frame.f_lineno
+    for first, last, test, wanted in _checks(file):
+        if first <= line <= last:
+            return _wanted(test, line, wanted)
+    return None
+
+
+def _reading() -> FrameType | None:
+    """The frame of who called the operator that runs."""
+    frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         file = frame.f_code.co_filename
         if not (file.startswith((_DEVICE, "<")) or any(part in file for part in DISPATCH)):
-            function = frame.f_code.co_qualname.partition(".<locals>")[0]
-            return "" if file.startswith(OURS) else place(file, frame.f_lineno, function)
+            return frame
         frame = frame.f_back
-    return "backward"
+    return None
+
+
+@functools.cache
+def _checks(file: str) -> tuple[tuple[int, int, ast.expr, bool], ...]:
+    """The conditions of a file whose outcome decides whether it raises: first and last line, and what they must be."""
+    found = []
+    try:
+        nodes = ast.walk(ast.parse("".join(linecache.getlines(file))))
+    except SyntaxError:
+        return ()
+    for node in nodes:
+        if isinstance(node, ast.Assert):
+            wanted = True
+        elif isinstance(node, ast.If) and _raises(node.body) != _raises(node.orelse):
+            wanted = _raises(node.orelse)
+        else:
+            continue
+        found.append((node.test.lineno, node.test.end_lineno or node.test.lineno, node.test, wanted))
+    return tuple(found)
+
+
+def _raises(body: list[ast.stmt]) -> bool:
+    """Whether statements end by raising, or by asserting what is false."""
+    last = body[-1] if body else None
+    if isinstance(last, ast.Expr) and isinstance(last.value, ast.Call) and last.value.args:  # torch._assert
+        call = last.value
+        return getattr(call.func, "attr", "") == "_assert" and getattr(call.args[0], "value", None) is False
+    return isinstance(last, ast.Raise) or (isinstance(last, ast.Assert) and getattr(last.test, "value", None) is False)
+
+
+def _wanted(test: ast.expr, line: int, wanted: bool) -> bool | None:
+    """What the operand of a condition on this line is, for the condition to be what is wanted."""
+    if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+        return _wanted(test.operand, line, not wanted)
+    if isinstance(test, ast.BoolOp):
+        here = [one for one in test.values if one.lineno <= line <= (one.end_lineno or one.lineno)]
+        answers = {_wanted(one, line, wanted) for one in here}
+        return answers.pop() if len(answers) == 1 else None
+    return None if isinstance(test, ast.Compare) else wanted
 
 
 def caller() -> str:

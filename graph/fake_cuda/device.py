@@ -35,7 +35,7 @@ from graph.fake_cuda.operators import rnn
 from graph.fake_cuda.operators.native import names
 from graph.fake_cuda.values import Values
 from graph.hardware.profile import Profile
-from graph.user_code import reader
+from graph.user_code import passing, reader
 
 if TYPE_CHECKING:
     from graph.fake_cuda.served import Allocator
@@ -90,7 +90,7 @@ class Runtime:
         self.values = Values(self.storage, self.memory.values)
         self.values.finite = allocator is not None
         self.values.assume = self.assume
-        self.truth = True  # what every boolean read from the device is, where it has no value
+        self.truth = True  # what booleans read from the device are, where they have no value
         self.nonzero: Callable[[torch.Tensor], int] = torch.Tensor.numel  # how many elements are not 0, likewise
         self.host_copies_keep = False  # whether a copy from the device leaves a tensor on the host as it is
         self.default_stream: Any = None
@@ -164,6 +164,11 @@ class Runtime:
         if not place:
             return
         self.note(f"{place} asks for {what}: {value} is assumed, for a device that is not there has no values")
+
+    def boolean(self) -> bool:
+        """What a boolean without a value is: a program's own checks pass."""
+        wanted = passing()
+        return self.truth if wanted is None else wanted
 
     def note(self, what: str) -> None:
         """Count an assumption once more."""

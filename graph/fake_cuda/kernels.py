@@ -537,11 +537,11 @@ class Kernels:
 
         def kernel(tensor: torch.Tensor) -> Any:
             dtype = tensor.dtype
-            value: Any = runtime.truth if dtype is torch.bool else 0.0 if dtype.is_floating_point else 0
             known = runtime.values.of(tensor)
             if known is not None:
-                value = known.item()
+                value: Any = known.item()
             else:
+                value = runtime.boolean() if dtype is torch.bool else 0.0 if dtype.is_floating_point else 0
                 runtime.assume(f"the value of a {_named(dtype)}", value)
             if runtime.observer is not None:
                 runtime.observer.operator(func, (tensor,), {}, value, [], Kind(()))

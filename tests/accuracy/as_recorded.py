@@ -14,6 +14,7 @@ from graph.fake_cuda import device
 def without_values(truth: bool) -> None:
     """The device in use forgets what it is told."""
     (runtime,) = device._active
+    runtime.boolean = lambda: truth  # type: ignore[method-assign]
     runtime.truth = truth
     runtime.nonzero = lambda tensor: 0
     runtime.values.finite = False

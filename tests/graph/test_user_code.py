@@ -9,7 +9,7 @@ import warnings
 
 import pytest
 
-from graph.user_code import quiet, raised, reader, told
+from graph.user_code import passing, quiet, raised, reader, told
 from traces.text import reason
 
 HERE = "tests/graph/test_user_code.py"
@@ -60,3 +60,35 @@ def test_an_error_keeps_its_cause() -> None:
 def test_who_reads_is_whoever_called_the_library() -> None:
     assert reader().startswith(f"{HERE}:")
     assert reader().endswith(" (test_who_reads_is_whoever_called_the_library)")
+
+
+def test_a_check_that_raises_is_taken_to_pass() -> None:
+    """What is read in its condition is what lets the program go on; None elsewhere."""
+    seen: list[bool | None] = []
+
+    def read(value: bool | None) -> bool | None:
+        seen.append(value)
+        return value
+
+    assert read(passing())
+    if read(passing()):
+        raise AssertionError
+    if not read(passing()):
+        raise AssertionError
+    if len(seen) > 5 or (
+        len(seen) == 3
+        and read(passing())
+    ):  # fmt: skip
+        print("told before it raises")
+        assert False  # noqa: B011, PT015
+    if read(passing()):
+        seen.append(True)
+    else:
+        raise AssertionError
+    if read(passing()):
+        seen.clear()
+    while read(passing()):
+        raise AssertionError
+    if read(passing()) == 3:
+        raise AssertionError
+    assert seen == [True, False, True, False, True, True, None, None, None]

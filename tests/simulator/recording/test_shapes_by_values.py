@@ -95,3 +95,20 @@ def test_what_operators_make_is_what_they_make_on_the_cpu(tmp_path: Path) -> Non
     assert len(real) > 200
     assert ours == real
     assert answer(tmp_path)["assumptions"] == []
+
+
+CHECKED = """
+import torch
+boxes = torch.tensor([[10.0, 20.0, 100.0, 120.0], [50.0, 60.0, 200.0, 220.0]]).cuda()
+degenerate = boxes[:, 2:] <= boxes[:, :2]
+if degenerate.any():  # as torchvision's detectors ask of their targets
+    raise ValueError("All bounding boxes should have positive height and width.")
+print((boxes[:, 2:] > 0).any().item())
+"""
+
+
+def test_a_programs_own_checks_of_floating_point_numbers_pass(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(CHECKED)
+    done = record(tmp_path, "train.py")
+    assert (done.returncode, done.stdout) == (0, "True\n"), done.stderr
+    assert ["False is assumed" in text for text in answer(tmp_path)["assumptions"]] == [True, False]
