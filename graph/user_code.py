@@ -105,7 +105,7 @@ def _checks(file: str) -> tuple[tuple[int, int, ast.expr, bool], ...]:
 def _raises(body: list[ast.stmt]) -> bool:
     """Whether statements end by raising, or by asserting what is false."""
     last = body[-1] if body else None
-    if isinstance(last, ast.Expr) and isinstance(last.value, ast.Call) and last.value.args:  # torch._assert
+    if isinstance(last, ast.Expr) and isinstance(last.value, ast.Call) and last.value.args:  # asserts by a call
         call = last.value
         return getattr(call.func, "attr", "") == "_assert" and getattr(call.args[0], "value", None) is False
     return isinstance(last, ast.Raise) or (isinstance(last, ast.Assert) and getattr(last.test, "value", None) is False)
