@@ -6,6 +6,7 @@ us: operators leave no objects behind. What backward runs has the module of the 
 
 from __future__ import annotations
 
+import os
 import threading
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,6 +23,7 @@ from graph.recorder.recorder import Memo
 from graph.recorder.sequences import BIRTH, EMPTY, KEEP, RELEASE, sequence
 from graph.recorder.sequences import Sequence as Steps
 from graph.workspaces import plan, rules
+from graph.workspaces.gemm import ENVIRONMENT
 from graph.workspaces.rules import Call
 
 if TYPE_CHECKING:
@@ -83,7 +85,7 @@ class ProgramRecorder:
         self._written: tuple[int, int] | None = None  # operator and module of a buffer of compiled code
         self._main = _get_ident()
         self._here = self.labels.lines.here
-        self._state: dict[Any, Any] = {}  # of the workspace rules
+        self._state: dict[Any, Any] = {ENVIRONMENT: os.environ}  # of the workspace rules
         self._workspaces: dict[tuple[str, int, int], int] = {}  # that stay: of what, thread and stream
         self._cleared = 0  # how often they went
         self._numbers: dict[int, int] = {}  # the device's number of a living storage -> the allocator's

@@ -14,8 +14,9 @@ there. Sizes and life times by release, checked against recordings of the CUDA b
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from graph.hardware.profile import Profile
 from graph.workspaces.metadata import (
@@ -56,10 +57,48 @@ def workspace_bytes(profile: Profile) -> int:
 HANDLE_PER_THREAD: Final = "cublas handle per thread"
 
 
+#: Set this key in `Call.state` to the environment of the program, whose settings are read at the first product.
+ENVIRONMENT: Final = "environment"
+_SETTINGS: Final = "workspace settings"
+
+
+class Settings(NamedTuple):
+    """Bytes of a handle's cuBLAS workspace (0: it has none) and of cuBLASLt's, and whether that is cuBLAS's."""
+
+    cublas: int
+    lt: int
+    unified: bool
+
+    @classmethod
+    def of(cls, profile: Profile, environment: Mapping[str, str]) -> Settings:
+        """As CUBLAS_WORKSPACE_CONFIG (`:KIB:COUNT`, also several), CUBLASLT_WORKSPACE_SIZE (KiB) and
+        TORCH_CUBLASLT_UNIFIED_WORKSPACE say; what cannot be read is as if it were not there.
+
+        `parseChosenWorkspaceSize`, `parseCUDABlasLtWorkspaceSize` and `getCUDABlasLtWorkspace`,
+        aten/src/ATen/cuda/CublasHandlePool.cpp and CUDABlas.cpp.
+        """
+        parts = re.findall(":([0-9]+):([0-9]+)", environment.get("CUBLAS_WORKSPACE_CONFIG", ""))
+        total = sum(int(size) * int(count) << 10 for size, count in parts)
+        lt = re.match(r"\s*([0-9]+)", environment.get("CUBLASLT_WORKSPACE_SIZE", ""))
+        unified = {"0": False, "1": True}.get(environment.get("TORCH_CUBLASLT_UNIFIED_WORKSPACE", ""))
+        return cls(
+            total if parts else workspace_bytes(profile),
+            int(lt[1]) << 10 if lt else _LT,
+            profile.release >= (2, 12) if unified is None else unified,
+        )
+
+
+def _settings(call: Call) -> Settings:
+    found = call.state.get(_SETTINGS)
+    if found is None:
+        found = call.state[_SETTINGS] = Settings.of(call.profile, call.state.get(ENVIRONMENT, {}))
+    return found
+
+
 def _stays(call: Call, kind: str, nbytes: int) -> list[Step]:
     thread = call.thread if call.state.get(HANDLE_PER_THREAD) else 0
     key = (kind, thread, call.stream)
-    if key in call.state:
+    if key in call.state or not nbytes:
         return []
     call.state[key] = nbytes
     return [("keep", key, nbytes)]
@@ -67,23 +106,29 @@ def _stays(call: Call, kind: str, nbytes: int) -> list[Step]:
 
 def cublas(call: Call) -> tuple[list[Step], list[Step]]:
     """The steps before and after a kernel that uses a cuBLAS handle."""
-    nbytes = workspace_bytes(call.profile)
+    nbytes = _settings(call).cublas
     if call.profile.release >= (2, 15):
-        return [("alloc", "cublas", nbytes)], [("free", "cublas")]
+        return _taken("cublas", nbytes)
     return _stays(call, "cublas", nbytes), []
 
 
 def cublaslt(call: Call) -> tuple[list[Step], list[Step]]:
     """The steps before and after a kernel that uses cuBLASLt, whose handle is the cuBLAS one."""
-    release = call.profile.release
+    release, settings = call.profile.release, _settings(call)
     if release >= (2, 15):
-        return [("alloc", "cublaslt", _LT)], [("free", "cublaslt")]
+        return _taken("cublaslt", settings.lt)
     handle, _ = cublas(call)
-    if release >= (2, 12):
+    if settings.unified:
         return handle, []
     if release >= (2, 9):
-        return [*handle, *_stays(call, "cublaslt", _LT)], []
-    return [("alloc", "cublaslt", _LT), *handle], [("free", "cublaslt")]
+        return [*handle, *_stays(call, "cublaslt", settings.lt)], []
+    before, after = _taken("cublaslt", settings.lt)
+    return [*before, *handle], after
+
+
+def _taken(kind: str, nbytes: int) -> tuple[list[Step], list[Step]]:
+    """A workspace for one call."""
+    return ([("alloc", kind, nbytes)], [("free", kind)]) if nbytes else ([], [])
 
 
 def _unreadable(matrix: torch.Tensor) -> bool:

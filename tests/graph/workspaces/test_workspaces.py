@@ -10,7 +10,7 @@ import pytest
 
 from graph.hardware.profile import profile
 from graph.workspaces import Call, merge, plan, rules
-from graph.workspaces.gemm import HANDLE_PER_THREAD, workspace_bytes
+from graph.workspaces.gemm import ENVIRONMENT, HANDLE_PER_THREAD, workspace_bytes
 from tests.places import DATA as _DATA
 
 DATA = _DATA / "workspaces.json"
@@ -217,3 +217,33 @@ def test_indices_above_3072_are_sorted_in_embedding_backward() -> None:
 
     assert temporaries(3072) == 0
     assert temporaries(3073) == (3073 // 10 + 3073) * 64 * 4
+
+
+#: Variables of the environment, and bytes of the workspaces of cuBLAS and cuBLASLt (None: cuBLAS's) on an A100 and on an
+#: H100, as PyTorch 2.13.0 (CUDA 13.0) took them on stub CUDA libraries.
+_ENVIRONMENTS: list[tuple[dict[str, str], int, int, int | None]] = [
+    ({}, 8_519_680, 33_554_432, None),
+    ({"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}, 33_554_432, 33_554_432, None),
+    ({"CUBLAS_WORKSPACE_CONFIG": ":16:8"}, 131_072, 131_072, None),
+    ({"CUBLAS_WORKSPACE_CONFIG": ":4096:2:16:8"}, 8_519_680, 8_519_680, None),
+    ({"CUBLAS_WORKSPACE_CONFIG": "none"}, 8_519_680, 33_554_432, None),
+    ({"CUBLAS_WORKSPACE_CONFIG": ":0:0"}, 0, 0, None),
+    ({"CUBLASLT_WORKSPACE_SIZE": "2048"}, 8_519_680, 33_554_432, None),
+    ({"TORCH_CUBLASLT_UNIFIED_WORKSPACE": "0"}, 8_519_680, 33_554_432, 1_048_576),
+    ({"TORCH_CUBLASLT_UNIFIED_WORKSPACE": "1"}, 8_519_680, 33_554_432, None),
+    ({"CUBLASLT_WORKSPACE_SIZE": "2048", "TORCH_CUBLASLT_UNIFIED_WORKSPACE": "0"}, 8_519_680, 33_554_432, 2_097_152),
+]
+
+
+@pytest.mark.parametrize(("environment", "ampere", "hopper", "lt"), _ENVIRONMENTS)
+def test_workspaces_are_what_the_environment_says(
+    environment: dict[str, str], ampere: int, hopper: int, lt: int | None
+) -> None:
+    one, other, bias, out = (Tensor("bfloat16", size) for size in ([64, 256], [256, 256], [256], [64, 256]))
+    for gpu, nbytes in (("A100", ampere), ("H100", hopper)):
+        state: dict[Any, Any] = {ENVIRONMENT: environment}
+        again: dict[str, Any] = {"gpu": gpu, "release": "2.13", "state": state}
+        first = plan(call("aten.mm.default", one, other, out=out, **again))
+        assert first == ((("keep", ("cublas", 0, 0), nbytes),) if nbytes else None)
+        second = plan(call("aten.addmm.default", bias, one, other, out=out, **again))
+        assert second == (None if lt is None else (("keep", ("cublaslt", 0, 0), lt),))
