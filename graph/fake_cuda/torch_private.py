@@ -43,6 +43,7 @@ __all__ = [
     "StorageBase",
     "TorchDispatchMode",
     "UnsupportedOperatorException",
+    "alert_not_deterministic",
     "cudnn_rnn",
     "current_node",
     "elementwise_strides",
@@ -104,6 +105,7 @@ with _needed():
     # tensor and back; a mode that sees every operator; nested arguments and outputs, flat and back; whether Triton is
     # installed.
     from torch._C._distributed_c10d import _create_work_from_future as finished_work  # type: ignore[attr-defined]
+    from torch._prims_common import alert_not_deterministic
     from torch._prims_common import compute_elementwise_output_strides as elementwise_strides
     from torch._subclasses import fake_tensor
     from torch._subclasses.fake_tensor import (

@@ -219,8 +219,8 @@ def test_indices_above_3072_are_sorted_in_embedding_backward() -> None:
     assert temporaries(3073) == (3073 // 10 + 3073) * 64 * 4
 
 
-#: Variables of the environment, and bytes of the workspaces of cuBLAS and cuBLASLt (None: cuBLAS's) on an A100 and on an
-#: H100, as PyTorch 2.13.0 (CUDA 13.0) took them on stub CUDA libraries.
+#: Variables of the environment, bytes of cuBLAS's workspace on an A100 and on an H100, and of cuBLASLt's (None: one
+#: serves both), as PyTorch 2.13.0 (CUDA 13.0) took them on stub CUDA libraries.
 _ENVIRONMENTS: list[tuple[dict[str, str], int, int, int | None]] = [
     ({}, 8_519_680, 33_554_432, None),
     ({"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}, 33_554_432, 33_554_432, None),
