@@ -32,7 +32,7 @@ from graph.fake_cuda import stubs as fake_stubs
 from graph.fake_cuda.kernels import Kernels, Kind
 from graph.fake_cuda.memory import ADDRESS_BITS, Memory, ignore
 from graph.fake_cuda.operators import rnn
-from graph.fake_cuda.operators.alerts import alerting
+from graph.fake_cuda.operators.deterministic import deterministic
 from graph.fake_cuda.operators.native import names, operator
 from graph.fake_cuda.values import Values
 from graph.hardware.profile import Profile
@@ -496,7 +496,9 @@ def _kernels(runtime: Runtime) -> Iterator[None]:
     kernels = Kernels(runtime)
     wrapped = served.unwound if runtime.allocator is not None else lambda kernel: kernel
     try:
-        _register(library, [(name, "CUDA", wrapped(alerting(operator(name), kernels.of(name)))) for name in names()])
+        _register(
+            library, [(name, "CUDA", wrapped(deterministic(operator(name), kernels.of(name)))) for name in names()]
+        )
         _register(library, [("_pin_memory", "CPU", _pinned)])
         yield
     finally:

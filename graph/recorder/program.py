@@ -42,6 +42,7 @@ _MODULE: Final = (1 << _BITS) - 1
 _DURATION: Final = "ns"
 
 _grad_enabled: Final = torch.is_grad_enabled
+_deterministic: Final = torch.are_deterministic_algorithms_enabled
 _get_ident: Final = threading.get_ident
 
 
@@ -136,12 +137,14 @@ class ProgramRecorder:
         known = memo.note
         if known is None:
             known = memo.note = {}
-        mode = (len(born), stream << 2 | thread << 1 | _grad_enabled(), self._cleared)
+        determined = _deterministic()
+        mode = (len(born), stream << 2 | thread << 1 | _grad_enabled(), self._cleared, determined)
         steps = known.get(mode)
         if steps is None:
             card, grad = self.runtime.profile, _grad_enabled()
             steps = sequence(
-                plan(Call(str(func), args, kwargs, out, card, stream, thread, grad, self._state)), len(born)
+                plan(Call(str(func), args, kwargs, out, card, stream, thread, grad, self._state, determined)),
+                len(born),
             )
             if all(step[0] not in (KEEP, EMPTY) for step in steps):
                 known[mode] = steps

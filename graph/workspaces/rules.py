@@ -30,7 +30,7 @@ class Call:
 
     `name` is the overload's full name ("aten.mm.default"). `thread` is 0 for the main thread and 1 for autograd's
     device thread, since cuBLAS handles are per thread. `state` lives as long as the capture: rules note in it which
-    persistent workspaces exist.
+    persistent workspaces exist. `deterministic`: torch.use_deterministic_algorithms was called.
     """
 
     name: str
@@ -42,6 +42,7 @@ class Call:
     thread: int
     grad: bool
     state: dict[Any, Any]
+    deterministic: bool = False
 
 
 Rule = Callable[[Call], Plan | None]

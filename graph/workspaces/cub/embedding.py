@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
+from graph.workspaces.cub.indexing import order
 from graph.workspaces.cub.temporary import scan, sort_pairs, unique_by_key
 from graph.workspaces.metadata import elements, is_contiguous, shape, size, up, upper, width
 from graph.workspaces.rules import REST, Call, Plan, Rule, within
@@ -50,7 +51,8 @@ def _sorted(call: Call, count: int, rows: int, item: int, scaled: bool) -> Plan:
         summed += [("sums", rows * columns * sums)] if width(gradient) == 2 else []
     else:
         summed = [("partial sums", partials * columns * sums)]
-    sort = within([("places", count * item), ("sort", sort_pairs(profile, count, item, item, bits))])
+    sort = within([("sort", sort_pairs(profile, count, item, item, bits))])
+    sort = within([("places", count * item)], *order(call, item), *sort)
     unique = within([("unique indices", count * item), ("unique", unique_by_key(profile, count, item))])
     scanned = within([("scan", scan(profile, segments, item))])
     parts = within([("partials", 8), ("partial places", partials * item), *summed])

@@ -91,7 +91,7 @@ def index_put(call: Call) -> Plan | None:
 
 
 def _put(call: Call) -> Plan | None:
-    """Where it accumulates, the linear indices are sorted with their places.
+    """Where it accumulates or has to be deterministic, the linear indices are sorted with their places.
 
     Only the bits that places of slices need are sorted, those before the indexed dimensions among them
     (`index_put_with_sort_kernel`); what is not contiguous with them in front is copied. The derivative of `index` is
@@ -101,7 +101,7 @@ def _put(call: Call) -> Plan | None:
     accumulate = argument(call, 3, "accumulate", False)
     if _bool(indices) or not any(given is not None for given in indices):
         return None
-    if not accumulate:
+    if not (accumulate or call.deterministic):
         return after(_copies(indices))
     unsafe = "_impl_" in call.name and bool(argument(call, 4, "unsafe", False))
     given = [(place, index) for place, index in enumerate(indices) if index is not None]
@@ -127,11 +127,21 @@ def _put(call: Call) -> Plan | None:
     bits = max(_largest(target) // _behind(target, places), 1).bit_length()
     pairs = [(name, count * 8) for name in ("sorted indices", "original places", "places")]
     copies = [] if _in_front(target, places) else [("target", size(target))]
-    steps += within([*copies, *pairs, ("sort", sort_pairs(call.profile, count, 8, 8, bits))])
+    steps += within([*copies, *pairs], *order(call), *within([("sort", sort_pairs(call.profile, count, 8, 8, bits))]))
     if broadcast:
         steps.append(("free", "values"))
     steps.append(("free", "linear 0"))
     return tuple(steps)
+
+
+def order(call: Call, item: int = 8) -> Plan:
+    """What `arange` and others that resize their output fill it with first, where it has to be deterministic."""
+    return within([("fill", item)]) if call.deterministic else ()
+
+
+def resized(call: Call) -> Plan | None:
+    """`arange`, `eye`: their output is resized, and filled (aten/src/ATen/native/Resize.h)."""
+    return (REST, *order(call, width(call.out))) if call.deterministic else None
 
 
 def nonzero(call: Call) -> Plan | None:
@@ -211,7 +221,9 @@ def _in_front(target: torch.Tensor, places: Sequence[int]) -> bool:
     return in_order([shape(target)[place] for place in order], [strides(target)[place] for place in order])
 
 
+_RESIZED = ("arange.start_step", "arange.start_out", "eye.out", "eye.m_out")
 RULES: Mapping[str, Rule] = {
+    **dict.fromkeys([f"aten.{name}" for name in _RESIZED], resized),
     "aten.index.Tensor": index,
     "aten._unsafe_index.Tensor": index,
     "aten.nonzero.default": nonzero,

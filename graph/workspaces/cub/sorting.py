@@ -6,9 +6,11 @@ Source: aten/src/ATen/native/cuda/Sort.cpp, Sort.cu, TensorTopK.cu, ScanKernels.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import ceil, log, log2
 from typing import Any, Final
 
 from graph.hardware.profile import Profile
+from graph.workspaces.cub.indexing import order
 from graph.workspaces.cub.temporary import scan, segmented_sort, sort_pairs, sort_rows, storage
 from graph.workspaces.metadata import (
     argument,
@@ -27,6 +29,7 @@ from graph.workspaces.metadata import (
 from graph.workspaces.rules import REST, Call, Plan, Rule, after, within
 
 _SMALL_SORT: Final = 4096
+_FLOATING: Final = frozenset({"float64", "float32", "float16", "bfloat16"})
 _LARGE_ROW: Final = 1_000_000
 _SEGMENTS: Final = 128
 _TOPK_THREADS: Final = 256
@@ -46,7 +49,7 @@ def sort(call: Call) -> Plan | None:
     position = 2 if call.name.endswith("stable") else 1
     along = sizes[dimension(int(argument(call, position, "dim", -1)), len(sizes))]
     if along <= _SMALL_SORT:
-        return after([("places", along * 8)])
+        return (REST, *within([("places", along * 8)], *order(call)))
     rows = elements(source) // along
     item = width(source)
     if rows == 1 or along >= _LARGE_ROW:
@@ -112,6 +115,8 @@ def cumsum(call: Call) -> Plan | None:
     if not is_contiguous(source):
         made.append(("input", elements(source) * width(out)))
     along = sizes[dimension(int(argument(call, 1, "dim", 0)), len(sizes))]
+    if call.deterministic and dtype(out) in _FLOATING:
+        return (REST, *within(made, *order(call, width(out))))
     if along == elements(source) and "cumsum" in call.name:
         made.append(("scan", scan(call.profile, along, width(out))))
     return after(made)
@@ -147,7 +152,25 @@ def isin(call: Call) -> Plan | None:
     return (("out", 0), *within([("equal", count * tested), ("any", count)]))
 
 
+def randperm(call: Call) -> Plan | None:
+    """`randperm`: random keys, sorted with the numbers; of as many bits as make two alike unlikely
+    (`randperm_out_cuda`, aten/src/ATen/native/cuda/Randperm.cu)."""
+    count, item = elements(call.out), width(call.out)
+    if not count:
+        return after([("largest", item)])
+    bits = min(64, ceil(log2(count - (6 * count * count + 1) / (12 * log(0.9)))))
+    key = 4 if bits <= 32 else 8
+    kept = [("numbers", count * item)]
+    keys = [
+        ("keys", count * key),
+        ("sorted keys", count * key),
+        ("sort", sort_pairs(call.profile, count, key, item, bits)),
+    ]
+    return (REST, *within([("largest", item)]), *within(kept, *order(call, item), *within(keys)))
+
+
 RULES: Mapping[str, Rule] = {
+    **dict.fromkeys([f"aten.randperm.{name}" for name in ("default", "generator", "out", "generator_out")], randperm),
     "aten.isin.Tensor_Tensor": isin,
     **dict.fromkeys((f"aten.{name}.dim{out}" for name in ("median", "nanmedian") for out in ("", "_values")), median),
     "aten.mode.default": mode,

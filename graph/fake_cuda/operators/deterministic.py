@@ -1,4 +1,5 @@
-"""Kernels that have no deterministic form: under `torch.use_deterministic_algorithms(True)` the program ends at them.
+"""Kernels under `torch.use_deterministic_algorithms(True)`: those that have no deterministic form end the program, and
+others are made of an `index_put` that sorts.
 
 Names are those of `alertNotDeterministic` in aten/src/ATen/native/cuda, as PyTorch 2.13.0 gave them.
 """
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from graph.fake_cuda.torch_private import Operator
 
 Kernel = Callable[..., Any]
+_put: Final = torch.ops.aten.index_put_.default
 #: What an operator is called in the alert, by its name.
 _ALWAYS: Final[Mapping[str, str]] = {
     "_adaptive_avg_pool2d_backward": "adaptive_avg_pool2d_backward_cuda",
@@ -77,16 +79,71 @@ _SOMETIMES: Final[Mapping[str, tuple[str, Callable[[tuple[Any, ...], Mapping[str
 }
 
 
-def alerting(func: Operator, kernel: Kernel) -> Kernel:
-    """The kernel of an operator, which raises or warns as PyTorch does where determinism was asked for."""
+def _index_add_(target: torch.Tensor, dim: int, index: torch.Tensor, source: torch.Tensor, alpha: float = 1) -> Any:
+    """`index_add_cuda_` (aten/src/ATen/native/cuda/Indexing.cu)."""
+    return _put(target, _at(target, dim, index), source.mul(alpha), True)
+
+
+def _index_copy_(target: torch.Tensor, dim: int, index: torch.Tensor, source: torch.Tensor) -> Any:
+    """`index_copy_` (aten/src/ATen/native/TensorAdvancedIndexing.cpp)."""
+    return _put(target, _at(target, dim, index), source, False)
+
+
+def _at(target: torch.Tensor, dim: int, index: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    return (*[None] * (dim % max(target.dim(), 1)), index)
+
+
+def _scattered(accumulate: bool) -> Kernel:
+    """`_scatter_via_index_put` (aten/src/ATen/native/TensorAdvancedIndexing.cpp)."""
+
+    def scatter_(target: torch.Tensor, dim: int, index: torch.Tensor, source: torch.Tensor) -> Any:
+        if target.dim() == 1:
+            return _put(target, (index,), source, accumulate)
+        dim %= target.dim()
+        if all(step == 0 for place, step in enumerate(index.stride()) if place != dim):
+            rows = index.select(-1, 0) if dim == 0 else index
+            return _put(target, _at(target, dim, rows.reshape(-1)), source, accumulate)
+        places = []
+        for other, extent in enumerate(index.shape):
+            around = [1] * index.dim()
+            around[other] = extent
+            places.append(index if other == dim else torch.arange(extent, device=index.device).view(around))
+        return _put(target, places, source.as_strided(index.shape, source.stride()), accumulate)
+
+    return scatter_
+
+
+#: What is done in the place of an operator that writes its first argument, by its name and overload.
+_INSTEAD: Final[Mapping[str, Kernel]] = {
+    "index_add_.default": _index_add_,
+    "index_copy_.default": _index_copy_,
+    "scatter_.src": _scattered(False),
+    "scatter_add_.default": _scattered(True),
+}
+
+
+def deterministic(func: Operator, kernel: Kernel) -> Kernel:
+    """The kernel of an operator, which does what PyTorch does where determinism was asked for."""
+    name = f"{func._opname}.{func._overloadname}"
+    instead = _INSTEAD.get(name)
+    if instead is None and (written := _INSTEAD.get(name.replace(".", "_.", 1))) is not None:
+        instead = _on_a_copy(written)
     caller, concerns = _SOMETIMES.get(func._opname, (_ALWAYS.get(func._opname, ""), None))
-    if not caller:
+    if not caller and instead is None:
         return kernel
 
     @functools.wraps(kernel)
-    def alerted(*args: Any, **kwargs: Any) -> Any:
-        if torch.are_deterministic_algorithms_enabled() and (concerns is None or concerns(args, kwargs)):
+    def asked(*args: object, **kwargs: object) -> Any:
+        if not torch.are_deterministic_algorithms_enabled():
+            return kernel(*args, **kwargs)
+        if instead is not None:
+            return instead(*args, **kwargs)
+        if concerns is None or concerns(args, kwargs):
             alert_not_deterministic(caller)
         return kernel(*args, **kwargs)
 
-    return alerted
+    return asked
+
+
+def _on_a_copy(written: Kernel) -> Kernel:
+    return lambda target, *args, **kwargs: written(target.clone(), *args, **kwargs)

@@ -72,7 +72,7 @@ def deterministic() -> Iterator[None]:
 def _run(call: Callable[[], torch.Tensor]) -> None:
     made = call()
     if made.requires_grad:
-        made.sum().backward()
+        torch.autograd.backward(made.sum())
 
 
 @pytest.mark.parametrize(("call", "named"), CALLS)

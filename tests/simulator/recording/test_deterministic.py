@@ -1,0 +1,86 @@
+"""What PyTorch 2.13.0 (CUDA 13.0, stub CUDA libraries, an A100) took of its allocator for operators that sort, without
+and with `torch.use_deterministic_algorithms(True)`: allocations, bytes asked for, and bytes asked for at the peak."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+from typing import Final
+
+import pytest
+
+pytest.importorskip("torch")
+
+from tests.simulator.recording.test_record import folder_of, record
+from traces.release import DEFAULT_RELEASE, installed_release
+
+PROGRAM: Final = """
+import sys
+import torch
+torch.use_deterministic_algorithms("deterministic" in sys.argv)
+def f(*size): return torch.randn(*size, device="cuda")
+rows, at, given = f(1000, 64), torch.randint(0, 1000, (5000,), device="cuda"), f(5000, 64)
+column, wide, several = rows[:, 0].clone(), at[:, None].expand(5000, 64), f(64, 500)
+label = torch.randint(0, 500, (64, 1), device="cuda")
+calls = {
+    "accumulate": lambda: rows.index_put_((at,), given, accumulate=True),
+    "put": lambda: rows.index_put_((at,), given),
+    "index_add_": lambda: rows.index_add_(0, at, given),
+    "index_copy_": lambda: rows.index_copy_(0, at[:1000], given[:1000]),
+    "transposed": lambda: rows.t().index_add_(1, at, given.t()),
+    "scatter_add_": lambda: rows.scatter_add_(0, wide, given),
+    "scatter_": lambda: rows.scatter_(0, wide[:1000], given[:1000]),
+    "of one dimension": lambda: column.scatter_add_(0, at, given[:, 0]),
+    "gather's derivative": lambda: torch.zeros_like(several).scatter_add_(1, label, several[:, :1]),
+    "of two dimensions": lambda: several.t().scatter_(0, label.t(), several[:, 1:2].t()),
+    "a new one": lambda: several.scatter(1, label, several[:, 1:2]),
+    "of three": lambda: f(4, 16, 500).scatter_add_(2, label.view(4, 16, 1), several[:, :1].reshape(4, 16, 1)),
+    "embedding": lambda: torch.ops.aten.embedding_dense_backward(given, at, 1000, -1, False),
+    "arange": lambda: torch.arange(10, device="cuda"),
+    "eye": lambda: torch.eye(4, device="cuda", dtype=torch.int64),
+    "sort": lambda: column[:4].sort(),
+    "cumsum": lambda: column[:4].cumsum(0),
+    "randperm": lambda: torch.randperm(9, device="cuda"),
+    "randperm of many": lambda: torch.randperm(100_000, device="cuda"),
+}
+for name, call in calls.items():
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_stats()
+    call()
+    after = torch.cuda.memory_stats()
+    keys = "allocation.all.allocated", "requested_bytes.all.allocated", "requested_bytes.all.peak"
+    first = before["requested_bytes.all.current"]
+    print((name, after[keys[0]] - before[keys[0]], after[keys[1]] - before[keys[1]], after[keys[2]] - first))
+"""
+
+#: Without and with determinism.
+RECORDED: Final = {
+    "accumulate": ((10, 287057, 247039), (11, 287065, 247039)),
+    "put": ((0, 0, 0), (11, 287065, 247039)),
+    "index_add_": ((0, 0, 0), (12, 1567065, 1527039)),
+    "index_copy_": ((0, 0, 0), (11, 40027, 32008)),
+    "transposed": ((0, 0, 0), (14, 3103065, 3063039)),
+    "scatter_add_": ((0, 0, 0), (11, 287065, 247039)),
+    "scatter_": ((0, 0, 0), (11, 40027, 32008)),
+    "of one dimension": ((0, 0, 0), (12, 307065, 267039)),
+    "gather's derivative": ((1, 128000, 128000), (21, 132405, 130824)),
+    "of two dimensions": ((0, 0, 0), (21, 132405, 130824)),
+    "a new one": ((1, 128000, 128000), (21, 132405, 130824)),
+    "of three": ((1, 128000, 128000), (31, 134127, 130472)),
+    "embedding": ((15, 957613, 788016), (16, 957621, 788016)),
+    "arange": ((1, 80, 80), (2, 88, 88)),
+    "eye": ((1, 128, 128), (2, 136, 136)),
+    "sort": ((3, 80, 80), (4, 88, 88)),
+    "cumsum": ((2, 1039, 1039), (2, 20, 20)),
+    "randperm": ((6, 225, 217), (7, 233, 217)),
+    "randperm of many": ((6, 4838407, 4838399), (7, 4838415, 4838399)),
+}
+
+
+@pytest.mark.skipif(installed_release() != DEFAULT_RELEASE, reason="recorded of another release")
+@pytest.mark.parametrize("mode", ["plain", "deterministic"])
+def test_operators_take_what_was_recorded(mode: str, tmp_path: Path) -> None:
+    done = record(folder_of(tmp_path, {"train.py": PROGRAM}), "train.py", mode)
+    assert done.returncode == 0, done.stderr
+    found = {name: tuple(figures) for name, *figures in map(ast.literal_eval, done.stdout.splitlines())}
+    assert found == {name: figures[mode == "deterministic"] for name, figures in RECORDED.items()}
