@@ -42,7 +42,7 @@ _MODULE: Final = (1 << _BITS) - 1
 _DURATION: Final = "ns"
 
 _grad_enabled: Final = torch.is_grad_enabled
-_deterministic: Final = torch.are_deterministic_algorithms_enabled
+_deterministic: Final = torch.get_deterministic_debug_mode
 _get_ident: Final = threading.get_ident
 
 

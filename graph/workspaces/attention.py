@@ -16,7 +16,7 @@ import numpy as np
 
 from graph.hardware.profile import Profile
 from graph.workspaces.metadata import argument, in_order, size, up, upper, width
-from graph.workspaces.rules import REST, Call, Plan, Rule, Step, within
+from graph.workspaces.rules import ENFORCED, REST, Call, Plan, Rule, Step, within
 
 if TYPE_CHECKING:
     import torch
@@ -134,7 +134,8 @@ def flash_backward(call: Call) -> Plan | None:
 
     The output and its gradient are copied if not contiguous by token. Row sums are fp32 (batch, heads, rows to 128),
     dQ's accumulator fp32 (batch, rows to 128, heads, head to 32, above 128 to 64). Grouped heads get dK and dV by head
-    of the query first.
+    of the query first. Where the order of sums is to be the same each time, there is an accumulator for each part into
+    which the keys are then split.
     """
     grad_out, query, key, out = call.args[0], call.args[1], call.args[2], call.args[4]
     batch, heads, rows, head = query.shape
@@ -146,7 +147,8 @@ def flash_backward(call: Call) -> Plan | None:
             steps.alloc(name, size(tensor))
     steps.out(0, 1, 2)
     steps.alloc("softmax_d", batch * heads * rounded * 4)
-    steps.alloc("dq_accum", batch * rounded * heads * _flash_head(head, call.profile) * 4)
+    splits = up(call.profile.sm_count, batch * heads) if call.deterministic == ENFORCED else 1
+    steps.alloc("dq_accum", splits * batch * rounded * heads * _flash_head(head, call.profile) * 4)
     if key_heads != heads:
         expanded = batch * columns * heads * head * width(query)
         steps.alloc("dk_expanded", expanded)

@@ -18,6 +18,8 @@ from graph.hardware.profile import Profile
 #: names are born before the first step.
 Step = tuple[Any, ...]
 Plan = tuple[Step, ...]
+#: `Call.deterministic` where what is not deterministic is an error.
+ENFORCED: Final = 2
 #: The outputs that no step has named are born.
 REST: Final = ("rest",)
 #: What the allocator has cached is given back, as torch.cuda.empty_cache does.
@@ -30,7 +32,7 @@ class Call:
 
     `name` is the overload's full name ("aten.mm.default"). `thread` is 0 for the main thread and 1 for autograd's
     device thread, since cuBLAS handles are per thread. `state` lives as long as the capture: rules note in it which
-    persistent workspaces exist. `deterministic`: torch.use_deterministic_algorithms was called.
+    persistent workspaces exist. `deterministic`: torch.get_deterministic_debug_mode.
     """
 
     name: str
@@ -42,7 +44,7 @@ class Call:
     thread: int
     grad: bool
     state: dict[Any, Any]
-    deterministic: bool = False
+    deterministic: int = 0
 
 
 Rule = Callable[[Call], Plan | None]

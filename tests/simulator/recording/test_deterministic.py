@@ -22,6 +22,10 @@ def f(*size): return torch.randn(*size, device="cuda")
 rows, at, given = f(1000, 64), torch.randint(0, 1000, (5000,), device="cuda"), f(5000, 64)
 column, wide, several = rows[:, 0].clone(), at[:, None].expand(5000, 64), f(64, 500)
 label = torch.randint(0, 500, (64, 1), device="cuda")
+query = torch.randn(1, 4, 500, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+key, value = (torch.randn_like(query[:, :2], requires_grad=True) for _ in range(2))
+attended = torch.nn.functional.scaled_dot_product_attention(query, key, value, enable_gqa=True)
+gradient = torch.ones_like(attended)
 calls = {
     "accumulate": lambda: rows.index_put_((at,), given, accumulate=True),
     "put": lambda: rows.index_put_((at,), given),
@@ -42,6 +46,7 @@ calls = {
     "cumsum": lambda: column[:4].cumsum(0),
     "randperm": lambda: torch.randperm(9, device="cuda"),
     "randperm of many": lambda: torch.randperm(100_000, device="cuda"),
+    "attention": lambda: torch.autograd.grad(attended, (query, key, value), gradient),
 }
 for name, call in calls.items():
     torch.cuda.reset_peak_memory_stats()
@@ -74,6 +79,7 @@ RECORDED: Final = {
     "cumsum": ((2, 1039, 1039), (2, 20, 20)),
     "randperm": ((6, 225, 217), (7, 233, 217)),
     "randperm of many": ((6, 4838407, 4838399), (7, 4838415, 4838399)),
+    "attention": ((9, 2068480, 2068480), (9, 15699968, 15699968)),
 }
 
 
