@@ -74,9 +74,10 @@ def _few_segments(call: Call, segments: int, partials: int, columns: int) -> boo
 def embedding(call: Call) -> Plan | None:
     """`embedding`: indices that are not contiguous are copied before the output (Embedding.cpp)."""
     indices = call.args[1]
+    found = (REST, *order(call, width(call.args[0])))
     if len(shape(indices)) <= 1 or is_contiguous(indices):
-        return None
-    return within([("indices", size(indices))], REST)
+        return found if call.deterministic else None
+    return within([("indices", size(indices))], *found)
 
 
 RULES: Mapping[str, Rule] = {

@@ -140,7 +140,7 @@ def order(call: Call, item: int = 8) -> Plan:
 
 
 def resized(call: Call) -> Plan | None:
-    """`arange`, `eye`: their output is resized, and filled (aten/src/ATen/native/Resize.h)."""
+    """`arange`, `eye`, `index_select`: their output is resized, and filled (aten/src/ATen/native/Resize.h)."""
     return (REST, *order(call, width(call.out))) if call.deterministic else None
 
 
@@ -221,7 +221,7 @@ def _in_front(target: torch.Tensor, places: Sequence[int]) -> bool:
     return in_order([shape(target)[place] for place in order], [strides(target)[place] for place in order])
 
 
-_RESIZED = ("arange.start_step", "arange.start_out", "eye.out", "eye.m_out")
+_RESIZED = ("arange.start_step", "arange.start_out", "eye.out", "eye.m_out", "index_select.default")
 RULES: Mapping[str, Rule] = {
     **dict.fromkeys([f"aten.{name}" for name in _RESIZED], resized),
     "aten.index.Tensor": index,
