@@ -22,9 +22,21 @@ def nll_loss_forward(call: Call) -> Plan | None:
     return None if is_contiguous(source) else after([("input", size(source))])
 
 
+def cdist_backward(call: Call) -> Plan | None:
+    """`_cdist_backward`: the gradient of each pair of rows, which is then summed (cuda/DistanceKernel.cu)."""
+    one, other = call.args[1], call.args[2]
+    pairs = elements(one) * shape(other)[-2]
+    return after([("pairs", pairs * width(one))]) if pairs else None
+
+
 def nll_loss2d_forward(call: Call) -> Plan | None:
-    """`nll_loss2d_forward`: the total weight is born before the loss."""
-    return (("out", 1), ("out", 0))
+    """`nll_loss2d_forward`: the total weight is born before the loss; of a reduced one strided arguments are copied."""
+    return (("out", 1), ("out", 0), *(within(_strided(call, 0, 1)) if argument(call, 3, "reduction", 1) else ()))
+
+
+def nll_loss2d_backward(call: Call) -> Plan | None:
+    """`nll_loss2d_backward`: strided targets are copied (NLLLoss2d.cu)."""
+    return after(_strided(call, 2)) if argument(call, 4, "reduction", 1) else None
 
 
 def nll_loss_backward(call: Call) -> Plan | None:
@@ -100,6 +112,8 @@ RULES: Mapping[str, Rule] = {
     "aten.multilabel_margin_loss_forward.default": multilabel_margin_loss,
     "aten.multilabel_margin_loss_backward.default": multi_margin_loss_backward,
     "aten.nll_loss2d_forward.default": nll_loss2d_forward,
+    "aten.nll_loss2d_backward.default": nll_loss2d_backward,
+    "aten._cdist_backward.default": cdist_backward,
     "aten.binary_cross_entropy.default": binary_cross_entropy,
     "aten.mse_loss.default": elementwise_loss,
     "aten.smooth_l1_loss.default": elementwise_loss,

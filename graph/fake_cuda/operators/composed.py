@@ -206,7 +206,25 @@ def jitted(function: Any, *tensors: torch.Tensor, **kwargs: object) -> Any:
 
 
 #: By operator.
+def _histc(runtime: Runtime, source: torch.Tensor, bins: int = 100, low: float = 0, high: float = 0) -> Any:
+    """cuda/SummaryOps.cu, `_histc_cuda_template`: without limits, those of the numbers are read by the host."""
+    if low == high and source.numel():
+        for extreme in (_aten.min.default, _aten.max.default):
+            extreme(source)
+            runtime.synchronized()
+    return torch.zeros(bins, dtype=source.dtype, device=source.device)
+
+
+def _no_errors(runtime: Runtime, info: torch.Tensor, name: str, *, is_matrix: bool) -> None:
+    """BatchLinearAlgebra.cpp, `_linalg_check_errors`: the host reads whether a matrix could not be factorized."""
+    _aten.any.default(info)
+    runtime.assume("whether a matrix could not be factorized", False)
+    runtime.synchronized()
+
+
 COMPOSED: Final[Mapping[str, Callable[..., Any]]] = {
+    "histc": _histc,
+    "_linalg_check_errors": _no_errors,
     "masked_select": _masked_select,
     "count_nonzero.dim_IntList": _count_nonzero,
     "bincount": _bincount,

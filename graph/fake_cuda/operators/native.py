@@ -19,8 +19,8 @@ from graph.errors import CaptureError
 if TYPE_CHECKING:
     from graph.fake_cuda.torch_private import Operator
 
-#: Operators that ask the device's DispatchStub without an entry for CUDA in native_functions.yaml.
-_ALSO: Final = ("copy_",)
+#: Operators that ask DispatchStub without an entry for CUDA in native_functions.yaml, and one that reads values.
+_ALSO: Final = ("copy_", "_linalg_check_errors")
 
 
 @functools.cache

@@ -44,7 +44,11 @@ OPERATORS_BY_SOURCE = {  # variants with `out=` or in place take the rule of the
     "aten.median.dim_values",
     "aten.nanmedian.dim_values",
     *("aten.arange.start_step", "aten.arange.start_out", "aten.eye.out", "aten.eye.m_out"),
-    "aten.index_select.default",  # recorded as programs:
+    *(
+        "aten.index_select.default",
+        "aten.nll_loss2d_backward.default",
+        "aten._cdist_backward.default",
+    ),  # recorded as programs:
     *(f"aten.randperm.{name}" for name in ("default", "generator", "out", "generator_out")),  # test_deterministic
 }
 

@@ -48,6 +48,7 @@ calls = {
     "cumsum": lambda: column[:4].cumsum(0),
     "randperm": lambda: torch.randperm(9, device="cuda"),
     "randperm of many": lambda: torch.randperm(100_000, device="cuda"),
+    "distances": lambda: torch.ops.aten._cdist_backward(f(10, 20), f(10, 3), f(20, 3), 2.0, f(10, 20)),
     "attention": lambda: torch.autograd.grad(attended, (query, key, value), gradient),
 }
 for name, call in calls.items():
@@ -83,6 +84,7 @@ RECORDED: Final = {
     "cumsum": ((2, 1039, 1039), (2, 20, 20)),
     "randperm": ((6, 225, 217), (7, 233, 217)),
     "randperm of many": ((6, 4838407, 4838399), (7, 4838415, 4838399)),
+    "distances": ((6, 4480, 4480), (6, 4480, 4480)),
     "attention": ((9, 2068480, 2068480), (9, 15699968, 15699968)),
 }
 

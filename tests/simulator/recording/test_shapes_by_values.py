@@ -112,3 +112,21 @@ def test_a_programs_own_checks_of_floating_point_numbers_pass(tmp_path: Path) ->
     done = record(tmp_path, "train.py")
     assert (done.returncode, done.stdout) == (0, "True\n"), done.stderr
     assert ["False is assumed" in text for text in answer(tmp_path)["assumptions"]] == [True, False]
+
+
+FACTORIZED = """
+import torch
+matrix = torch.eye(8, device="cuda").expand(3, 8, 8).contiguous().requires_grad_()
+linalg = torch.linalg
+for factorized in (linalg.inv, linalg.cholesky, linalg.eigh, linalg.svd, linalg.qr, linalg.lu, linalg.slogdet):
+    factorized(matrix)
+linalg.solve(matrix, matrix).sum().backward()
+print(torch.distributions.MultivariateNormal(matrix[0, 0], matrix[0]).rsample().shape)
+"""
+
+
+def test_matrices_can_be_factorized(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(FACTORIZED)
+    done = record(tmp_path, "train.py")
+    assert (done.returncode, done.stdout) == (0, "torch.Size([8])\n"), done.stderr
+    assert any("whether a matrix could not be factorized" in text for text in answer(tmp_path)["assumptions"])
