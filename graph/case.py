@@ -61,6 +61,8 @@ DEEPSPEED: Final = Group("DeepSpeed", (Taken(scope="deepspeed"),))
 PIPELINE: Final = Group("Pipeline", (Taken(scope="pipeline"),))
 INFERENCE: Final = Group("Inference", (Only("task", ("inference",)),))
 DEVICE: Final = Group("Allocator and GPU")
+#: Modes of torch.compile that make CUDA graphs.
+GRAPHED: Final = frozenset({"reduce-overhead", "max-autotune"})
 #: Every group, in the order of help and reference.
 GROUPS: Final = (COMMON, PRECISION, INPUTS, LOOP, ADAPTERS, SEVERAL, DEEPSPEED, PIPELINE, INFERENCE, DEVICE)
 
@@ -277,7 +279,7 @@ class Case:
         aliases=("max_grad_norm", "gradient_clipping"),
     )
     steps: Count = declared(3, LOOP, "Training steps.", aliases=("max_steps",))
-    compile: Literal["", "default", "reduce-overhead", "max-autotune-no-cudagraphs"] = declared(
+    compile: Literal["", "default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] = declared(
         "",
         LOOP,
         "torch.compile of the model, in this mode.",

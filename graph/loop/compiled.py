@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from graph.fake_cuda.served import has_triton
 from graph.host import triton_stand_in
@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     from graph.case import Case
     from graph.fake_cuda.device import Runtime
     from graph.recorder.recorder import Recorder
+
+
+#: What is assumed where kernels are measured.
+FIRST: Final = "of the kernels that are measured the first is taken: which is the fastest is not known"
 
 
 @contextlib.contextmanager
@@ -35,7 +39,7 @@ def compiling(case: Case, runtime: Runtime, recorder: Recorder) -> Iterator[None
     from graph.host.compiled import compiling as of_device
 
     if case.compile.startswith("max-autotune"):
-        runtime.note("of the kernels that are measured the first is taken: which is the fastest is not known")
+        runtime.note(FIRST)
     with (
         tempfile.TemporaryDirectory() as name,
         _triton(),

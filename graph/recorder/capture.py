@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from graph.case import GRAPHED
 from graph.errors import CaptureError
 from graph.fake_cuda import sdpa as attention
 from graph.hardware.profile import profile
@@ -46,9 +47,9 @@ def capture(case: Case, *, progress: Progress | None = None, method: Method | No
     be captured, ConfigError for a bad case, UnsupportedTorch where this PyTorch does not behave as the capture
     needs. `method` runs the model as one rank of a job; None: on one GPU.
     """
-    if case.compile == "reduce-overhead":
+    if case.compile in GRAPHED:
         raise CaptureError(
-            "CUDA graphs ask the allocator, and a capture has none: without 'compile': 'reduce-overhead' the step is "
+            f"CUDA graphs ask the allocator, and a capture has none: without 'compile': {case.compile!r} the step is "
             "captured, with it estimate and record work out its memory"
         )
     method = Method() if method is None else method

@@ -1,8 +1,8 @@
 """The trace of a case: lowered from captures, or recorded of its training script where a capture cannot have it.
 
-CUDA graphs (`compile` reduce-overhead) ask the allocator where blocks lie and what their pool holds, and a capture has
-no allocator. Such a case is run as its script is (`simulator.launch.training_script`), by `record`, on a GPU whose
-memory never runs out: what the case's own GPU has is for the replay.
+CUDA graphs (`compile` reduce-overhead, max-autotune) ask the allocator where blocks lie and what their pool holds; a
+capture has none. Such a case is run as its script is (`simulator.launch.training_script`), by `record`, on a
+GPU whose memory never runs out: what the case's own GPU has is for the replay.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from graph.case import Case
+from graph.case import GRAPHED, Case
 from graph.errors import CaptureError
 from graph.models.lookup import configuration
 from simulator.launch.training_script import script, why_not
@@ -71,7 +71,7 @@ def trace_of(
 
 def is_recorded(case: Case) -> bool:
     """Whether a case's trace is recorded."""
-    return case.compile == "reduce-overhead"
+    return case.compile in GRAPHED
 
 
 @functools.lru_cache(maxsize=_KEPT)
@@ -117,6 +117,7 @@ def _recorded(document: str, ranks: tuple[int, ...], timed: bool, interconnect: 
 
 def _dressed(recorded: Recorded, case: Case, ran: tuple[int, ...]) -> Trace:
     """The trace of a recording with the ranks, devices, settings and metadata of the case."""
+    from graph.loop.compiled import FIRST
     from graph.models.sources import build
 
     built = build(case)
@@ -127,7 +128,7 @@ def _dressed(recorded: Recorded, case: Case, ran: tuple[int, ...]) -> Trace:
         recorded.trace.groups,
         case,
         environment,
-        (*built.assumptions, *ours),
+        (*built.assumptions, *ours, *([FIRST] if case.compile.startswith("max-autotune") else [])),
     )
     (device,) = recorded.trace.devices
     return replace(made, devices=tuple(replace(one, launch_ns=device.launch_ns) for one in made.devices))
