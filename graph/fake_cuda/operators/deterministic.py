@@ -81,34 +81,43 @@ _SOMETIMES: Final[Mapping[str, tuple[str, Callable[[tuple[Any, ...], Mapping[str
 
 def _index_add_(target: torch.Tensor, dim: int, index: torch.Tensor, source: torch.Tensor, alpha: float = 1) -> Any:
     """`index_add_cuda_` (aten/src/ATen/native/cuda/Indexing.cu)."""
-    return _put(target, _at(target, dim, index), source.mul(alpha), True)
+    return _at_rows(target, dim, index, source.mul(alpha), True)
 
 
 def _index_copy_(target: torch.Tensor, dim: int, index: torch.Tensor, source: torch.Tensor) -> Any:
     """`index_copy_` (aten/src/ATen/native/TensorAdvancedIndexing.cpp)."""
-    return _put(target, _at(target, dim, index), source, False)
+    return _at_rows(target, dim, index, source, False)
+
+
+def _at_rows(target: torch.Tensor, dim: int, index: torch.Tensor, source: torch.Tensor, accumulate: bool) -> Any:
+    whole = target if target.dim() else target.view(1)
+    _put(whole, _at(whole, dim, index), source, accumulate)
+    return target
 
 
 def _at(target: torch.Tensor, dim: int, index: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    return (*[None] * (dim % max(target.dim(), 1)), index)
+    return (*[None] * (dim % target.dim()), index)
 
 
 def _scattered(accumulate: bool) -> Kernel:
     """`_scatter_via_index_put` (aten/src/ATen/native/TensorAdvancedIndexing.cpp)."""
 
     def scatter_(target: torch.Tensor, dim: int, index: torch.Tensor, source: torch.Tensor) -> Any:
-        if target.dim() == 1:
-            return _put(target, (index,), source, accumulate)
-        dim %= target.dim()
-        if all(step == 0 for place, step in enumerate(index.stride()) if place != dim):
-            rows = index.select(-1, 0) if dim == 0 else index
-            return _put(target, _at(target, dim, rows.reshape(-1)), source, accumulate)
+        whole, index, source = (one if one.dim() else one.view(1) for one in (target, index, source))
+        dim %= whole.dim()
+        given = source.as_strided(index.shape, source.stride())
+        others = [place for place in range(index.dim()) if place != dim]
+        if all(index.stride(place) == 0 and index.shape[place] == whole.shape[place] for place in others):
+            row = index[tuple([0 if place in others else slice(None) for place in range(index.dim())])]
+            _put(whole, _at(whole, dim, row), given, accumulate)
+            return target
         places = []
-        for other, extent in enumerate(index.shape):
+        for place, extent in enumerate(index.shape):
             around = [1] * index.dim()
-            around[other] = extent
-            places.append(index if other == dim else torch.arange(extent, device=index.device).view(around))
-        return _put(target, places, source.as_strided(index.shape, source.stride()), accumulate)
+            around[place] = extent
+            places.append(index if place == dim else torch.arange(extent, device=index.device).view(around))
+        _put(whole, places, given, accumulate)
+        return target
 
     return scatter_
 

@@ -12,6 +12,7 @@ import torch
 from torch.nn import functional as F  # noqa: N812
 
 from graph.fake_cuda import device as fake_cuda
+from graph.fake_cuda.device import Runtime
 from graph.hardware.profile import profile
 
 
@@ -55,9 +56,9 @@ CALLS: list[tuple[Callable[[], torch.Tensor], str]] = [
 
 
 @pytest.fixture(scope="module", autouse=True)
-def device() -> Iterator[None]:
-    with fake_cuda.fake_cuda(profile("A100-80GB", "2.13")):
-        yield
+def device() -> Iterator[Runtime]:
+    with fake_cuda.fake_cuda(profile("A100-80GB", "2.13")) as runtime:
+        yield runtime
 
 
 @pytest.fixture(autouse=True)
@@ -95,3 +96,37 @@ def test_it_warns_where_a_warning_was_asked_for() -> None:
     torch.use_deterministic_algorithms(True, warn_only=True)
     with pytest.warns(UserWarning, match="put_ does not have a deterministic implementation"):
         _run(lambda: r(10, 8).take(i(4)))
+
+
+#: Sizes of the target, of the index (1: expanded to the size that follows) and of the source, and the dimension.
+PLACES = [
+    ([6], [4], [4], 0),
+    ([6], [4], [5], 0),
+    ([6, 3], [4, 3], [4, 3], 0),
+    ([6, 3], [4, 2], [5, 3], 0),
+    ([6, 3], [6, 2], [6, 2], 1),
+    ([2, 6, 3], [2, 4, 3], [2, 4, 3], 1),
+    ([], [], [], 0),
+]
+
+
+@pytest.mark.parametrize(("target", "index", "source", "dim"), PLACES)
+@pytest.mark.parametrize("expanded", [False, True])
+@pytest.mark.parametrize("name", ["scatter_", "scatter", "scatter_add_", "scatter_add", "index_add_", "index_copy"])
+def test_what_is_written_is_what_the_host_writes(
+    name: str, target: list[int], index: list[int], source: list[int], dim: int, expanded: bool, device: Runtime
+) -> None:
+    """Whole numbers have values."""
+    place = torch.randperm(target[dim])[: index[dim]] if target else torch.tensor(0)
+    if name.startswith("index"):
+        source = [index[dim] if one == dim else extent for one, extent in enumerate(target)]
+    else:
+        around = [index[dim] if one == dim else 1 for one in range(len(index))]
+        place = place.view(around).expand(index)
+        place = place if expanded else place.contiguous()
+    given = torch.randint(0, 100, target), place, torch.randint(0, 100, source)
+    here, there = (
+        getattr(one.clone(), name)(dim, at, values) for one, at, values in (given, [one.to("cuda") for one in given])
+    )
+    found = device.values.of(there)
+    assert found is not None and torch.equal(found, here)
