@@ -129,4 +129,5 @@ def test_what_is_written_is_what_the_host_writes(
         getattr(one.clone(), name)(dim, at, values) for one, at, values in (given, [one.to("cuda") for one in given])
     )
     found = device.values.of(there)
-    assert found is not None and torch.equal(found, here)
+    assert found is not None
+    assert torch.equal(found, here)
