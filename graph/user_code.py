@@ -65,11 +65,8 @@ def passing() -> bool | None:
     frame = _reading()
     if frame is None:
         return None
-    file, line = frame.f_code.co_filename, frame.f_lineno
-    for first, last, test, wanted in _checks(file):
-        if first <= line <= last:
-            return _wanted(test, line, wanted)
-    return None
+    line, checks = frame.f_lineno, _checks(frame.f_code.co_filename)
+    return next((_wanted(test, line, wanted) for test, wanted in checks if _is_on(test, line)), None)
 
 
 def _reading() -> FrameType | None:
@@ -84,8 +81,8 @@ def _reading() -> FrameType | None:
 
 
 @functools.cache
-def _checks(file: str) -> tuple[tuple[int, int, ast.expr, bool], ...]:
-    """The conditions of a file whose outcome decides whether it raises: first and last line, and what they must be."""
+def _checks(file: str) -> tuple[tuple[ast.expr, bool], ...]:
+    """The conditions of a file whose outcome decides whether it raises, and what they must be."""
     found = []
     try:
         nodes = ast.walk(ast.parse("".join(linecache.getlines(file))))
@@ -93,13 +90,15 @@ def _checks(file: str) -> tuple[tuple[int, int, ast.expr, bool], ...]:
         return ()
     for node in nodes:
         if isinstance(node, ast.Assert):
-            wanted = True
+            found.append((node.test, True))
         elif isinstance(node, ast.If) and _raises(node.body) != _raises(node.orelse):
-            wanted = _raises(node.orelse)
-        else:
-            continue
-        found.append((node.test.lineno, node.test.end_lineno or node.test.lineno, node.test, wanted))
+            found.append((node.test, _raises(node.orelse)))
     return tuple(found)
+
+
+def _is_on(expression: ast.expr, line: int) -> bool:
+    """Whether an expression has a part on a line."""
+    return expression.lineno <= line <= (expression.end_lineno or expression.lineno)
 
 
 def _raises(body: list[ast.stmt]) -> bool:
@@ -116,8 +115,7 @@ def _wanted(test: ast.expr, line: int, wanted: bool) -> bool | None:
     if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
         return _wanted(test.operand, line, not wanted)
     if isinstance(test, ast.BoolOp):
-        here = [one for one in test.values if one.lineno <= line <= (one.end_lineno or one.lineno)]
-        answers = {_wanted(one, line, wanted) for one in here}
+        answers = {_wanted(one, line, wanted) for one in test.values if _is_on(one, line)}
         return answers.pop() if len(answers) == 1 else None
     return None if isinstance(test, ast.Compare) else wanted
 

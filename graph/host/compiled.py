@@ -27,7 +27,7 @@ from unittest import mock
 
 import torch
 import torch._dynamo.eval_frame
-from torch._dynamo.callback import callback_handler, on_compile_end
+from torch._dynamo import callback
 from torch.nn.modules import module as modules
 from torch.utils import _triton
 
@@ -192,7 +192,7 @@ def _patterns_unknown() -> None:
 
 def tells_of_backwards() -> bool:
     """Whether PyTorch says what was compiled: from 2.8 on."""
-    return hasattr(importlib.import_module("torch._dynamo.callback"), "CallbackTrigger")
+    return hasattr(callback, "CallbackTrigger")
 
 
 @contextlib.contextmanager
@@ -203,11 +203,11 @@ def after_backwards(do: Callable[[], object]) -> Iterator[None]:
         if any(one.callback_trigger.name == "LAZY_BACKWARD" for one in finished):
             do()
 
-    on_compile_end(compiled)
+    callback.on_compile_end(compiled)
     try:
         yield
     finally:
-        callback_handler.remove_end_callback(compiled)
+        callback.callback_handler.remove_end_callback(compiled)
 
 
 def _hidden() -> Callable[[], None]:

@@ -160,8 +160,7 @@ class ProgramRecorder:
     def launched(self, name: str, args: Sequence[object], written: Sequence[bool]) -> None:
         """Compiled code launches a kernel, which moves its arguments once."""
         if self._price is not None:
-            current = self.runtime.stream
-            self._launch(name, self._price(name, tuple(args), {}, None), 0 if current is None else current.stream_id)
+            self._launch(name, self._price(name, tuple(args), {}, None), self._stream())
 
     def _launch(self, name: str, duration: int, stream: int) -> None:
         if stream in self.runtime.captured:
@@ -176,8 +175,11 @@ class ProgramRecorder:
     def graph_replayed(self, graph: int) -> None:
         """A CUDA graph runs: one launch, and its kernels one after another."""
         if duration := self._graphs.get(graph, 0):
-            current = self.runtime.stream
-            self._launch("CUDA graph", duration, 0 if current is None else current.stream_id)
+            self._launch("CUDA graph", duration, self._stream())
+
+    def _stream(self) -> int:
+        current = self.runtime.stream
+        return 0 if current is None else int(current.stream_id)
 
     def freed(self, storage: int) -> None:
         """A storage has died (any thread)."""
@@ -222,8 +224,7 @@ class ProgramRecorder:
         """A storage has now `size` bytes: the new memory is there before the old one goes (`Recorder.resized`)."""
         old = self._numbers.pop(storage, -1)
         if size:
-            current = self.runtime.stream
-            stream = 0 if current is None else current.stream_id
+            stream = self._stream()
             place = self._place(int(_get_ident() != self._main), self.labels.code("resize_"))
             self._numbers[storage] = self._allocate(size, stream, place)
         if old >= 0:
@@ -253,13 +254,11 @@ class ProgramRecorder:
         """A collective of `size` bytes starts (`Recorder.collective`); with `runs` nobody waits before `settle`."""
         if self._price is None:
             return
-        current = self.runtime.stream
         if runs is not None:
-            self.allocator.wait_stream(runs, 0 if current is None else current.stream_id)
+            self.allocator.wait_stream(runs, self._stream())
             self._behind.add(runs)
-        elif not stream and current is not None:
-            stream = current.stream_id
-        self.allocator.collective(self.labels.code(kind), kind, group, size, stream if runs is None else runs)
+        on = stream or self._stream() if runs is None else runs
+        self.allocator.collective(self.labels.code(kind), kind, group, size, on)
 
     def settle(self) -> None:
         """A phase ends: its collectives are waited for."""

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from graph.hardware.profile import Profile
 from graph.workspaces.metadata import (
+    FLOATING,
     argument,
     dtype,
     elements,
@@ -39,7 +40,6 @@ _MIB: Final = 1 << 20
 _DEFAULT: Final = (2 * 4096 + 8 * 16) << 10
 _HOPPER: Final = 32 * _MIB
 _LT: Final = _MIB
-_LT_TYPES: Final = frozenset({"float64", "float32", "float16", "bfloat16"})
 
 
 def workspace_bytes(profile: Profile) -> int:
@@ -197,7 +197,7 @@ def _takes_lt(call: Call, bias: torch.Tensor, second: torch.Tensor, result: torc
     columns = shape(second)[1]
     if call.name.startswith("aten.addmm_."):
         return False
-    if float(call.kwargs.get("beta", 1)) != 1.0 or dtype(second) not in _LT_TYPES:
+    if float(call.kwargs.get("beta", 1)) != 1.0 or dtype(second) not in FLOATING:
         return False
     if shape(second)[0] <= 1 or columns <= 1 or not (is_contiguous(bias) and is_contiguous(result)):
         return False

@@ -6,7 +6,7 @@ Rules see tensors without values and never run an operator on them; PyTorch is n
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from graph.workspaces.rules import Call
 
@@ -25,6 +25,8 @@ class Strided(Protocol):
         """Strides in elements."""
 
 
+#: Names of the floating-point types that CUDA computes in.
+FLOATING: Final = frozenset({"float64", "float32", "float16", "bfloat16"})
 _HALF = frozenset({"torch.float16", "torch.bfloat16"})
 
 

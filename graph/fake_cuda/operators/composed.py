@@ -205,7 +205,6 @@ def jitted(function: Any, *tensors: torch.Tensor, **kwargs: object) -> Any:
     return made if len(made) > 1 else made[0]
 
 
-#: By operator.
 def _histc(runtime: Runtime, source: torch.Tensor, bins: int = 100, low: float = 0, high: float = 0) -> Any:
     """cuda/SummaryOps.cu, `_histc_cuda_template`: without limits, those of the numbers are read by the host."""
     if low == high and source.numel():
@@ -222,6 +221,7 @@ def _no_errors(runtime: Runtime, info: torch.Tensor, name: str, *, is_matrix: bo
     runtime.synchronized()
 
 
+#: By operator.
 COMPOSED: Final[Mapping[str, Callable[..., Any]]] = {
     "histc": _histc,
     "_linalg_check_errors": _no_errors,

@@ -81,22 +81,18 @@ _SOMETIMES: Final[Mapping[str, tuple[str, Callable[[tuple[Any, ...], Mapping[str
 
 def _index_add_(target: torch.Tensor, dim: int, index: torch.Tensor, source: torch.Tensor, alpha: float = 1) -> Any:
     """`index_add_cuda_` (aten/src/ATen/native/cuda/Indexing.cu)."""
-    return _at_rows(target, dim, index, source.mul(alpha), True)
+    return _rows(target, dim, index, source.mul(alpha), True)
 
 
 def _index_copy_(target: torch.Tensor, dim: int, index: torch.Tensor, source: torch.Tensor) -> Any:
     """`index_copy_` (aten/src/ATen/native/TensorAdvancedIndexing.cpp)."""
-    return _at_rows(target, dim, index, source, False)
+    return _rows(target, dim, index, source, False)
 
 
-def _at_rows(target: torch.Tensor, dim: int, index: torch.Tensor, source: torch.Tensor, accumulate: bool) -> Any:
+def _rows(target: torch.Tensor, dim: int, index: torch.Tensor, source: torch.Tensor, accumulate: bool) -> Any:
     whole = target if target.dim() else target.view(1)
-    _put(whole, _at(whole, dim, index), source, accumulate)
+    _put(whole, [*[None] * (dim % whole.dim()), index], source, accumulate)
     return target
-
-
-def _at(target: torch.Tensor, dim: int, index: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    return (*[None] * (dim % target.dim()), index)
 
 
 def _scattered(accumulate: bool) -> Kernel:
@@ -109,8 +105,7 @@ def _scattered(accumulate: bool) -> Kernel:
         others = [place for place in range(index.dim()) if place != dim]
         if all(index.stride(place) == 0 and index.shape[place] == whole.shape[place] for place in others):
             row = index[tuple([0 if place in others else slice(None) for place in range(index.dim())])]
-            _put(whole, _at(whole, dim, row), given, accumulate)
-            return target
+            return _rows(target, dim, row, given, accumulate)
         places = []
         for place, extent in enumerate(index.shape):
             around = [1] * index.dim()

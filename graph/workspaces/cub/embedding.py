@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
-from graph.workspaces.cub.indexing import order
+from graph.workspaces.cub.indexing import filled
 from graph.workspaces.cub.temporary import scan, sort_pairs, unique_by_key
 from graph.workspaces.metadata import elements, is_contiguous, shape, size, up, upper, width
 from graph.workspaces.rules import REST, Call, Plan, Rule, within
@@ -52,7 +52,7 @@ def _sorted(call: Call, count: int, rows: int, item: int, scaled: bool) -> Plan:
     else:
         summed = [("partial sums", partials * columns * sums)]
     sort = within([("sort", sort_pairs(profile, count, item, item, bits))])
-    sort = within([("places", count * item)], *order(call, item), *sort)
+    sort = within([("places", count * item)], *filled(call, item), *sort)
     unique = within([("unique indices", count * item), ("unique", unique_by_key(profile, count, item))])
     scanned = within([("scan", scan(profile, segments, item))])
     parts = within([("partials", 8), ("partial places", partials * item), *summed])
@@ -74,7 +74,7 @@ def _few_segments(call: Call, segments: int, partials: int, columns: int) -> boo
 def embedding(call: Call) -> Plan | None:
     """`embedding`: indices that are not contiguous are copied before the output (Embedding.cpp)."""
     indices = call.args[1]
-    found = (REST, *order(call, width(call.args[0])))
+    found = (REST, *filled(call, width(call.args[0])))
     if len(shape(indices)) <= 1 or is_contiguous(indices):
         return found if call.deterministic else None
     return within([("indices", size(indices))], *found)

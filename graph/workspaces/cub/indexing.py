@@ -127,21 +127,21 @@ def _put(call: Call) -> Plan | None:
     bits = max(_largest(target) // _behind(target, places), 1).bit_length()
     pairs = [(name, count * 8) for name in ("sorted indices", "original places", "places")]
     copies = [] if _in_front(target, places) else [("target", size(target))]
-    steps += within([*copies, *pairs], *order(call), *within([("sort", sort_pairs(call.profile, count, 8, 8, bits))]))
+    steps += within([*copies, *pairs], *filled(call), *within([("sort", sort_pairs(call.profile, count, 8, 8, bits))]))
     if broadcast:
         steps.append(("free", "values"))
     steps.append(("free", "linear 0"))
     return tuple(steps)
 
 
-def order(call: Call, item: int = 8) -> Plan:
+def filled(call: Call, item: int = 8) -> Plan:
     """What `arange` and others that resize their output fill it with first, where it has to be deterministic."""
     return within([("fill", item)]) if call.deterministic else ()
 
 
 def resized(call: Call) -> Plan | None:
     """`arange`, `eye`, `index_select`: their output is resized, and filled (aten/src/ATen/native/Resize.h)."""
-    return (REST, *order(call, width(call.out))) if call.deterministic else None
+    return (REST, *filled(call, width(call.out))) if call.deterministic else None
 
 
 def nonzero(call: Call) -> Plan | None:

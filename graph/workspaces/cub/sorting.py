@@ -10,9 +10,10 @@ from math import ceil, log, log2
 from typing import Any, Final
 
 from graph.hardware.profile import Profile
-from graph.workspaces.cub.indexing import order
+from graph.workspaces.cub.indexing import filled
 from graph.workspaces.cub.temporary import scan, segmented_sort, sort_pairs, sort_rows, storage
 from graph.workspaces.metadata import (
+    FLOATING,
     argument,
     dimension,
     dtype,
@@ -29,7 +30,6 @@ from graph.workspaces.metadata import (
 from graph.workspaces.rules import REST, Call, Plan, Rule, after, within
 
 _SMALL_SORT: Final = 4096
-_FLOATING: Final = frozenset({"float64", "float32", "float16", "bfloat16"})
 _LARGE_ROW: Final = 1_000_000
 _SEGMENTS: Final = 128
 _TOPK_THREADS: Final = 256
@@ -49,7 +49,7 @@ def sort(call: Call) -> Plan | None:
     position = 2 if call.name.endswith("stable") else 1
     along = sizes[dimension(int(argument(call, position, "dim", -1)), len(sizes))]
     if along <= _SMALL_SORT:
-        return (REST, *within([("places", along * 8)], *order(call)))
+        return (REST, *within([("places", along * 8)], *filled(call)))
     rows = elements(source) // along
     item = width(source)
     if rows == 1 or along >= _LARGE_ROW:
@@ -115,8 +115,8 @@ def cumsum(call: Call) -> Plan | None:
     if not is_contiguous(source):
         made.append(("input", elements(source) * width(out)))
     along = sizes[dimension(int(argument(call, 1, "dim", 0)), len(sizes))]
-    if call.deterministic and dtype(out) in _FLOATING:
-        return (REST, *within(made, *order(call, width(out))))
+    if call.deterministic and dtype(out) in FLOATING:
+        return (REST, *within(made, *filled(call, width(out))))
     if along == elements(source) and "cumsum" in call.name:
         made.append(("scan", scan(call.profile, along, width(out))))
     return after(made)
@@ -166,7 +166,7 @@ def randperm(call: Call) -> Plan | None:
         ("sorted keys", count * key),
         ("sort", sort_pairs(call.profile, count, key, item, bits)),
     ]
-    return (REST, *within([("largest", item)]), *within(kept, *order(call, item), *within(keys)))
+    return (REST, *within([("largest", item)]), *within(kept, *filled(call, item), *within(keys)))
 
 
 RULES: Mapping[str, Rule] = {
