@@ -88,7 +88,7 @@ class Runtime:
         self.memory.index = index
         self._observer: Observer | None = None
         self.assumptions: dict[str, int] = {}
-        self.values = Values(self.storage, self.memory.values)
+        self.values = Values(self.storage, self.memory.values, self._size)
         self.values.finite = allocator is not None
         self.values.assume = self.assume
         self.truth = True  # what booleans read from the device are, where they have no value
@@ -147,9 +147,16 @@ class Runtime:
 
     def launched(self, name: str, args: Sequence[object], written: Sequence[bool]) -> None:
         """Compiled code launches a kernel: its arguments in order, and whether it writes each."""
+        changed = (arg for arg, writes in zip(args, written, strict=False) if writes)
+        self.values.forget([arg for arg in changed if isinstance(arg, torch.Tensor)])
         told = getattr(self._observer, "launched", None)
         if told is not None:
             told(name, args, written)
+
+    def _size(self, tensor: torch.Tensor) -> int:
+        """Bytes of a tensor's storage, without a look at it: autograd adds in place only what nobody has looked at."""
+        number = self.storage(tensor)
+        return self.memory.live[number] if number else 0
 
     def bytes(self, storage: int) -> int:
         """Bytes of a living storage, as requested from the allocator."""

@@ -22,7 +22,7 @@ from graph.fake_cuda.operators.refused import CHECKS
 from graph.fake_cuda.sdpa import corrected
 from graph.fake_cuda.shapes import Shapes, forgets_steps
 from graph.fake_cuda.torch_private import BY_CPU_KERNEL, elementwise_strides, is_dense, tree_leaves
-from graph.fake_cuda.values import COUNTED
+from graph.fake_cuda.values import has_room, may_have_values
 from traces.release import version_of
 
 if TYPE_CHECKING:
@@ -129,13 +129,13 @@ _PLAIN: Final = (str, torch.dtype, torch.device, torch.layout, torch.memory_form
 
 class Kind:
     """One kind of call: an operator with arguments of certain shapes. `note` is the observer's, None at first;
-    `counted`: all that it makes is new, and of integers or booleans."""
+    `counted`: all that it makes is new, and has room for values."""
 
     __slots__ = ("counted", "made", "note")
 
     def __init__(self, made: tuple[Any, ...]) -> None:
         self.made = made
-        self.counted = bool(made) and all(one.__class__ is Layout and one.dtype in COUNTED for one in made)
+        self.counted = bool(made) and all(one.__class__ is Layout and has_room(one.dtype, one.nbytes) for one in made)
         self.note: Any = None
 
 
@@ -349,7 +349,7 @@ class Kernels:
             else:
                 values = tuple([args[key] if isinstance(key, int) else kwargs[str(key)] for key in written])
                 out = None if not values else values[0] if first is not None else values
-            if out.__class__ is not _Tensor or out.dtype in COUNTED:
+            if out.__class__ is not _Tensor or may_have_values(out):
                 self._written(func, args, kwargs, out)
             if runtime.observer is not None:
                 key = (_kind(args, False), *kwargs, _kind(kwargs.values(), False)) if kwargs else _kind(args, False)
@@ -365,7 +365,7 @@ class Kernels:
     def _written(self, func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], out: object) -> None:
         """Values of what an operator has written; those of lists (`_foreach_`) are forgotten."""
         listed = [value for value in args if isinstance(value, list | tuple)] if out is None else []
-        targets = tuple([t for t in tree_leaves(listed or out) if isinstance(t, _Tensor) and t.dtype in COUNTED])
+        targets = tuple([t for t in tree_leaves(listed or out) if isinstance(t, _Tensor) and may_have_values(t)])
         if listed:
             self.runtime.values.forget(targets)
         elif targets and all(target.is_cuda for target in targets):
@@ -384,7 +384,7 @@ class Kernels:
             old = [self._grow(kwargs[what.name], what.shape, what.strides, born) for what in kind.made]
             values = tuple([kwargs[name] for name in names]) if schema.returns else ()
             out = None if not values else values[0] if len(values) == 1 else values
-            if values and values[0].dtype in COUNTED:
+            if values and may_have_values(values[0]):
                 self._written(func, args, kwargs, out)
             if runtime.observer is not None:
                 runtime.observer.operator(func, args, kwargs, out, born, kind)

@@ -1,9 +1,9 @@
-"""Values of integers and booleans on devices that hold nothing.
+"""Values of integers, booleans and a few floating-point numbers on devices that hold nothing.
 
-What comes from the host has values: token ids, masks, sizes of images, lengths. They and what integer and boolean
-operators make of them are computed on the host beside the shapes, so that shapes that depend on them are what they are
-(`nonzero`, masks among indices, lists of lengths). What derives from floating-point numbers or from chance has no
-values, nor has what is larger than `MOST_BYTES`.
+What comes from the host has values: token ids, masks, sizes of images, lengths, schedules of noise. They and what
+operators make of them alone are computed on the host beside the shapes, so that shapes that depend on them are what
+they are (`nonzero`, masks among indices, lists of lengths). What derives from weights or from chance has no values, nor
+has what is larger than `MOST_BYTES`, of floating-point numbers than `MOST_FLOAT_BYTES`.
 """
 
 from __future__ import annotations
@@ -26,9 +26,13 @@ if TYPE_CHECKING:
 
 #: Storages of more bytes have no values.
 MOST_BYTES: Final = 1 << 25
+#: The same of floating-point numbers: a schedule of a thousand steps has room, in any precision, weights have not.
+MOST_FLOAT_BYTES: Final = 1 << 13
+#: Floating-point numbers in larger storages on the host may not have been written.
+_UNWRITTEN: Final = 1 << 20
 #: Values of as many bytes have pages of their own, which go back to the system with them; malloc would keep them.
 _PAGES: Final = 1 << 20
-#: The dtypes that have values.
+#: The dtypes that have values up to `MOST_BYTES`.
 COUNTED: Final = frozenset({torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64})
 #: Operators in place after which nothing is left of what was there.
 _OVERWRITING: Final = frozenset({"copy_", "fill_", "zero_"})
@@ -45,6 +49,16 @@ _DECISIVE: Final = {"bitwise_and": False, "logical_and": False, "bitwise_or": Tr
 _CPU: Final = torch.device("cpu")
 
 
+def has_room(dtype: torch.dtype, size: int) -> bool:
+    """Whether a storage of `size` bytes can have values."""
+    return size <= (MOST_BYTES if dtype in COUNTED else MOST_FLOAT_BYTES)
+
+
+def may_have_values(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is not too large to have values."""
+    return tensor.dtype in COUNTED or tensor.numel() <= MOST_FLOAT_BYTES
+
+
 class _UnknownError(Exception):
     """A tensor has no values."""
 
@@ -52,14 +66,18 @@ class _UnknownError(Exception):
 class Values:
     """The values of tensors of one device, by storage.
 
-    `key(tensor)` says which storage a tensor has; `known` has the bytes of those with values, on the host. Whoever
-    knows when a storage dies takes its key out of `known`.
+    `key(tensor)` says which storage a tensor has, `size(tensor)` how many bytes it has; `known` has the bytes of those
+    with values, on the host. Whoever knows when a storage dies takes its key out of `known`.
     """
 
     def __init__(
-        self, key: Callable[[torch.Tensor], int], known: MutableMapping[int, torch.UntypedStorage] | None = None
+        self,
+        key: Callable[[torch.Tensor], int],
+        known: MutableMapping[int, torch.UntypedStorage] | None = None,
+        size: Callable[[torch.Tensor], int] = lambda tensor: tensor.untyped_storage().nbytes(),
     ) -> None:
         self.key = key
+        self.size = size
         self.finite = False  # whether floating-point numbers without values count as finite
         self.assume: Callable[[str, object], None] = lambda what, value: None  # told of what is taken to be so
         self.known: MutableMapping[int, torch.UntypedStorage] = {} if known is None else known
@@ -68,9 +86,8 @@ class Values:
     def of(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """The values of `tensor` on the host, as a view of what is kept; None if it has none."""
         if tensor.device.type == "cpu":
-            return tensor
-        if tensor.dtype not in COUNTED:
-            return None
+            written = tensor.dtype in COUNTED or tensor.untyped_storage().nbytes() <= _UNWRITTEN
+            return tensor if written else None
         if not tensor.numel():
             return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=_CPU)
         storage = self.known.get(self.key(tensor))
@@ -78,8 +95,8 @@ class Values:
 
     def put(self, tensor: torch.Tensor, host: torch.Tensor) -> None:
         """Let `tensor`, new, have the values of `host`."""
-        storage = _room(tensor, new=True)
-        if storage is not None and tensor.numel():
+        storage = _room(tensor.dtype, self.size(tensor)) if tensor.numel() else None
+        if storage is not None:
             _view(storage, tensor).copy_(host)
             self.known[self.key(tensor)] = storage
 
@@ -108,7 +125,8 @@ class Values:
 
     def computed(self, func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What `func` gives on the values of its arguments; None where one of them has none."""
-        if torch.Tag.nondeterministic_seeded in func.tags:
+        unknown = any(isinstance(arg, torch.Tensor) and self.of(arg) is None for arg in args)
+        if unknown or torch.Tag.nondeterministic_seeded in func.tags:
             return None
         try:
             host_args, host_kwargs = self._host((args, kwargs))
@@ -117,12 +135,13 @@ class Values:
             return None
 
     def made(self, func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], out: object) -> None:
-        """`func` has made `out`: new tensors of integers or booleans alone."""
+        """`func` has made `out`: new tensors that have room for values."""
         result = self.computed(func, args, kwargs)
-        if result is None and (truth := self._truth(func, args)) is not None:
-            result = [torch.full(one.shape, truth) for one in tree_leaves(out)]
+        made = tree_leaves(out)
+        if result is None and made[0].dtype is torch.bool and (truth := self._truth(func, args)) is not None:
+            result = [torch.full(one.shape, truth) for one in made]
         if result is not None:
-            for tensor, host in zip(tree_leaves(out), tree_leaves(result), strict=True):
+            for tensor, host in zip(made, tree_leaves(result), strict=True):
                 self.put(tensor, host)
 
     def _truth(self, func: Operator, args: tuple[Any, ...]) -> bool | None:
@@ -159,16 +178,21 @@ class Values:
     def written(
         self, func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], targets: tuple[torch.Tensor, ...]
     ) -> None:
-        """`func` has written its arguments `targets`, of integers or booleans."""
+        """`func` has written its arguments `targets`."""
         overwrites = func._opname in _OVERWRITING or (func._schema.is_mutable and bool(_outs(func)))
         for target in targets:
-            if self.of(target) is None and overwrites and (room := _room(target)) is not None:
+            if overwrites and self.of(target) is None and (room := self._whole(target)) is not None:
                 self.known[self.key(target)] = room
         share = self._scattered(func, args)
         if self.computed(func, args, kwargs) is None:
             self.forget(targets)
             if share is not None:
                 self._shares[self.key(args[0])] = share
+
+    def _whole(self, tensor: torch.Tensor) -> torch.UntypedStorage | None:
+        """Memory on the host for the storage of a tensor that is all there is in it."""
+        size = self.size(tensor)
+        return _room(tensor.dtype, size) if tensor.numel() * tensor.dtype.itemsize == size else None
 
     def _host(self, value: object) -> Any:
         """Arguments with host tensors in place of the device's; raises _UnknownError."""
@@ -203,10 +227,9 @@ def _outs(func: Operator) -> list[str]:
     ]
 
 
-def _room(tensor: torch.Tensor, new: bool = False) -> torch.UntypedStorage | None:
-    """Memory on the host for the storage of `tensor`; None if that is too large or not `new` nor the tensor's alone."""
-    size = tensor.untyped_storage().nbytes()
-    if size > MOST_BYTES or (not new and tensor.numel() * tensor.dtype.itemsize != size):
+def _room(dtype: torch.dtype, size: int) -> torch.UntypedStorage | None:
+    """Memory on the host for a storage of so many bytes; None if that is too large."""
+    if not has_room(dtype, size):
         return None
     if size < _PAGES:
         return torch.empty(size, dtype=torch.uint8, device=_CPU).untyped_storage()

@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from graph.fake_cuda.values import COUNTED
-
 if TYPE_CHECKING:
     from graph.fake_cuda.device import Runtime
     from graph.host.imports import Change
@@ -33,7 +31,7 @@ def changes(runtime: Runtime) -> Mapping[str, Change]:
 
         def run(self: object, *args: object, **kwargs: object) -> None:
             given = (*args, *kwargs.values())
-            runtime.values.forget([one for one in given if isinstance(one, torch.Tensor) and one.dtype in COUNTED])
+            runtime.values.forget([one for one in given if isinstance(one, torch.Tensor) and one.is_cuda])
 
         def undo() -> None:
             module.JITFunction.run = plain

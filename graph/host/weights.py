@@ -1,7 +1,7 @@
 """Files of weights: of those that are read, the headers are; those that are written have their size, and holes.
 
-Where a model of transformers has no weights in its folder, or in the cache of the hub, a file with holes stands for
-them, with the names and shapes that the model would save.
+Where a model of transformers or diffusers has no weights in its folder, or in the cache of the hub, a file with holes
+stands for them, with the names and shapes that the model would save.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ def never_read(runtime: Runtime, folder: Path) -> Iterator[None]:
             "safetensors.torch": functools.partial(_safetensors, runtime),
             "torch.distributed.checkpoint.filesystem": _checkpoints,
             "transformers.modeling_utils": stand_in.install,
+            "diffusers.models.modeling_utils": stand_in.install_in_diffusers,
         }
     )
     with reader, mapped, libraries:
@@ -228,7 +229,7 @@ class _StandIn:
 
         module._get_resolved_checkpoint_files = resolve
 
-    def _around_all(self, module: Any) -> None:
+    def _around_all(self, module: ModuleType) -> None:
         """Releases before 4.50 find the files amid from_pretrained: where there are none it is called again, for a
         folder that has one."""
         plain = module.PreTrainedModel.from_pretrained.__func__
@@ -255,16 +256,49 @@ class _StandIn:
         config = type(config).from_dict(config.to_dict())
         dtype = getattr(config, "dtype", None) or getattr(config, "torch_dtype", None) or torch.float32
         dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
-        specs = {name: _spec(tensor) for name, tensor in _saved(module, kind, config, dtype).items()}
         path = self.folder / f"{self._made}.safetensors"
-        self._made += 1
-        _write(path, specs, {"format": "pt"})
-        name = config.name_or_path or kind.__name__
-        what = (
-            f"the weights of {name} are not on this machine: they count as those that {kind.__name__} saves, in {dtype}"
-        )
-        self.runtime.assumptions[what] = 1
+        self._holes(path, _saved(module, kind, config, dtype), config.name_or_path, kind, dtype)
         return path
+
+    def install_in_diffusers(self, module: ModuleType) -> None:
+        """The same for models of diffusers, alone or in pipelines: where there are none, `from_pretrained` is called
+        again, for a folder that has them."""
+        plain = module.ModelMixin.from_pretrained.__func__
+
+        def from_pretrained(cls: Any, /, name: object, **kwargs: object) -> Any:
+            kwargs["local_files_only"] = True
+            try:
+                return plain(cls, name, **kwargs)
+            except OSError:
+                where = {key: kwargs[key] for key in ("cache_dir", "revision", "subfolder") if key in kwargs}
+                config = cls.load_config(name, local_files_only=True, **where)
+            elsewhere = ("cache_dir", "revision", "subfolder", "variant", "use_safetensors")
+            rest = {key: value for key, value in kwargs.items() if key not in elsewhere}
+            asked = (kwargs.get("dtype"), kwargs.get("torch_dtype"))
+            dtype = next((one for one in asked if isinstance(one, torch.dtype)), torch.float32)
+            with torch.device("meta"):
+                state = cls.from_config(config).state_dict()
+            folder = self.folder / str(self._made)
+            folder.mkdir()
+            (folder / module.CONFIG_NAME).write_text(json.dumps(config), encoding="utf-8")
+            self._holes(folder / module.SAFETENSORS_WEIGHTS_NAME, _cast(state, dtype), str(name), cls, dtype)
+            return plain(cls, folder, **rest)
+
+        module.ModelMixin.from_pretrained = classmethod(from_pretrained)
+
+    def _holes(
+        self, path: Path, tensors: Mapping[str, torch.Tensor], name: str, kind: type, dtype: torch.dtype
+    ) -> None:
+        """Write the file that stands for the weights of a model, and say so."""
+        self._made += 1
+        _write(path, {key: _spec(tensor) for key, tensor in tensors.items()}, {"format": "pt"})
+        name, saver = name or kind.__name__, kind.__name__
+        what = f"the weights of {name} are not on this machine: they count as those that {saver} saves, in {dtype}"
+        self.runtime.assumptions[what] = 1
+
+
+def _cast(state: Mapping[str, torch.Tensor], dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    return {name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in state.items()}
 
 
 def _saved(module: ModuleType, kind: Any, config: Any, dtype: torch.dtype) -> Mapping[str, torch.Tensor]:

@@ -20,7 +20,7 @@ from graph.fake_cuda.torch_private import current_node
 from graph.recorder.lines import NONE, Lines
 from graph.recorder.origins import Origins
 from graph.recorder.recorder import Memo
-from graph.recorder.sequences import BIRTH, EMPTY, KEEP, RELEASE, sequence
+from graph.recorder.sequences import BIRTH, EMPTY, KEEP, PERHAPS, RELEASE, sequence
 from graph.recorder.sequences import Sequence as Steps
 from graph.workspaces import plan, rules
 from graph.workspaces.gemm import ENVIRONMENT
@@ -57,6 +57,7 @@ class Labels:
         self.category: dict[int, int] = {}  # of those whose category was found
         self.title: dict[int, int] = {}  # of those that have a name of their own
         self.collected = array("i")  # allocations that Python's collector has freed
+        self.perhaps: dict[int, int] = {}  # bytes that a library may have taken for itself, after an allocation
         self.lines = lines
 
     def code(self, name: str) -> int:
@@ -306,6 +307,8 @@ class ProgramRecorder:
                     self._free(slots.pop(slot))
                 elif action == EMPTY:
                     self.allocator.empty_cache()
+                elif action == PERHAPS:
+                    self.labels.perhaps[len(self.labels.operator) - 1] = size
                 else:
                     ident = self._allocate(size, stream, (self.labels.code(name), *place[1:]))
                     self.labels.category[ident] = self.labels.code("workspace")

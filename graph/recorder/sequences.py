@@ -11,8 +11,8 @@ from typing import Any
 from graph.workspaces.rules import Plan
 
 #: What a step does with its slot: output `slot` is born; scratch `slot` is born, dies; the workspace that the rules
-#: know by the key `slot` is born for good. The last has none: the cache is emptied.
-BIRTH, SCRATCH, RELEASE, KEEP, EMPTY = range(5)
+#: know by the key `slot` is born for good. The last two have none: the cache is emptied; a library may take bytes.
+BIRTH, SCRATCH, RELEASE, KEEP, EMPTY, PERHAPS = range(6)
 Sequence = tuple[tuple[int, Any, int, str], ...]  # action, slot, bytes, name
 
 
@@ -35,6 +35,8 @@ def sequence(plan: Plan | None, outputs: int) -> Sequence:
             found.append((KEEP, step[1], step[2], "workspace"))
         elif kind == "empty":
             found.append((EMPTY, 0, 0, ""))
+        elif kind == "perhaps":
+            found.append((PERHAPS, 0, step[1], ""))
         elif kind == "alloc" and step[2]:
             slots[step[1]] = len(slots) if step[1] not in slots else slots[step[1]]
             alive.append(slots[step[1]])

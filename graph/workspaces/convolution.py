@@ -1,6 +1,7 @@
 """Convolutions: copies of operands into the memory format that is computed in, and the bias gradient's sum.
 
-cuDNN's own workspace depends on the algorithm it chooses and is not known here; it is taken as zero.
+cuDNN's own workspace depends on the algorithm it chooses and is not known here; it is taken as zero. What is likely, of
+operands that do not have channels last, is each of them once more: the fastest kernels want them so.
 Source: aten/src/ATen/native/Convolution.cpp, cudnn/ConvShared.cpp, cuda/DepthwiseConv2d.cu,
 cuda/Im2Col.cu, cuda/Col2Im.cu and c10/core/MemoryFormat.h.
 """
@@ -93,7 +94,13 @@ def cudnn_convolution(call: Call) -> Plan | None:
     source, weight = (_Operand.of(tensor) for tensor in call.args[:2])
     last = _last(source, weight, dtype(call.args[0]) == "float64")
     copies, search = _needed([("weight", weight), ("input", source)], last), _search(call, call.name, call.args[2:6])
-    return (REST, *within(copies, *search)) if copies or search else None
+    own = _perhaps(last, source.bytes, weight.bytes, size(next(tensors(call.out))))
+    return (REST, *within(copies, *own, *search)) if copies or own or search else None
+
+
+def _perhaps(last: bool, *sizes: int) -> Plan:
+    """What cuDNN may take: a copy of each operand, where they do not have channels last."""
+    return () if last else (("perhaps", sum(sizes)),)
 
 
 def _search(call: Call, operation: str, settings: Sequence[Any]) -> Plan:
@@ -153,6 +160,7 @@ def _cudnn_backward(
     """`cudnn_convolution_backward`: each of the two gradients copies what it needs into its own memory format."""
     steps: Plan = ()
     kept: list[tuple[str, int]] = []
+    sizes = gradient.bytes, source.bytes, weight.bytes
     if wanted[1]:
         last = _last(source, weight, wide)
         kept = _needed([("contiguous input", source)], last)
@@ -161,11 +169,15 @@ def _cudnn_backward(
         kept.append(("gradient", gradient.bytes))
         gradient = gradient.copied(source.channels_last)
     if wanted[0]:
-        copies = _needed([("weight", weight), ("its gradient", gradient)], _last(gradient, weight, wide))
-        steps += (("out", 0), *within(copies, *_search(call, "input", call.args[4:10])))
+        last = _last(gradient, weight, wide)
+        copies = _needed([("weight", weight), ("its gradient", gradient)], last)
+        own = (*_perhaps(last, *sizes), *_search(call, "input", call.args[4:10]))
+        steps += (("out", 0), *within(copies, *own))
     if wanted[1]:
-        copies = _needed([("weight's gradient", gradient), ("input", source)], _last(source, gradient, wide))
-        steps += within(copies, ("out", int(wanted[0])), *_search(call, "weight", call.args[4:10]))
+        last = _last(source, gradient, wide)
+        copies = _needed([("weight's gradient", gradient), ("input", source)], last)
+        own = (*_perhaps(last, *sizes), *_search(call, "weight", call.args[4:10]))
+        steps += within(copies, ("out", int(wanted[0])), *own)
     return within(kept, *steps)
 
 

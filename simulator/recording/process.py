@@ -37,7 +37,7 @@ from graph.recorder.phases import Finished, Phases
 from graph.recorder.program import ProgramRecorder
 from graph.user_code import told
 from simulator.allocator.releases import parse_release
-from simulator.recording import arguments, cycles
+from simulator.recording import arguments, cycles, libraries
 from simulator.recording.allocator import LiveAllocator, warm_up
 from simulator.recording.durations import of_phases
 from simulator.recording.prices import Prices
@@ -189,18 +189,20 @@ class _Keeper:
                 f"PyTorch {installed_release()} ran the program; allocator and kernels are those of {asked}"
             )
         collected = cycles.notice(self.recorder, self.allocator.machine.ids[:, 1])
+        durations = of_phases(self.allocator.ended())
+        trace = trace_of(self.allocator, self.recorder.labels, {}, self.request.rank)
+        own = libraries.notice(self.recorder.labels, trace.ranks[0].events)
         facts = {
             "exit_code": code,
             "steps": self.phases.steps,
             "assumptions": assumptions,
-            "notices": [text for text in (self.end.notice, collected) if text],
+            "notices": [text for text in (self.end.notice, collected, own) if text],
         }
-        metadata = {"name": os.path.basename(self.request.program[0]), "program": self.request.program, **facts}
-        facts["durations"] = of_phases(self.allocator.ended())
-        facts |= {"arguments": self.arguments.given, "written": self.arguments.written}
-        facts |= {"raised": self.raised, "asked": self.allocator.asked}
-        trace = trace_of(self.allocator, self.recorder.labels, metadata, self.request.rank)
+        named = {"name": os.path.basename(self.request.program[0]), "program": self.request.program}
+        trace = dataclasses.replace(trace, metadata={**trace.metadata, **named, **facts})
         traces.write(trace, folder / TRACE, force=True)
+        facts |= {"arguments": self.arguments.given, "written": self.arguments.written, "durations": durations}
+        facts |= {"raised": self.raised, "asked": self.allocator.asked}
         (folder / FACTS).write_text(json.dumps(facts))
 
     @contextlib.contextmanager

@@ -422,7 +422,7 @@ def test_values_are_assumed_and_said(truth: bool, runtime: Runtime) -> None:
     waited = []
     runtime.synchronizations = lambda: waited.append(1)
     runtime.truth = truth
-    tensor = torch.ones(3, device="cuda")
+    tensor = torch.rand(3, device="cuda")
     assert bool((tensor == 1).all()) is truth
     assert tensor.sum().item() == 0.0
     assert tensor.int().max().item() == 0
@@ -451,12 +451,12 @@ def test_host_tensors_may_keep_their_values(runtime: Runtime) -> None:
 
 def test_shapes_that_depend_on_values_are_refused(runtime: Runtime) -> None:
     with pytest.raises(CaptureError, match=r"^operator aten\.\w+.*depends on values on the device$"):
-        torch.ops.aten.unique_dim(torch.ones(3, device="cuda"), 0)
+        torch.ops.aten.unique_dim(torch.rand(3, device="cuda"), 0)
 
 
 def test_values_that_are_not_known_count_as_different(runtime: Runtime) -> None:
     unique = torch.ops.aten._unique2
-    assert unique(torch.ones(3, device="cuda"))[0].shape == (3,)
+    assert unique(torch.rand(3, device="cuda"))[0].shape == (3,)
     assert unique(torch.tensor([4, 4, 7]).cuda())[0].tolist() == [4, 7]
     assert torch.tensor([1, 1, 3]).cuda().bincount().tolist() == [0, 2, 0, 1]
     assert [text for text in runtime.assumptions if "values that differ: that all do is assumed" in text]
@@ -501,14 +501,14 @@ def test_a_choice_that_nobody_knows_is_spread_evenly_over_its_classes(log: Log) 
 
 def test_places_that_are_not_zero(log: Log) -> None:
     """All are, unless the runtime says otherwise; they lie as in `nonzero_cuda_out_impl`, column by column."""
-    places = torch.ones(2, 3, device="cuda").nonzero()
+    places = torch.rand(2, 3, device="cuda").nonzero()
     assert (places.shape, places.stride()) == ((6, 2), (1, 6))
     (told,) = log.runtime.assumptions
     assert re.search(r"test_device\.py:\d+ .* asks for elements that are not zero: that all are not is assumed", told)
     log.runtime.nonzero = lambda tensor: 4
-    rows, columns = torch.where(torch.ones(2, 3, device="cuda") > 0)
+    rows, columns = torch.where(torch.rand(2, 3, device="cuda") > 0)
     assert rows.shape == columns.shape == (4,)
-    flags = torch.ones(9, device="cuda").nonzero()
+    flags = torch.rand(9, device="cuda").nonzero()
     assert [int(place) for place in flags] == [0, 1, 2, 3]
     assert len(log.runtime.assumptions) == 1
 

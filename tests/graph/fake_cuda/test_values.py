@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from graph.fake_cuda import device as fake_cuda
-from graph.fake_cuda.values import MOST_BYTES, on_meta
+from graph.fake_cuda.values import MOST_BYTES, MOST_FLOAT_BYTES, on_meta
 from graph.hardware.profile import profile
 
 Program = Callable[[torch.Tensor], Any]
@@ -79,9 +79,9 @@ def test_values_are_those_of_the_cpu(name: str, runtime: fake_cuda.Runtime, data
     assert runtime.assumptions == before
 
 
-def test_what_comes_from_floating_point_numbers_has_no_values(runtime: fake_cuda.Runtime) -> None:
+def test_what_comes_from_chance_has_no_values(runtime: fake_cuda.Runtime) -> None:
     known = torch.tensor([3, 4]).to("cuda")
-    unknown = torch.ones(2, device="cuda").long()
+    unknown = torch.rand(2, device="cuda").long()
     assert runtime.values.of(known) is not None
     for tensor in (unknown, known + unknown, torch.randint(0, 9, (2,), device="cuda"), torch.empty_like(known)):
         assert runtime.values.of(tensor) is None
@@ -91,8 +91,43 @@ def test_what_comes_from_floating_point_numbers_has_no_values(runtime: fake_cuda
     assert known.tolist() == [5, 5]
 
 
+def test_a_schedule_of_noise_has_values(runtime: fake_cuda.Runtime) -> None:
+    """As diffusers' schedulers look for the place of a step in what they have sent to the device."""
+    for dtype in (torch.float64, torch.float32, torch.bfloat16):
+        sigmas = torch.linspace(1, 0, 1000, dtype=dtype)
+        steps = sigmas.to("cuda")
+        assert (steps == steps[7]).nonzero().flatten().tolist() == (sigmas == sigmas[7]).nonzero().flatten().tolist()
+        assert (steps[1:] - steps[:-1]).tolist() == (sigmas[1:] - sigmas[:-1]).tolist()
+    assert not runtime.assumptions
+
+
+def test_few_floating_point_numbers_have_values(runtime: fake_cuda.Runtime) -> None:
+    most = MOST_FLOAT_BYTES // 4
+    assert runtime.values.of(torch.zeros(most, device="cuda")) is not None
+    assert runtime.values.of(torch.zeros(most + 1, device="cuda")) is None
+    assert runtime.values.of(torch.zeros(most + 1).to("cuda")[:2]) is None
+
+
+def test_what_is_written_with_numbers_unknown_is_forgotten(runtime: fake_cuda.Runtime) -> None:
+    total, unknown = torch.zeros(2, device="cuda"), torch.rand(2, device="cuda")
+    total += 3
+    assert total.tolist() == [3, 3]
+    copy = total.clone()
+    total += unknown
+    torch._foreach_add_([copy], [unknown])
+    for forgotten in (total, copy):
+        assert runtime.values.of(forgotten) is None
+    total.fill_(2)
+    assert total.sum().item() == 4
+
+
+def test_large_tensors_on_the_host_may_not_have_been_written(runtime: fake_cuda.Runtime) -> None:
+    assert runtime.values.of(torch.empty(1 << 20)[:8].to("cuda")) is None
+    assert runtime.values.of(torch.ones(8).to("cuda")) is not None
+
+
 def test_one_side_may_decide(runtime: fake_cuda.Runtime) -> None:
-    unknown = torch.ones(2, device="cuda") > 0
+    unknown = torch.rand(2, device="cuda") > 0
     no, yes, some = (torch.tensor(values).to("cuda") for values in ([False], [True], [True, False]))
     assert [(no & unknown).tolist(), (unknown | yes).tolist()] == [[False, False], [True, True]]
     for undecided in (unknown & some, unknown | some, unknown & yes, unknown | no, unknown ^ yes):

@@ -206,6 +206,24 @@ def test_a_model_without_weights_is_loaded_as_if_it_had_them(runtime: Runtime, t
     assert torch.cuda.memory_allocated() >= whole
 
 
+def test_a_model_of_diffusers_without_weights_is_loaded_as_if_it_had_them(runtime: Runtime, tmp_path: Path) -> None:
+    diffusers = pytest.importorskip("diffusers")
+    kind = diffusers.AutoencoderKL
+    with torch.device("meta"):
+        made = kind(block_out_channels=(32, 64), norm_num_groups=8, latent_channels=4)
+    made.save_config(tmp_path / "pipeline" / "vae")
+    loaded = kind.from_pretrained(tmp_path / "pipeline", subfolder="vae", torch_dtype=torch.bfloat16)
+    (told,) = runtime.assumptions
+    assert "pipeline are not on this machine: they count as those that AutoencoderKL saves, in torch.bfloat16" in told
+    assert [(name, one.shape) for name, one in loaded.state_dict().items()] == [
+        (name, one.shape) for name, one in made.state_dict().items()
+    ]
+    assert {one.dtype for one in loaded.parameters()} == {torch.bfloat16}
+    assert not loaded.training
+    with pytest.raises(OSError, match="config"):
+        kind.from_pretrained(tmp_path / "elsewhere")
+
+
 class Settings:
     """A configuration, as transformers had them before 4.50."""
 

@@ -130,7 +130,7 @@ def followed(steps: Any, outputs: list[int]) -> list[list[Any]]:
             events.append(["out", step[1], outputs[step[1]]])
         elif step[0] == "keep":
             events.append(["keep", step[2]])
-        else:
+        elif step[0] == "rest":
             events += rest
     assert not numbers, f"never freed: {list(numbers)}"
     return events

@@ -99,7 +99,7 @@ def test_what_operators_make_is_what_they_make_on_the_cpu(tmp_path: Path) -> Non
 
 CHECKED = """
 import torch
-boxes = torch.tensor([[10.0, 20.0, 100.0, 120.0], [50.0, 60.0, 200.0, 220.0]]).cuda()
+boxes = torch.rand(2, 4, device="cuda")
 degenerate = boxes[:, 2:] <= boxes[:, :2]
 if degenerate.any():  # as torchvision's detectors ask of their targets
     raise ValueError("All bounding boxes should have positive height and width.")
@@ -112,6 +112,15 @@ def test_a_programs_own_checks_of_floating_point_numbers_pass(tmp_path: Path) ->
     done = record(tmp_path, "train.py")
     assert (done.returncode, done.stdout) == (0, "True\n"), done.stderr
     assert ["False is assumed" in text for text in answer(tmp_path)["assumptions"]] == [True, False]
+
+
+def test_a_programs_own_checks_of_numbers_from_the_host_are_made(tmp_path: Path) -> None:
+    given = "torch.tensor([[10.0, 20.0, 5.0, 120.0]]).cuda()"
+    (tmp_path / "train.py").write_text(CHECKED.replace('torch.rand(2, 4, device="cuda")', given))
+    done = record(tmp_path, "train.py")
+    assert done.returncode == 1
+    assert "All bounding boxes should have positive height and width." in done.stderr
+    assert answer(tmp_path)["assumptions"] == []
 
 
 FACTORIZED = """
