@@ -31,6 +31,7 @@ from graph.hardware.profile import profile
 from graph.host import compiled, kept, triton_stand_in
 from graph.host.extensions import launching_nothing, way_out
 from graph.host.memory import untouched
+from graph.host.pretrained import kept_as_made
 from graph.host.weights import never_read
 from graph.models import own_modules
 from graph.recorder.phases import Finished, Phases
@@ -94,6 +95,7 @@ def main(text: str) -> int:
             launching_nothing(runtime),
             untouched(runtime),
             never_read(runtime, folder),
+            kept_as_made(runtime),
             compiled.compiling(runtime, folder / "inductor", recorder.writes, keeping),
             recorder.ordered_casts(),
             cycles.followed(recorder),

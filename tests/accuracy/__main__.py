@@ -34,7 +34,18 @@ from tests.accuracy.recordings import TABLES, Recording, recordings
 #: What is printed by a module of its own.
 MODULES: Final = frozenset(
     {
-        *("architectures", "fit", "gemini", "gemini_fit", "opinfo", "programs", "published", "scripts", "sft"),
+        *(
+            "architectures",
+            "fit",
+            "gemini",
+            "gemini_fit",
+            "opinfo",
+            "pipelines",
+            "programs",
+            "published",
+            "scripts",
+            "sft",
+        ),
         *("table2", "trainers"),
     }
 )
