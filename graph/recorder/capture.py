@@ -21,6 +21,7 @@ from graph.loop.training import LOAD, Clock
 from graph.model import Role, StepGraph
 from graph.models.mixtures import Routed, shares
 from graph.models.sources import build
+from graph.recorder import libraries
 from graph.recorder.assembly import repeat, step_graph, tables
 from graph.recorder.attribution import Roles, followed
 from graph.recorder.flops import cost
@@ -143,6 +144,8 @@ def _attempt(
             runtime.synchronizations = runtime.emptied = None
         facts = built.facts
         assumptions = (*built.assumptions, *map(str, runtime.assumptions), *_about_managed(runtime.managed))
+        if told := libraries.of_log(recorder.log):
+            assumptions += (told,)
         del built
     log = recorder.log
     table = tables(log, roles, parameters, buffers)

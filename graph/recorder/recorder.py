@@ -96,6 +96,7 @@ class Log:
         self.operators: list[tuple[Any, ...]] = []
         self.born: list[tuple[int, int, Any, int]] = []  # storage -> (bytes, operator, dtype or text, stream)
         self.names: dict[str, int] = {}
+        self.perhaps: dict[int, int] = {}  # position in `events` -> bytes that a library may have taken, after it
 
     def code(self, name: str) -> int:
         """The code of a text in the name table."""
@@ -370,6 +371,8 @@ class Recorder:
                     writes.append((self._birth(born[step[1]], number, signature, step[1], stream), 0))
             elif kind == "keep":
                 self._scratch(step[2], number, "workspace", stream)
+            elif kind == "perhaps":
+                log.perhaps[len(log.events) - 1] = step[1]
             elif kind == "rest":
                 for position in rest:
                     writes.append((self._birth(born[position], number, signature, position, stream), 0))

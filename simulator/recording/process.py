@@ -34,11 +34,12 @@ from graph.host.memory import untouched
 from graph.host.pretrained import kept_as_made
 from graph.host.weights import never_read
 from graph.models import own_modules
+from graph.recorder import libraries
 from graph.recorder.phases import Finished, Phases
 from graph.recorder.program import ProgramRecorder
 from graph.user_code import told
 from simulator.allocator.releases import parse_release
-from simulator.recording import arguments, cycles, libraries
+from simulator.recording import arguments, cycles
 from simulator.recording.allocator import LiveAllocator, warm_up
 from simulator.recording.durations import of_phases
 from simulator.recording.prices import Prices
@@ -193,7 +194,7 @@ class _Keeper:
         collected = cycles.notice(self.recorder, self.allocator.machine.ids[:, 1])
         durations = of_phases(self.allocator.ended())
         trace = trace_of(self.allocator, self.recorder.labels, {}, self.request.rank)
-        own = libraries.notice(self.recorder.labels, trace.ranks[0].events)
+        own = libraries.of_program(self.recorder.labels, trace.ranks[0].events)
         facts = {
             "exit_code": code,
             "steps": self.phases.steps,

@@ -8,6 +8,10 @@ import pytest
 
 pytest.importorskip("torch")
 
+from graph.model import Kind
+from graph.recorder.libraries import of_log
+from graph.recorder.recorder import Log
+from simulator.estimator.estimate import estimate
 from tests.simulator.recording.test_record import answer, record
 
 #: 64 MiB of images, as many of results, 72 KiB of filters.
@@ -40,3 +44,30 @@ def test_the_peak_with_a_workspace_that_is_likely(earlier: str, memory_format: s
     told = [text for text in answer(tmp_path)["notices"] if "cuDNN" in text]
     assert [text.partition(":")[0] for text in told] == ([f"the peak may be {more} higher"] if more else [])
     assert all("images.py:10 (" in text for text in told)
+
+
+def test_the_peak_of_a_capture() -> None:
+    """100 MiB stay; a call makes 50 and may take 60 for a while; what comes after it makes 80."""
+    log = Log()
+    modules = [log.code("layers.0"), log.code("layers.1")]
+    for number, (size, module) in enumerate([(100, -1), (50, modules[1]), (80, modules[0])]):
+        log.event(Kind.OPERATOR, number)
+        log.operators.append((None, module))
+        log.event(Kind.ALLOC, number)
+        log.born.append((size << 20, number, None, 0))
+        if number == 1:
+            log.perhaps[len(log.events) - 1] = 60 << 20
+            log.event(Kind.FREE, number)
+    assert of_log(log).startswith("the peak may be 30.00 MiB higher: cuDNN")
+    assert "first of all at layers.1)" in of_log(log)
+    log.perhaps[3] = 30 << 20
+    assert of_log(log) == ""
+
+
+def test_an_estimate_says_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "nets.py").write_text(
+        "import torch\ndef images():\n    return torch.nn.Conv2d(64, 64, 3), {'input': torch.zeros(8, 64, 256, 256)}\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    found = estimate({"model": "nets:images", "gpu": "A100-80GB"})
+    assert [text.startswith("the peak may be") for text in found.assumptions if "cuDNN" in text] == [True]
