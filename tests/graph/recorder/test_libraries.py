@@ -66,7 +66,8 @@ def test_the_peak_of_a_capture() -> None:
 
 def test_an_estimate_says_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "nets.py").write_text(
-        "import torch\ndef images():\n    return torch.nn.Conv2d(64, 64, 3), {'input': torch.zeros(8, 64, 256, 256)}\n"
+        "import torch\ndef images():\n"
+        "    return torch.nn.Conv2d(64, 64, 3), {'input': torch.zeros(8, 64, 256, 256)}, torch.mean\n"
     )
     monkeypatch.chdir(tmp_path)
     found = estimate({"model": "nets:images", "gpu": "A100-80GB"})
