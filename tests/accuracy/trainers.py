@@ -1,6 +1,7 @@
-"""Training that others measured on real GPUs by torchtitan and torchtune, by the same programs, run by `record`.
+"""Training that others measured on real GPUs by torchtitan, torchtune and torchao, by their programs, under `record`.
 
-    python -m tests.accuracy trainers [--torchtitan ROOT] [--torchtune ROOT] [--python PATH] [--results FILE] [WORD]...
+    python -m tests.accuracy trainers [--torchtitan ROOT] [--torchtune ROOT] [--torchao ROOT]
+        [--python PATH] [--results FILE] [WORD]...
 
 Each row of `tests/data/published/trainers.csv` is a peak, in GiB as it was printed, and the options of its run; what
 they leave open is in the program's own file of settings:
@@ -9,10 +10,13 @@ they leave open is in the program's own file of settings:
   commit b291ad662 (2025-02-28); rows of torchao's float8 benchmarks.
 - torchtune: Llama 3.2 3B, two packed samples of 4,096 tokens, one A100, the active memory that it logs. ROOT is its
   repository at commit 1814feb17 (2024-11-18); rows of its README.
+- torchao: a vision transformer of 630 M parameters, bf16 autocast, compiled, 8 pictures, one RTX 4070 Ti SUPER (here by
+  an RTX 4080's kernels), the allocated memory that it prints. ROOT is its repository; rows of its optimizers' README.
 
 PATH is the Python of an environment with PyTorch 2.7, its Triton, torchao (0.10 for torchtitan, 0.7 for torchtune) and
-what the programs require. Ours is the third step's, with the workspace of autograd's own cuBLAS handle, which every
-real GPU has. Tokens and weights are made up: batches are full whatever they say. WORD: only rows whose id has it.
+what the programs require (torchao's rows: PyTorch 2.13, torchao 0.17, timm 1.0.22). Ours is the third step's, with the
+workspace of autograd's own cuBLAS handle, which every real GPU has. Tokens, pictures and weights are made up: batches
+are full whatever they say. WORD: only rows whose id has it.
 """
 
 from __future__ import annotations
@@ -40,8 +44,16 @@ TABLE: Final = FOLDER / "trainers.csv"
 KEPT: Final = FOLDER / "trainers_runs.csv"
 GIB: Final = 1 << 30
 #: The card of each program's rows, and its cuBLAS workspace.
-CARDS: Final = {"torchtitan": ("H100-80GB", 33_554_432), "torchtune": ("A100-80GB", 8_519_680)}
+CARDS: Final = {
+    "torchtitan": ("H100-80GB", 33_554_432),
+    "torchtune": ("A100-80GB", 8_519_680),
+    "torchao": ("RTX4080-16GB", 8_519_680),
+}
 STEPS: Final = 3
+#: Pictures of each of two kinds, for torchao's program, which trains one epoch of them, 8 at a time, and evaluates.
+_PICTURES: Final = 16
+#: A PNG of one pixel.
+_PICTURE: Final = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAIAAACQd1PeAAAADElEQVR4nGMQUDAAAACkAGE0Zn1yAAAAAElFTkSuQmCC"
 #: Llama 3's tokens, without those that programs add.
 TOKENS: Final = 128_000
 #: meta-llama/Llama-3.2-3B-Instruct, as far as its weights are asked for.
@@ -87,6 +99,10 @@ def prepare(folder: Path) -> None:
     answer = {"instruction": "say it again", "input": "", "output": 90 * "never the same "}
     (folder / "alpaca.jsonl").write_text(800 * (json.dumps(answer) + "\n"))
     (folder / "config.json").write_text(json.dumps(_LLAMA))
+    for number in range(4 * _PICTURES):
+        split, kind = ("train", "validation")[number // (2 * _PICTURES)], f"kind{number % 2}"
+        (place := folder / "timm" / "resisc45" / split / kind).mkdir(parents=True, exist_ok=True)
+        (place / f"{number}.png").write_bytes(base64.b64decode(_PICTURE))
     tensors = list(_weights())
     for number, part in enumerate((tensors[: len(tensors) // 2], tensors[len(tensors) // 2 :]), 1):
         _holes(folder / f"model-0000{number}-of-00002.safetensors", part)
@@ -122,6 +138,12 @@ def _holes(file: Path, tensors: Sequence[tuple[str, tuple[int, ...]]]) -> None:
 
 def command(row: Mapping[str, str], root: Path, folder: Path) -> list[str]:
     """What was typed, with what `prepare` has put in `folder`."""
+    if row["program"] == "torchao":
+        size = ["--model", "timm/vit_huge_patch14_224.orig_in21k", "--batch_size", "8", "--n_epochs", "1"]
+        return [
+            *(str(root / "benchmarks" / "benchmark_low_bit_adam.py"), *size, "--amp", "bf16", "--compile"),
+            *("--n_workers", "0", *row["words"].split()),
+        ]
     if row["program"] == "torchtune":
         recipe, settings, *words = row["words"].split()
         return [
@@ -150,6 +172,7 @@ def ran(row: Mapping[str, str], root: Path, python: str) -> Run:
         if row["program"] == "torchtitan":
             given["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
         options = ["--gpu", CARDS[row["program"]][0], "--steps", str(STEPS), "--"]
+        given["WANDB_MODE"] = "disabled"
         rank, failure = recorded([*options, *command(row, root, folder)], folder, python, root, **given)
         if rank is None or failure:
             return Run(failure=failure)
