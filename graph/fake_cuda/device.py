@@ -155,8 +155,8 @@ class Runtime:
 
     def _size(self, tensor: torch.Tensor) -> int:
         """Bytes of a tensor's storage, without a look at it: autograd adds in place only what nobody has looked at."""
-        number = self.storage(tensor)
-        return self.memory.live[number] if number else 0
+        known = self.memory.live.get(self.storage(tensor))  # not of a tensor that a CUDA graph has made by its address
+        return tensor.untyped_storage().nbytes() if known is None else known
 
     def bytes(self, storage: int) -> int:
         """Bytes of a living storage, as requested from the allocator."""

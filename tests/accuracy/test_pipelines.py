@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.accuracy import pipelines
 from tests.accuracy.pipelines import KEPT, TABLE, Compared, Run, command, kept, prepare, summary
 from tests.accuracy.sft import read
 
@@ -20,8 +21,8 @@ def test_what_is_typed_for_a_row() -> None:
         assert any("fuse" in word for word in words) == ("fuseTrue" in row["id"])
 
 
-def test_files_for_the_programs(tmp_path: Path) -> None:
-    pytest.importorskip("sentencepiece")
+def test_files_for_the_programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pipelines, "_pieces", lambda file, text: file.write_text(text))
     transformers, diffusers = pytest.importorskip("transformers"), pytest.importorskip("diffusers")
     prepare(tmp_path, "a panda sits on a wooden stool\n" * 40)
     text = transformers.CLIPTokenizer.from_pretrained(tmp_path / "black-forest-labs/FLUX.1-dev/tokenizer")
