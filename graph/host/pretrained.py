@@ -67,7 +67,7 @@ def _refuse(url: str, *args: object, **kwargs: object) -> None:
     raise _NotHereError(f"{url} is not on this machine")
 
 
-def _timm(module: ModuleType, load_url: Callable[..., Any], note: Callable[[str], None]) -> Callable[[], None]:
+def _timm(module: ModuleType, load_url: Callable[..., Any], note: Callable[[str], None]) -> None:
     """timm looks into a state before it loads it, so there it must be absent."""
     plain = module.load_pretrained
 
@@ -85,4 +85,3 @@ def _timm(module: ModuleType, load_url: Callable[..., Any], note: Callable[[str]
                 note(str(about.get("hf_hub_id") or about.get("url") or type(model).__name__))
 
     module.__dict__.update(load_pretrained=load_pretrained, load_state_dict_from_url=load_url)
-    return lambda: module.__dict__.update(load_pretrained=plain)

@@ -26,14 +26,18 @@ _LEAST: Final = 1 << 20
 
 def of_program(labels: Labels, events: Events) -> str:
     """How much higher the peak of allocated memory would be with likely workspaces, and where; or nothing."""
-    born = np.flatnonzero(events.op == Op.ALLOC)
+    if not labels.perhaps:
+        return ""
+    ids, births = events.ints("id"), np.flatnonzero(events.op == Op.ALLOC)
     signs = (events.op == Op.ALLOC).astype(np.int64) - (events.op == Op.FREE)
-    sizes = events.ints("bytes")[born]
-    perhaps = {int(born[number]): size for number, size in labels.perhaps.items()}
-    more, event = _more(signs, sizes, events.ints("id"), perhaps)
+    sizes = np.zeros(len(labels.operator), dtype=np.int64)  # 0 of what a private pool has given back
+    sizes[ids[births]] = events.ints("bytes")[births]
+    event_of = dict(zip(ids[births].tolist(), births.tolist(), strict=True))
+    perhaps = {event_of[number]: size for number, size in labels.perhaps.items() if number in event_of}
+    more, event = _more(signs, sizes, ids, perhaps)
     if more < _LEAST:
         return ""
-    leaf = labels.lines.leaf(labels.stack[int(np.searchsorted(born, event))])
+    leaf = labels.lines.leaf(labels.stack[int(ids[event])])
     return _told(more, "" if leaf is None else place(*leaf))
 
 
