@@ -121,6 +121,12 @@ def test_what_is_written_with_numbers_unknown_is_forgotten(runtime: fake_cuda.Ru
     assert total.sum().item() == 4
 
 
+def test_what_a_compiled_kernel_writes_is_forgotten(runtime: fake_cuda.Runtime) -> None:
+    read, written = (torch.tensor([1, 2]).to("cuda") for _ in range(2))
+    runtime.launched("triton_poi_fused_add_0", (read, written, 2), (False, True, False))
+    assert (runtime.values.of(read) is None, runtime.values.of(written) is None) == (False, True)
+
+
 def test_large_tensors_on_the_host_may_not_have_been_written(runtime: fake_cuda.Runtime) -> None:
     assert runtime.values.of(torch.empty(1 << 20)[:8].to("cuda")) is None
     assert runtime.values.of(torch.ones(8).to("cuda")) is not None
