@@ -43,6 +43,8 @@ def of_program(labels: Labels, events: Events) -> str:
 
 def of_log(log: Log) -> str:
     """The same of a capture, on one GPU."""
+    if not log.perhaps:
+        return ""
     packed = np.array(log.events, dtype=np.int64)
     kind, index = packed & ((1 << KIND_BITS) - 1), packed >> KIND_BITS
     signs = (kind == Kind.ALLOC).astype(np.int64) - (kind == Kind.FREE)

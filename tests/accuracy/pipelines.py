@@ -14,7 +14,6 @@ that they are likely to add.
 from __future__ import annotations
 
 import argparse
-import csv
 import importlib
 import json
 import re
@@ -28,7 +27,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from tests.accuracy.sft import FOLDER, read, record
+from tests.accuracy.sft import FOLDER, read, record, resumed
 
 TABLE: Final = FOLDER / "pipelines.csv"
 #: What our runs of the table's rows held (README there).
@@ -123,7 +122,7 @@ def ran(row: Mapping[str, str], root: Path, python: str) -> Run:
             errors = [line for line in done.stderr.splitlines() if "Error" in line]
             return Run(failure=errors[-1] if errors else f"exit code {done.returncode}")
         answer = json.loads((folder / "answer.json").read_text())
-        return Run(gib, sum(_likely(answer["notices"])))
+        return Run(gib, round(sum(_likely(answer["notices"])), 3))
 
 
 def _likely(notices: Sequence[str]) -> Iterator[float]:
@@ -153,16 +152,6 @@ def known(results: Path) -> dict[str, Run]:
     }
 
 
-def keep(results: Path, name: str, run: Run) -> None:
-    """Add a run to a file that `known` reads."""
-    new = not results.exists()
-    with results.open("a", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        if new:
-            writer.writerow(["id", "gib", "likely", "failure"])
-        writer.writerow([name, "" if run.gib is None else f"{run.gib:.3f}", f"{run.likely:.3f}", run.failure])
-
-
 def kept() -> list[str]:
     """The summary of the runs that are kept with the table, for `python -m tests.accuracy published`."""
     runs = known(KEPT)
@@ -178,14 +167,11 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--python", default=sys.executable)
     parser.add_argument("--results", type=Path, help="keep what was found, and do not run it again")
     options = parser.parse_args(arguments)
-    runs: dict[str, Any] = known(options.results) if options.results is not None and options.results.exists() else {}
+    runs = known(options.results) if options.results is not None and options.results.exists() else {}
+    rows = [row for row in read(TABLE) if all(word in row["id"] for word in options.words)]
     found = []
-    for row in read(TABLE):
-        if not all(word in row["id"] for word in options.words):
-            continue
-        one = Compared(row, runs.get(row["id"]) or ran(row, options.root.resolve(), options.python))
-        if options.results is not None and row["id"] not in runs:
-            keep(options.results, row["id"], one.run)
+    for row, run in resumed(rows, runs, options.results, lambda row: ran(row, options.root.resolve(), options.python)):
+        one = Compared(row, run)
         found.append(one)
         print(one, flush=True)
     print(summary(found))

@@ -19,11 +19,11 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from subprocess import CompletedProcess
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import numpy as np
 
@@ -66,6 +66,9 @@ num_machines: 1
 rdzv_backend: static
 same_network: true
 """
+
+
+R = TypeVar("R")
 
 
 @dataclass(frozen=True)
@@ -233,14 +236,30 @@ def _bytes(text: str) -> int | None:
     return int(text) if text else None
 
 
-def keep(results: Path, name: str, run: Run) -> None:
-    """Add a run to a file that `known` reads."""
+def resumed(
+    rows: Iterable[Mapping[str, str]],
+    kept: Mapping[str, R],
+    results: Path | None,
+    ran: Callable[[Mapping[str, str]], R],
+) -> Iterator[tuple[Mapping[str, str], R]]:
+    """Each row and its run: one that is `kept`, else a new one, which is added to `results`."""
+    for row in rows:
+        run = kept.get(row["id"])
+        if run is None:
+            run = ran(row)
+            if results is not None:
+                keep(results, row["id"], run)
+        yield row, run
+
+
+def keep(results: Path, name: str, run: object) -> None:
+    """Add a run, of a dataclass, to a file: its row's id, and its fields by their names."""
     new = not results.exists()
     with results.open("a", newline="", encoding="utf-8") as file:
         writer = csv.writer(file, lineterminator="\n")
         if new:
-            writer.writerow(["id", "allocated", "reserved", "failure"])
-        writer.writerow([name, run.allocated, run.reserved, run.failure])
+            writer.writerow(["id", *vars(run)])
+        writer.writerow([name, *vars(run).values()])
 
 
 def main(arguments: list[str]) -> None:
@@ -254,10 +273,8 @@ def main(arguments: list[str]) -> None:
     rows = [row for row in read(options.table) if all(word in row["id"] for word in options.words)]
     kept = known(options.results) if options.results is not None and options.results.exists() else {}
     found = []
-    for row in rows:
-        one = Compared(row, kept.get(row["id"]) or ran(row, options.python))
-        if options.results is not None and row["id"] not in kept:
-            keep(options.results, row["id"], one.run)
+    for row, run in resumed(rows, kept, options.results, lambda row: ran(row, options.python)):
+        one = Compared(row, run)
         found.append(one)
         print(one, flush=True)
     print("\nThe whole card, by nvidia-smi:")

@@ -37,7 +37,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from tests.accuracy.sft import FOLDER, Run, keep, known, read, recorded
+from tests.accuracy.sft import FOLDER, Run, known, read, recorded, resumed
 
 TABLE: Final = FOLDER / "trainers.csv"
 #: What our runs of the table's rows held (README there).
@@ -168,11 +168,10 @@ def ran(row: Mapping[str, str], root: Path, python: str) -> Run:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         prepare(folder)
-        given = {"HF_DATASETS_CACHE": str(folder / "cache")}
+        given = {"HF_DATASETS_CACHE": str(folder / "cache"), "WANDB_MODE": "disabled"}
         if row["program"] == "torchtitan":
             given["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
         options = ["--gpu", CARDS[row["program"]][0], "--steps", str(STEPS), "--"]
-        given["WANDB_MODE"] = "disabled"
         rank, failure = recorded([*options, *command(row, root, folder)], folder, python, root, **given)
         if rank is None or failure:
             return Run(failure=failure)
@@ -211,14 +210,11 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--results", type=Path, help="keep what was found, and do not run it again")
     options = parser.parse_args(arguments)
     runs = known(options.results) if options.results is not None and options.results.exists() else {}
+    roots = {name: root.resolve() for name in CARDS if (root := getattr(options, name)) is not None}
+    rows = [row for row in read(TABLE) if row["program"] in roots and all(word in row["id"] for word in options.words)]
     found = []
-    for row in read(TABLE):
-        root = getattr(options, row["program"])
-        if root is None or not all(word in row["id"] for word in options.words):
-            continue
-        one = Compared(row, runs.get(row["id"]) or ran(row, root.resolve(), options.python))
-        if options.results is not None and row["id"] not in runs:
-            keep(options.results, row["id"], one.run)
+    for row, run in resumed(rows, runs, options.results, lambda row: ran(row, roots[row["program"]], options.python)):
+        one = Compared(row, run)
         found.append(one)
         print(one, flush=True)
     print(summary(found))
