@@ -1,20 +1,30 @@
-"""Compiled extensions of others: bitsandbytes' and flash-attn's do nothing, of the rest one line says the way out."""
+"""Compiled extensions of others: those of bitsandbytes, flash-attn and Apex do nothing, of the rest one line says the
+way out.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import logging
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from types import ModuleType
 from typing import TYPE_CHECKING, Final
 
-from graph.host import flash_attn, triton_installed
+from graph.host import apex, flash_attn, triton_installed
 from graph.host.imports import Change, changed
 from graph.models import quantization
 
 if TYPE_CHECKING:
     from graph.fake_cuda.device import Runtime
+
+#: Packages whose Python code runs here, and what stands for the extensions that they would have compiled for CUDA.
+_STAND_INS: Final[Mapping[str, Callable[[], Mapping[str, ModuleType]]]] = {
+    "flash_attn": flash_attn.modules,
+    "apex": apex.modules,
+}
 
 #: What the error of an extension that is not here says, and what to do instead.
 _WAYS_OUT: Final = (
@@ -41,17 +51,24 @@ def _ready(module: object) -> None:
 
 @contextlib.contextmanager
 def launching_nothing(runtime: Runtime) -> Iterator[None]:
-    """Inside, bitsandbytes, flash-attn and Triton run when they are imported: what they launch does nothing."""
+    """Inside, bitsandbytes, flash-attn, Apex and Triton run when they are imported: what they launch does nothing."""
     logging.getLogger("bitsandbytes.cextension").setLevel(logging.CRITICAL)  # it says that CUDA's libraries are absent
     changes: dict[str, Change] = {"bitsandbytes.cextension": quantization.loaded, "bitsandbytes": _ready}
     changes |= triton_installed.changes(runtime)
-    if flash_attn.wanted():
-        sys.modules[flash_attn.NAME] = flash_attn.module()
+    standing = _standing()
+    sys.modules.update(standing)
     try:
         with changed(changes):
             yield
     finally:
-        sys.modules.pop(flash_attn.NAME, None)
+        for name in standing:
+            sys.modules.pop(name, None)
+
+
+def _standing() -> Mapping[str, ModuleType]:
+    """The extensions that packages of this environment would have and do not, by name."""
+    here = (modules() for package, modules in _STAND_INS.items() if importlib.util.find_spec(package) is not None)
+    return {name: module for made in here for name, module in made.items() if importlib.util.find_spec(name) is None}
 
 
 def way_out(error: BaseException) -> str:

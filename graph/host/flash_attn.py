@@ -1,15 +1,15 @@
-"""flash-attn's compiled extension, which needs CUDA to be built: it allocates what it would, and computes nothing.
+"""flash-attn's compiled extensions, which need CUDA to be built: they allocate what they would, and compute nothing.
 
 flash-attn's own Python code runs (`pip install` of it with FLASH_ATTENTION_SKIP_CUDA_BUILD=TRUE brings it); what that
 calls is `flash_attn_2_cuda`, whose five functions stand here. Their allocations, in order, are those of
 csrc/flash_attn/flash_api.cpp of flash-attn 2.7.3 (`mha_fwd`, `mha_varlen_fwd`, `mha_bwd`, `mha_varlen_bwd`,
 `mha_fwd_kvcache`). Tensors are (batch, rows, heads, head), or (rows of all, heads, head) where lengths vary.
+`dropout_layer_norm` is its layer norm and RMS norm, of (rows, hidden): csrc/layer_norm/ln_api.cpp.
 """
 
 from __future__ import annotations
 
-import importlib.util
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import ModuleType
 from typing import Any, Final
 
@@ -19,20 +19,19 @@ from graph.workspaces.attention import flash_parts, flash_rows
 from graph.workspaces.metadata import upper
 
 NAME: Final = "flash_attn_2_cuda"
+_NORM: Final = "dropout_layer_norm"
+#: Blocks of the norm's backward that a processor holds: what its registers allow where rows are wide.
+_BLOCKS: Final = 2
 Optional = torch.Tensor | None
 Made = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
-def wanted() -> bool:
-    """Whether flash-attn is installed, and its extension is not."""
-    return importlib.util.find_spec("flash_attn") is not None and importlib.util.find_spec(NAME) is None
-
-
-def module() -> ModuleType:
-    """What `import flash_attn_2_cuda` gives."""
-    made = ModuleType(NAME, __doc__)
-    vars(made).update(fwd=_fwd, varlen_fwd=_varlen_fwd, bwd=_bwd, varlen_bwd=_varlen_bwd, fwd_kvcache=_fwd_kvcache)
-    return made
+def modules() -> Mapping[str, ModuleType]:
+    """What importing the extensions gives, by name."""
+    attention, norm = ModuleType(NAME, __doc__), ModuleType(_NORM, __doc__)
+    vars(attention).update(fwd=_fwd, varlen_fwd=_varlen_fwd, bwd=_bwd, varlen_bwd=_varlen_bwd, fwd_kvcache=_fwd_kvcache)
+    vars(norm).update(dropout_add_ln_fwd=_norm_fwd, dropout_add_ln_bwd=_norm_bwd)
+    return {NAME: attention, _NORM: norm}
 
 
 def _rounded(head: int) -> int:
@@ -129,3 +128,63 @@ def _varlen_bwd(_dout: torch.Tensor, *rest: torch.Tensor) -> tuple[torch.Tensor,
     """As `_bwd`, and where the sequences begin among the query's rows."""
     rows = rest[0].shape[0] + 128 * (len(rest[8]) - 1)
     return _backward(rest[:3], rest[5:8], rest[0].shape[1], rows, rows=(rows,))
+
+
+def _norm_fwd(
+    x0: torch.Tensor,
+    residual: Optional,
+    _gamma: torch.Tensor,
+    _beta: Optional,
+    rowscale: Optional,
+    colscale: Optional,
+    x0_subset: Optional,
+    _z_subset: Optional,
+    dropout: float,
+    _epsilon: float,
+    _scale: float,
+    _rows: int,
+    _generator: object,
+    in_fp32: bool = False,
+    _rms: bool = False,
+) -> tuple[Optional, ...]:
+    """The norm, the sum that it is of, dropout's mask, the mean and the inverse deviation of each row.
+
+    Raises NotImplementedError where it is taken of a subset of the rows.
+    """
+    if x0_subset is not None:
+        raise NotImplementedError("flash-attn's layer norm of a subset of the rows is not recorded")
+    dtype = residual.dtype if residual is not None else torch.float32 if in_fp32 else x0.dtype
+    changed = residual is not None or dropout > 0 or rowscale is not None or colscale is not None or dtype != x0.dtype
+    x = torch.empty_like(x0, dtype=dtype) if changed else None
+    mask = torch.empty_like(x0, dtype=torch.uint8) if dropout > 0 else None
+    z = torch.empty_like(x0)
+    return z, x, mask, _float(x0, len(x0)), _float(x0, len(x0))
+
+
+def _norm_bwd(
+    dz: torch.Tensor,
+    _dx: Optional,
+    x: torch.Tensor,
+    _x0: Optional,
+    _mask: Optional,
+    _mean: torch.Tensor,
+    _inverse: torch.Tensor,
+    gamma: torch.Tensor,
+    _rowscale: Optional,
+    colscale: Optional,
+    _x0_subset: Optional,
+    _z_subset: Optional,
+    _dropout: float,
+    _scale: float,
+    _rows: int,
+    has_residual: bool,
+    _rms: bool = False,
+) -> tuple[Optional, ...]:
+    """The gradients of both operands and of the weights, with the weights' sums by block of rows."""
+    dx0 = torch.empty_like(x, dtype=dz.dtype)
+    dresidual = torch.empty_like(x) if has_residual else None
+    weights = [gamma, gamma] if colscale is None else [gamma, gamma, colscale]
+    gradients = [torch.empty_like(one) for one in weights]
+    blocks = _BLOCKS * torch.cuda.get_device_properties(x.device).multi_processor_count
+    parts = [_float(x, blocks, gamma.numel()) for _ in weights]
+    return dx0, dresidual, *gradients[:2], *parts[:2], *gradients[2:], *parts[2:]

@@ -7,9 +7,10 @@ such a table with `--kind TABLE`. Finished cases are kept in --results and not r
 errors on recorded runs of Gemini beside those of LLMem's own estimator, by setting; `gemini_fit [MODEL]...` the largest
 batches on a 16 GB card; `table2 [MODEL]...` the paper's Table 2; `published` peaks that others measured on real GPUs;
 `programs [NAME]...` whole programs that `record` runs; `scripts [NAME]...` the training scripts that are written for
-cases, beside the estimates of those cases; `sft [WORD]...` and `trainers [WORD]...` training that others measured,
-by their own programs; `fit` the first plans of `fit` for cases that do not fit, beside all others; `opinfo
-[NAME]...` PyTorch's own operator database; `architectures [WORD]...` models of transformers and timm under `record`.
+cases, beside the estimates of those cases; `sft [WORD]...`, `trainers [WORD]...`, `galvatron [WORD]...` training that
+others measured, `pipelines [WORD]...` inference, by their own programs; `fit` the first plans of `fit` for cases that
+do not fit, beside all others; `opinfo [NAME]...` PyTorch's own operator database; `architectures [WORD]...` models of
+transformers and timm under `record`.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ MODULES: Final = frozenset(
         *(
             "architectures",
             "fit",
+            "galvatron",
             "gemini",
             "gemini_fit",
             "opinfo",

@@ -25,7 +25,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from tests.accuracy import pipelines, sft, trainers
+from tests.accuracy import galvatron, pipelines, sft, trainers
 from tests.places import DATA, ROOT
 
 #: The whole collection, where it stands beside the project, and the part of it that the project has.
@@ -509,5 +509,7 @@ def main(arguments: list[str]) -> None:
             found.append(one)
             print(told(one), flush=True)
     print("\n" + "\n".join(summary(found)))
-    print("\nkept from runs of their own programs (`python -m tests.accuracy sft`, `trainers`, `pipelines`):")
-    print("\n".join([*sft.kept(), *trainers.kept(), *pipelines.kept()]))
+    print(
+        "\nkept from runs of their own programs (`python -m tests.accuracy sft`, `trainers`, `pipelines`, `galvatron`):"
+    )
+    print("\n".join([*sft.kept(), *trainers.kept(), *pipelines.kept(), *galvatron.kept()]))

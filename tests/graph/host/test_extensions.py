@@ -152,3 +152,62 @@ def test_flash_attn_allocates_what_its_extension_would(tmp_path: Path) -> None:
     kept = 1000 * 16 * 96 * 2 + lse + 512
     row_sums = -(-rows * 16 * 4 // 512) * 512
     assert found[2] == (kept, kept, row_sums, row_sums + rows * 16 * 96 * 4)
+
+
+#: As Apex (commit 6424da3) and flash_attn/ops/layer_norm.py (2.7.4) call their extensions.
+NORMS = """
+import torch
+import amp_C, dropout_layer_norm, fused_layer_norm_cuda, fused_rotary_positional_embedding
+
+def told(call, *words, **named):
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    made = call(*words, **named)
+    print(torch.cuda.memory_allocated() - before, torch.cuda.max_memory_allocated() - before)
+    return made
+
+def on(*shape, dtype=torch.float32):
+    return torch.empty(shape, dtype=dtype, device="cuda")
+
+skip, large, small = on(1, dtype=torch.int32), on(100_000), on(10)
+told(amp_C.multi_tensor_adam, 65536, skip, [[large, small]] * 4, 1e-3, 0.9, 0.999, 1e-8, 1, 1, 1, 0.0)
+told(amp_C.multi_tensor_l2norm, 65536, skip, [[large, small]], True)
+told(amp_C.multi_tensor_l2norm, 65536, skip, [[large, small]])
+x, weight = on(1024, 768, dtype=torch.bfloat16), on(768)
+_, mean, inverse = told(fused_layer_norm_cuda.forward_affine, x, (768,), weight, weight, 1e-5)
+told(fused_layer_norm_cuda.backward_affine, x, mean, inverse, x, (768,), weight, weight, 1e-5, False)
+out = told(fused_rotary_positional_embedding.forward, on(64, 2, 4, 32), on(64, 1, 1, 32), True)
+assert out.shape == (64, 2, 4, 32) and out.transpose(0, 1).is_contiguous()
+none = [None] * 5
+z, kept, mask, mean, inverse = told(
+    dropout_layer_norm.dropout_add_ln_fwd, x, None, weight, *none, 0.0, 1e-6, 1.0, 0, None, False, True)
+assert kept is None and mask is None
+told(dropout_layer_norm.dropout_add_ln_fwd, x, on(1024, 768), weight, *none, 0.5, 1e-6, 1.0, 0, None, True, True)
+told(dropout_layer_norm.dropout_add_ln_bwd,
+     z, None, x, None, None, mean, inverse, weight, *none[:4], 0.0, 1.0, 0, False, True)
+"""
+
+
+def test_apex_and_flash_attns_norm_allocate_what_their_extensions_would(tmp_path: Path) -> None:
+    """Bytes by csrc/multi_tensor_l2norm_kernel.cu, layer_norm_cuda.cpp and its kernels of Apex, and by
+    csrc/layer_norm/ln_api.cpp of flash-attn, each rounded to 512: what is given back, and at most."""
+    for package in ("apex", "flash_attn"):
+        (tmp_path / package).mkdir()
+        (tmp_path / package / "__init__.py").touch()
+    program = folder_of(tmp_path, {"train.py": NORMS})
+    done = record(program, "--gpu", "A100-80GB", "--steps", "all", "train.py", PYTHONPATH=f"{ROOT}:{tmp_path}")
+    assert done.returncode == 0, done.stderr
+    found = [tuple(map(int, line.split())) for line in done.stdout.splitlines()]
+    rows, wide = 1024 * 4, 1024 * 768
+    weight, parts, blocks = 768 * 4, 16 * 768 * 4, 2 * 108 * 768 * 4
+    assert found == [
+        (0, 0),
+        (2 * 512, 1536 + 3 * 512),  # 320 sums, 2 chunks of 2 tensors, 2 norms, 1 norm
+        (512, 1536 + 512),
+        (2 * wide + 2 * rows, 2 * wide + 2 * rows),
+        (2 * wide + 2 * weight, 2 * wide + 2 * weight + 2 * parts),
+        (64 * 2 * 4 * 32 * 4,) * 2,
+        (2 * wide + 2 * rows,) * 2,
+        (4 * wide + wide + 2 * wide + 2 * rows,) * 2,  # the sum in fp32, the mask, the norm
+        (2 * wide + 2 * weight + 2 * blocks,) * 2,
+    ]
