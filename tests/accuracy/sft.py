@@ -1,13 +1,14 @@
 """Fine-tuning that IBM's fms-acceleration measured on A100s, by the program that made each figure, run by `record`.
 
-    python -m tests.accuracy sft [--table FILE] [--python PATH] [--results FILE] [WORD]...
+    python -m tests.accuracy sft [--plugins ROOT] [--table FILE] [--python PATH] [--results FILE] [WORD]...
 
-Each row of `tests/data/published/sft.csv` (torch's own counter, by the Trainer, with nvidia-smi's beside it; no kernels
-of others) becomes a run of `tests/data/published/programs/sft.py`, launched as it was: `python`, or `accelerate launch`
-with FSDP. PATH is the Python of an environment with the libraries of that time (README there); else this one's are
-used, whose figures differ. Ours is the peak of allocated bytes with the workspace of autograd's own cuBLAS handle,
-which every real GPU has; of the whole card, reserved bytes and what lies outside the allocator. A row without a figure
-ran out of memory. WORD: only rows whose id has it.
+Each row of `tests/data/published/sft.csv` (torch's own counter, by the Trainer, with nvidia-smi's beside it) becomes a
+run of `tests/data/published/programs/sft.py`, launched as it was: `python`, or `accelerate launch` with FSDP. Rows of
+GPTQ, of its loader for bitsandbytes and of its fused kernels are run by fms-acceleration's own plugins: ROOT is its
+repository at commit 24bdadb, without which those rows are left out. PATH is the Python of an environment with the
+libraries of that time (README there); else this one's are used, whose figures differ. Ours is the peak of allocated
+bytes with the workspace of autograd's own cuBLAS handle, which every real GPU has; of the whole card, reserved bytes
+and what lies outside the allocator. A row without a figure ran out of memory. WORD: only rows whose id has it.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ import numpy as np
 from graph.hardware.profile import profile
 from graph.models import catalogue
 from simulator.estimator.outside import bytes_of, process_terms
+from tests.accuracy import checkpoints
 from tests.places import DATA, ROOT
 
 FOLDER: Final = DATA / "published"
@@ -46,6 +48,8 @@ SANTACODER: Final = {
     "n_inner": 8192, "n_layer": 24, "n_positions": 2048, "vocab_size": 49280, "multi_query": True,
     "activation_function": "gelu_pytorch_tanh", "attn_pdrop": 0.1, "embd_pdrop": 0.1, "resid_pdrop": 0.1,
 }  # fmt: skip
+#: Rows of a matrix that share scales in TheBloke's GPTQ checkpoints (-1: all), by type of model.
+GROUPS: Final = {"mistral": 128, "mixtral": -1, "llama": -1}
 #: `scripts/benchmarks/accelerate.yaml` of fms-acceleration (commit 876e2ed).
 FSDP: Final = """
 compute_environment: LOCAL_MACHINE
@@ -115,7 +119,12 @@ class Compared:
 
 def configuration(model: str) -> Mapping[str, Any]:
     """The config.json of a model of the table."""
-    return SANTACODER if model.endswith("santacoder") else catalogue.configuration(catalogue.find(model) or model)
+    if model.endswith("santacoder"):
+        return SANTACODER
+    name = model.removeprefix("TheBloke/").removesuffix("-GPTQ")
+    plain = {"Llama-2-70B": "meta-llama/Llama-2-70b-hf", "Mistral-7B-v0.1": "mistralai/Mistral-7B-v0.1"}
+    model = plain.get(name, f"mistralai/{name}") if name != model else model
+    return catalogue.configuration(catalogue.find(model) or model)
 
 
 def tokens(model: str) -> int:
@@ -126,14 +135,31 @@ def tokens(model: str) -> int:
     return (49_157 if model.endswith("santacoder") else int(configuration(model)["vocab_size"])) + 1
 
 
-def command(row: Mapping[str, str], folder: Path) -> list[str]:
-    """What was typed, with the model in `folder`."""
+def plugins_of(row: Mapping[str, str]) -> str:
+    """The file of fms-acceleration's settings by which a row was made; empty where it was made without."""
+    name = row["notes"].partition("framework_config=")[2].partition(";")[0]
+    if name in ("none", "baseline-peft-bnb"):
+        return ""
+    return f"{name.replace('bnb', 'bnb-nf4')}-sample-configuration.yaml"
+
+
+def is_gptq(row: Mapping[str, str]) -> bool:
+    """Whether the row's weights are AutoGPTQ's; such rows compute in fp16."""
+    return row["method"] == "gptq-lora"
+
+
+def command(row: Mapping[str, str], folder: Path, plugins: Path) -> list[str]:
+    """What was typed, with the model in `folder` and fms-acceleration's repository at `plugins`."""
     words = [str(FOLDER / "programs" / "sft.py"), str(folder), "--batch", row["micro_batch"], "--seq", row["seq_len"]]
     words += ["--attn", "flash_attention_2", "--vocab", str(tokens(row["model"]))]
     if row["lora_rank"]:
         words += ["--lora", row["lora_rank"], row["lora_targets"].replace(" ", "")]
     if "NF4" in row["quantization"]:
-        words += ["--nf4", *(["--as-loaded"] if "accelerated" in row["notes"] else [])]
+        words.append("--nf4")
+    if is_gptq(row):
+        words.append("--fp16")
+    if file := plugins_of(row):
+        words += ["--plugins", str(plugins / "sample-configurations" / file)]
     if row["n_gpus"] == "1":
         return words
     settings = folder / "accelerate.yaml"
@@ -141,13 +167,17 @@ def command(row: Mapping[str, str], folder: Path) -> list[str]:
     return ["--", "accelerate", "launch", "--config_file", str(settings), "--num_processes", row["n_gpus"], *words]
 
 
-def ran(row: Mapping[str, str], python: str) -> Run:
+def ran(row: Mapping[str, str], python: str, plugins: Path) -> Run:
     """Run the program of a row."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        (folder / "config.json").write_text(json.dumps(configuration(row["model"])))
+        model = configuration(row["model"])
+        (folder / "config.json").write_text(json.dumps(model))
+        if is_gptq(row):
+            checkpoints.write_gptq(folder, model, GROUPS[str(model["model_type"])])
         options = ["--gpu", "A100-80GB", "--steps", "all", "--context", "auto"]
-        rank, failure = recorded([*options, *command(row, folder)], folder, python)
+        modules = sorted(plugins.glob("plugins/*/src")) if plugins_of(row) else ()
+        rank, failure = recorded([*options, *command(row, folder, plugins)], folder, python, *modules)
     if rank is None or (failure and not rank["num_ooms"]):
         return Run(failure=failure)
     return Run() if rank["num_ooms"] else Run(rank["peak_allocated"] + WORKSPACE, rank["peak_reserved"])
@@ -266,14 +296,18 @@ def main(arguments: list[str]) -> None:
     """Print theirs, ours and the difference."""
     parser = argparse.ArgumentParser(prog="python -m tests.accuracy sft")
     parser.add_argument("words", nargs="*", metavar="WORD")
+    parser.add_argument("--plugins", type=Path, metavar="ROOT")
     parser.add_argument("--table", type=Path, default=TABLE)
     parser.add_argument("--python", default=sys.executable)
     parser.add_argument("--results", type=Path, help="keep what was found, and do not run it again")
     options = parser.parse_args(arguments)
     rows = [row for row in read(options.table) if all(word in row["id"] for word in options.words)]
+    plugins = Path() if options.plugins is None else options.plugins.resolve()
+    if options.plugins is None:
+        rows = [row for row in rows if not plugins_of(row)]
     kept = known(options.results) if options.results is not None and options.results.exists() else {}
     found = []
-    for row, run in resumed(rows, kept, options.results, lambda row: ran(row, options.python)):
+    for row, run in resumed(rows, kept, options.results, lambda row: ran(row, options.python, plugins)):
         one = Compared(row, run)
         found.append(one)
         print(one, flush=True)

@@ -19,10 +19,12 @@ from tests.accuracy.sft import (
     Run,
     command,
     configuration,
+    is_gptq,
     kept,
     known,
     main,
     outside,
+    plugins_of,
     summary,
     told_of_device,
 )
@@ -34,7 +36,7 @@ with (FOLDER / "sft.csv").open(newline="", encoding="utf-8") as file:
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row["id"])
 def test_every_row_has_a_program(row: Mapping[str, str], tmp_path: Path) -> None:
     assert configuration(row["model"])["architectures"]
-    words = command(row, tmp_path)
+    words = command(row, tmp_path, Path("root"))
     assert (
         (words[:3] == ["--", "accelerate", "launch"])
         == (row["n_gpus"] == "2")
@@ -44,7 +46,12 @@ def test_every_row_has_a_program(row: Mapping[str, str], tmp_path: Path) -> None
     assert (settings["--batch"], settings["--seq"]) == (row["micro_batch"], row["seq_len"])
     assert ("--lora" in words) == (row["method"] != "full")
     assert ("--nf4" in words) == (row["method"] == "qlora")
-    assert ("--as-loaded" in words) == ("accelerated-peft-bnb" in row["notes"])
+    assert ("--fp16" in words) == ("float16 weights" in row["dtype"].replace("bfloat16", ""))
+    plugins = Path(settings["--plugins"]).name if "--plugins" in words else ""
+    assert plugins == plugins_of(row)
+    assert ("autogptq" in plugins) == is_gptq(row) == ("-GPTQ-" in row["id"])
+    assert ("foak" in plugins) == ("foak" in row["id"])
+    assert ("bnb" in plugins) == ("accelerated-peft-bnb" in row["id"])
 
 
 def row(**columns: str) -> dict[str, str]:

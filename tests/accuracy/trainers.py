@@ -25,18 +25,17 @@ import argparse
 import base64
 import itertools
 import json
-import math
 import re
-import struct
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 
+from tests.accuracy import checkpoints
 from tests.accuracy.sft import FOLDER, Run, known, read, recorded, resumed
 
 TABLE: Final = FOLDER / "trainers.csv"
@@ -105,35 +104,22 @@ def prepare(folder: Path) -> None:
         (place / f"{number}.png").write_bytes(base64.b64decode(_PICTURE))
     tensors = list(_weights())
     for number, part in enumerate((tensors[: len(tensors) // 2], tensors[len(tensors) // 2 :]), 1):
-        _holes(folder / f"model-0000{number}-of-00002.safetensors", part)
+        checkpoints.write(folder / f"model-0000{number}-of-00002.safetensors", part)
 
 
-def _weights() -> Iterator[tuple[str, tuple[int, ...]]]:
+def _weights() -> Iterator[checkpoints.Tensor]:
     width, heads, shared, size = _LLAMA.values()
-    yield "model.embed_tokens.weight", (_VOCABULARY, width)
+    yield "model.embed_tokens.weight", "BF16", (_VOCABULARY, width)
     for number in range(_LAYERS):
         layer = f"model.layers.{number}"
         for name, rows in (("q", heads * size), ("k", shared * size), ("v", shared * size), ("o", width)):
-            yield f"{layer}.self_attn.{name}_proj.weight", (rows, width)
+            yield f"{layer}.self_attn.{name}_proj.weight", "BF16", (rows, width)
         for name in ("gate", "up"):
-            yield f"{layer}.mlp.{name}_proj.weight", (_WIDE, width)
-        yield f"{layer}.mlp.down_proj.weight", (width, _WIDE)
+            yield f"{layer}.mlp.{name}_proj.weight", "BF16", (_WIDE, width)
+        yield f"{layer}.mlp.down_proj.weight", "BF16", (width, _WIDE)
         for name in ("input_layernorm", "post_attention_layernorm"):
-            yield f"{layer}.{name}.weight", (width,)
-    yield "model.norm.weight", (width,)
-
-
-def _holes(file: Path, tensors: Sequence[tuple[str, tuple[int, ...]]]) -> None:
-    """A file of safetensors whose numbers are not written."""
-    header: dict[str, Any] = {}
-    end = 0
-    for name, shape in tensors:
-        begin, end = end, end + 2 * math.prod(shape)
-        header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [begin, end]}
-    text = json.dumps(header).encode()
-    with file.open("wb") as opened:
-        opened.write(struct.pack("<Q", len(text)) + text)
-        opened.truncate(8 + len(text) + end)
+            yield f"{layer}.{name}.weight", "BF16", (width,)
+    yield "model.norm.weight", "BF16", (width,)
 
 
 def command(row: Mapping[str, str], root: Path, folder: Path) -> list[str]:

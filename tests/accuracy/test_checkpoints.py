@@ -1,0 +1,30 @@
+"""Checkpoints of holes: what a reader finds in them, and that they take no room."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from safetensors import safe_open
+
+from graph.models import catalogue
+from tests.accuracy.checkpoints import write, write_gptq
+
+
+def test_a_file_of_holes_is_read_as_its_tensors(tmp_path: Path) -> None:
+    file = tmp_path / "model.safetensors"
+    write(file, [("one", "BF16", (3, 5)), ("two", "I32", (1 << 20, 1 << 8))])
+    assert file.stat().st_size > 1 << 30
+    assert file.stat().st_blocks * 512 < 1 << 20
+    with safe_open(file, "np") as opened:
+        assert list(opened.keys()) == ["one", "two"]
+        assert [opened.get_slice(name).get_shape() for name in opened.keys()] == [[3, 5], [1 << 20, 1 << 8]]  # noqa: SIM118
+        assert opened.get_slice("two").get_dtype() == "I32"
+
+
+def test_gptq_takes_what_published_checkpoints_take(tmp_path: Path) -> None:
+    """Files of 4.16, 23.81 and 35.33 GB: TheBloke's, main branches."""
+    for name, group, gigabytes in (("mistral-7b", 128, 4.16), ("mixtral-8x7b", -1, 23.81), ("llama-2-70b", -1, 35.33)):
+        write_gptq(tmp_path, catalogue.configuration(catalogue.find(name) or name), group)
+        assert abs((tmp_path / "model.safetensors").stat().st_size / 1e9 - gigabytes) < 0.02
+        assert json.loads((tmp_path / "quantize_config.json").read_text())["group_size"] == group
