@@ -6,8 +6,8 @@ Each row of `tests/data/published/sft.csv` (torch's own counter, by the Trainer,
 run of `tests/data/published/programs/sft.py`, launched as it was: `python`, or `accelerate launch` with FSDP. Rows of
 GPTQ, of its loader for bitsandbytes and of its fused kernels are run by fms-acceleration's own plugins: ROOT is its
 repository at commit 24bdadb, without which those rows are left out. PATH is the Python of an environment with the
-libraries of that time (README there); else this one's are used, whose figures differ. Ours is the peak of allocated
-bytes with the workspace of autograd's own cuBLAS handle, which every real GPU has; of the whole card, reserved bytes
+libraries of that time (README there); else this one's are used, whose figures differ. Ours is the peak by the Trainer
+with the workspace of autograd's own cuBLAS handle, which every real GPU has; of the whole card, reserved bytes
 and what lies outside the allocator. A row without a figure ran out of memory. WORD: only rows whose id has it.
 """
 
@@ -178,9 +178,21 @@ def ran(row: Mapping[str, str], python: str, plugins: Path) -> Run:
         options = ["--gpu", "A100-80GB", "--steps", "all", "--context", "auto"]
         modules = sorted(plugins.glob("plugins/*/src")) if plugins_of(row) else ()
         rank, failure = recorded([*options, *command(row, folder, plugins)], folder, python, *modules)
-    if rank is None or (failure and not rank["num_ooms"]):
-        return Run(failure=failure)
-    return Run() if rank["num_ooms"] else Run(rank["peak_allocated"] + WORKSPACE, rank["peak_reserved"])
+        if rank is None or (failure and not rank["num_ooms"]):
+            return Run(failure=failure)
+        if rank["num_ooms"]:
+            return Run()
+        return Run(counted(json.loads((folder / "out" / "train_results.json").read_text())), rank["peak_reserved"])
+
+
+def counted(metrics: Mapping[str, Any]) -> int:
+    """A peak as transformers' TrainerMemoryTracker counts it, and the workspace of autograd's own cuBLAS handle.
+
+    The tracker does not see what is allocated between the Trainer's making and its training, as the adapters that
+    plugins put on a rank's GPU there.
+    """
+    before = int(metrics["before_init_mem_gpu"]) + int(metrics["init_mem_gpu_alloc_delta"])
+    return before + int(metrics["train_mem_gpu_alloc_delta"]) + int(metrics["train_mem_gpu_peaked_delta"]) + WORKSPACE
 
 
 def record(words: Sequence[str], folder: Path, python: str, *paths: Path, **environment: str) -> CompletedProcess[str]:

@@ -19,6 +19,7 @@ from tests.accuracy.sft import (
     Run,
     command,
     configuration,
+    counted,
     is_gptq,
     kept,
     known,
@@ -105,6 +106,12 @@ def test_the_kept_runs_are_of_the_table() -> None:
     assert len(errors) >= 25
     assert max(errors) <= 0.003
     assert kept()[0] == f"fms-acceleration, {len(ROWS)} rows, each with a program; runs kept in sft_runs.csv:"
+
+
+def test_the_trainer_counts_in_parts() -> None:
+    metrics = {"before_init_mem_gpu": 1, "init_mem_gpu_alloc_delta": 20, "init_mem_gpu_peaked_delta": 300}
+    metrics |= {"train_mem_gpu_alloc_delta": 4_000, "train_mem_gpu_peaked_delta": 50_000, "train_loss": 6}
+    assert counted(metrics) == 54_021 + WORKSPACE
 
 
 def test_the_workspace_is_that_of_pytorch() -> None:

@@ -99,4 +99,4 @@ if trainer.is_fsdp_enabled and adapters is not None:
 if framework is not None:
     for callback in framework.get_callbacks_and_ready_for_train(model, trainer.accelerator):
         trainer.add_callback(callback)
-trainer.train()
+trainer.save_metrics("train", trainer.train().metrics)
