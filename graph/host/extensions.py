@@ -34,6 +34,10 @@ _WAYS_OUT: Final = (
         "FLASH_ATTENTION_SKIP_CUDA_BUILD=TRUE pip install --no-build-isolation --no-deps flash-attn einops",
     ),
     (
+        r"No module named 'apex|amp_C",
+        "NVIDIA Apex's Python code is enough here: the folder `apex` of its repository on the PYTHONPATH",
+    ),
+    (
         r"xformers",
         "xformers is compiled for CUDA. torch.nn.functional.scaled_dot_product_attention needs as much memory",
     ),

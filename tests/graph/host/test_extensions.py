@@ -74,6 +74,7 @@ def test_what_a_library_wrote_takes_no_memory_of_the_host(tmp_path: Path) -> Non
             ModuleNotFoundError("No module named 'flash_attn'", name="flash_attn"),
             PYTHON_SIDE,
         ),
+        (ModuleNotFoundError("No module named 'apex.optimizers'", name="apex.optimizers"), "the folder `apex`"),
         (
             ImportError("FlashAttention2 has been toggled on, but it cannot be used"),
             PYTHON_SIDE,
