@@ -9,8 +9,7 @@ csrc/megatron/fused_rotary_positional_embedding_cuda.cu of Apex (commit 6424da3)
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from types import ModuleType
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
 import torch
@@ -27,66 +26,53 @@ _BLOCKS: Final = 320
 _PARTS: Final = 16
 
 
-def modules() -> Mapping[str, ModuleType]:
-    """What importing the extensions gives, by name."""
+def functions() -> Mapping[str, Mapping[str, Callable[..., object]]]:
+    """The functions of each extension, by its name and theirs."""
     return {
-        "amp_C": _module(
-            "amp_C",
+        "amp_C": {
             **dict.fromkeys(_IN_PLACE, _nothing),
-            multi_tensor_l2norm=_l2norm,
-            multi_tensor_l2norm_mp=_l2norm,
-            multi_tensor_lamb=_lamb,
-        ),
-        "fused_layer_norm_cuda": _module(
-            "fused_layer_norm_cuda",
-            forward=_norm,
-            forward_affine=_norm,
-            forward_affine_mixed_dtypes=_norm_mixed,
-            backward=_norm_backward,
-            backward_affine=_norm_backward_affine,
-            rms_forward=_rms,
-            rms_forward_affine=_rms,
-            rms_forward_affine_mixed_dtypes=_rms_mixed,
-            rms_backward=_rms_backward,
-            rms_backward_affine=_rms_backward_affine,
-        ),
-        "fused_rotary_positional_embedding": _module(
-            "fused_rotary_positional_embedding",
-            forward=_rotated,
-            backward=_rotated,
-            forward_cached=_rotated_cached,
-            backward_cached=_rotated_cached,
-            forward_thd=_rotated_rows,
-            backward_thd=_rotated_rows,
-        ),
+            "multi_tensor_l2norm": _l2norm,
+            "multi_tensor_l2norm_mp": _l2norm,
+            "multi_tensor_lamb": _lamb,
+        },
+        "fused_layer_norm_cuda": {
+            "forward": _norm,
+            "forward_affine": _norm,
+            "forward_affine_mixed_dtypes": _norm_mixed,
+            "backward": _norm_backward,
+            "backward_affine": _norm_backward_affine,
+            "rms_forward": _rms,
+            "rms_forward_affine": _rms,
+            "rms_forward_affine_mixed_dtypes": _rms_mixed,
+            "rms_backward": _rms_backward,
+            "rms_backward_affine": _rms_backward_affine,
+        },
+        "fused_rotary_positional_embedding": {
+            "forward": _rotated,
+            "backward": _rotated,
+            "forward_cached": _rotated_cached,
+            "backward_cached": _rotated_cached,
+            "forward_thd": _rotated_rows,
+            "backward_thd": _rotated_rows,
+        },
     }
-
-
-def _module(name: str, **functions: object) -> ModuleType:
-    made = ModuleType(name, __doc__)
-    vars(made).update(functions)
-    return made
 
 
 def _nothing(*operands: object) -> None:
     """A kernel that writes to its operands."""
 
 
-def _float(like: torch.Tensor, *shape: int) -> torch.Tensor:
-    return torch.empty(shape, dtype=torch.float32, device=like.device)
-
-
 def _l2norm(
     chunk: int, _skipped: torch.Tensor, lists: Lists, per_tensor: bool | None = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The norm of all tensors, (1,), and of each, (tensors,) or empty."""
-    tensors = lists[0]
-    sums = [_float(tensors[0], _BLOCKS).zero_()]
+    tensors, first = lists[0], lists[0][0]
+    sums = [first.new_zeros(_BLOCKS, dtype=torch.float32)]
     if per_tensor:
         chunks = max(math.ceil(one.numel() / chunk) for one in tensors)
-        sums.append(_float(tensors[0], len(tensors) * chunks).zero_())
-    each = _float(tensors[0], len(tensors) if per_tensor else 0)
-    return _float(tensors[0], 1), each
+        sums.append(first.new_zeros(len(tensors) * chunks, dtype=torch.float32))
+    each = first.new_empty(len(tensors) if per_tensor else 0, dtype=torch.float32)
+    return first.new_empty(1, dtype=torch.float32), each
 
 
 def _lamb(chunk: int, skipped: torch.Tensor, lists: Lists, *rest: object) -> None:

@@ -9,7 +9,7 @@ import importlib.util
 import logging
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from types import ModuleType
 from typing import TYPE_CHECKING, Final
 
@@ -20,11 +20,8 @@ from graph.models import quantization
 if TYPE_CHECKING:
     from graph.fake_cuda.device import Runtime
 
-#: Packages whose Python code runs here, and what stands for the extensions that they would have compiled for CUDA.
-_STAND_INS: Final[Mapping[str, Callable[[], Mapping[str, ModuleType]]]] = {
-    "flash_attn": flash_attn.modules,
-    "apex": apex.modules,
-}
+#: Packages whose Python code runs here, and where the functions stand that they would have compiled for CUDA.
+_STAND_INS: Final = {"flash_attn": flash_attn, "apex": apex}
 
 #: What the error of an extension that is not here says, and what to do instead.
 _WAYS_OUT: Final = (
@@ -71,8 +68,14 @@ def launching_nothing(runtime: Runtime) -> Iterator[None]:
 
 def _standing() -> Mapping[str, ModuleType]:
     """The extensions that packages of this environment would have and do not, by name."""
-    here = (modules() for package, modules in _STAND_INS.items() if importlib.util.find_spec(package) is not None)
-    return {name: module for made in here for name, module in made.items() if importlib.util.find_spec(name) is None}
+    made = {}
+    for package, stand_in in _STAND_INS.items():
+        if importlib.util.find_spec(package) is not None:
+            for name, functions in stand_in.functions().items():
+                if importlib.util.find_spec(name) is None:
+                    made[name] = ModuleType(name, stand_in.__doc__)
+                    vars(made[name]).update(functions)
+    return made
 
 
 def way_out(error: BaseException) -> str:

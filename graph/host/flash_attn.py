@@ -9,8 +9,7 @@ csrc/flash_attn/flash_api.cpp of flash-attn 2.7.3 (`mha_fwd`, `mha_varlen_fwd`, 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from types import ModuleType
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -18,20 +17,24 @@ import torch
 from graph.workspaces.attention import flash_parts, flash_rows
 from graph.workspaces.metadata import upper
 
-NAME: Final = "flash_attn_2_cuda"
-_NORM: Final = "dropout_layer_norm"
 #: Blocks of the norm's backward that a processor holds: what its registers allow where rows are wide.
 _BLOCKS: Final = 2
 Optional = torch.Tensor | None
 Made = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
-def modules() -> Mapping[str, ModuleType]:
-    """What importing the extensions gives, by name."""
-    attention, norm = ModuleType(NAME, __doc__), ModuleType(_NORM, __doc__)
-    vars(attention).update(fwd=_fwd, varlen_fwd=_varlen_fwd, bwd=_bwd, varlen_bwd=_varlen_bwd, fwd_kvcache=_fwd_kvcache)
-    vars(norm).update(dropout_add_ln_fwd=_norm_fwd, dropout_add_ln_bwd=_norm_bwd)
-    return {NAME: attention, _NORM: norm}
+def functions() -> Mapping[str, Mapping[str, Callable[..., object]]]:
+    """The functions of each extension, by its name and theirs."""
+    return {
+        "flash_attn_2_cuda": {
+            "fwd": _fwd,
+            "varlen_fwd": _varlen_fwd,
+            "bwd": _bwd,
+            "varlen_bwd": _varlen_bwd,
+            "fwd_kvcache": _fwd_kvcache,
+        },
+        "dropout_layer_norm": {"dropout_add_ln_fwd": _norm_fwd, "dropout_add_ln_bwd": _norm_bwd},
+    }
 
 
 def _rounded(head: int) -> int:

@@ -13,12 +13,10 @@ that they are likely to add.
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import json
 import re
 import shutil
-import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,7 +25,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from tests.accuracy.sft import FOLDER, read, record, resumed
+from tests.accuracy.sft import FOLDER, arguments_of, compared, read, record
 
 TABLE: Final = FOLDER / "pipelines.csv"
 #: What our runs of the table's rows held (README there).
@@ -161,17 +159,9 @@ def kept() -> list[str]:
 
 def main(arguments: list[str]) -> None:
     """Print theirs, ours and the difference."""
-    parser = argparse.ArgumentParser(prog="python -m tests.accuracy pipelines")
-    parser.add_argument("words", nargs="*", metavar="WORD")
+    parser = arguments_of("pipelines")
     parser.add_argument("--root", type=Path, required=True)
-    parser.add_argument("--python", default=sys.executable)
-    parser.add_argument("--results", type=Path, help="keep what was found, and do not run it again")
     options = parser.parse_args(arguments)
-    runs = known(options.results) if options.results is not None and options.results.exists() else {}
-    rows = [row for row in read(TABLE) if all(word in row["id"] for word in options.words)]
-    found = []
-    for row, run in resumed(rows, runs, options.results, lambda row: ran(row, options.root.resolve(), options.python)):
-        one = Compared(row, run)
-        found.append(one)
-        print(one, flush=True)
+    root = options.root.resolve()
+    found = compared(read(TABLE), options, known, lambda row: ran(row, root, options.python), Compared)
     print(summary(found))

@@ -20,7 +20,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from subprocess import CompletedProcess
@@ -73,6 +73,7 @@ same_network: true
 
 
 R = TypeVar("R")
+C = TypeVar("C")
 
 
 @dataclass(frozen=True)
@@ -278,20 +279,40 @@ def _bytes(text: str) -> int | None:
     return int(text) if text else None
 
 
-def resumed(
+def arguments_of(table: str) -> argparse.ArgumentParser:
+    """What every table takes whose rows are run by others' programs."""
+    parser = argparse.ArgumentParser(prog=f"python -m tests.accuracy {table}")
+    parser.add_argument("words", nargs="*", metavar="WORD")
+    parser.add_argument("--python", default=sys.executable)
+    parser.add_argument("--results", type=Path, help="keep what was found, and do not run it again")
+    return parser
+
+
+def compared(
     rows: Iterable[Mapping[str, str]],
-    kept: Mapping[str, R],
-    results: Path | None,
+    options: argparse.Namespace,
+    known: Callable[[Path], Mapping[str, R]],
     ran: Callable[[Mapping[str, str]], R],
-) -> Iterator[tuple[Mapping[str, str], R]]:
-    """Each row and its run: one that is `kept`, else a new one, which is added to `results`."""
+    beside: Callable[[Mapping[str, str], R], C],
+) -> list[C]:
+    """Each row whose id has the words, `beside` its run, as they are printed one after the other.
+
+    A run is one that `options.results` keeps, by `known`, else a new one, which is added there.
+    """
+    results: Path | None = options.results
+    runs = known(results) if results is not None and results.exists() else {}
+    found = []
     for row in rows:
-        run = kept.get(row["id"])
+        if not all(word in row["id"] for word in options.words):
+            continue
+        run = runs.get(row["id"])
         if run is None:
             run = ran(row)
             if results is not None:
                 keep(results, row["id"], run)
-        yield row, run
+        found.append(beside(row, run))
+        print(found[-1], flush=True)
+    return found
 
 
 def keep(results: Path, name: str, run: object) -> None:
@@ -306,23 +327,13 @@ def keep(results: Path, name: str, run: object) -> None:
 
 def main(arguments: list[str]) -> None:
     """Print theirs, ours and the difference."""
-    parser = argparse.ArgumentParser(prog="python -m tests.accuracy sft")
-    parser.add_argument("words", nargs="*", metavar="WORD")
+    parser = arguments_of("sft")
     parser.add_argument("--plugins", type=Path, metavar="ROOT")
     parser.add_argument("--table", type=Path, default=TABLE)
-    parser.add_argument("--python", default=sys.executable)
-    parser.add_argument("--results", type=Path, help="keep what was found, and do not run it again")
     options = parser.parse_args(arguments)
-    rows = [row for row in read(options.table) if all(word in row["id"] for word in options.words)]
     plugins = Path() if options.plugins is None else options.plugins.resolve()
-    if options.plugins is None:
-        rows = [row for row in rows if not plugins_of(row)]
-    kept = known(options.results) if options.results is not None and options.results.exists() else {}
-    found = []
-    for row, run in resumed(rows, kept, options.results, lambda row: ran(row, options.python, plugins)):
-        one = Compared(row, run)
-        found.append(one)
-        print(one, flush=True)
+    rows = [row for row in read(options.table) if options.plugins is not None or not plugins_of(row)]
+    found = compared(rows, options, known, lambda row: ran(row, options.python, plugins), Compared)
     print("\nThe whole card, by nvidia-smi:")
     for one in found:
         if one.device_error is not None:

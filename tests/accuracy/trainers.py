@@ -21,12 +21,10 @@ are full whatever they say. WORD: only rows whose id has it.
 
 from __future__ import annotations
 
-import argparse
 import base64
 import itertools
 import json
 import re
-import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -36,7 +34,7 @@ from typing import Final
 import numpy as np
 
 from tests.accuracy import checkpoints
-from tests.accuracy.sft import FOLDER, Run, known, read, recorded, resumed
+from tests.accuracy.sft import FOLDER, Run, arguments_of, compared, known, read, recorded
 
 TABLE: Final = FOLDER / "trainers.csv"
 #: What our runs of the table's rows held (README there).
@@ -188,19 +186,11 @@ def kept() -> list[str]:
 
 def main(arguments: list[str]) -> None:
     """Print theirs, ours and the difference."""
-    parser = argparse.ArgumentParser(prog="python -m tests.accuracy trainers")
-    parser.add_argument("words", nargs="*", metavar="WORD")
+    parser = arguments_of("trainers")
     for name in CARDS:
         parser.add_argument(f"--{name}", type=Path, metavar="ROOT")
-    parser.add_argument("--python", default=sys.executable)
-    parser.add_argument("--results", type=Path, help="keep what was found, and do not run it again")
     options = parser.parse_args(arguments)
-    runs = known(options.results) if options.results is not None and options.results.exists() else {}
     roots = {name: root.resolve() for name in CARDS if (root := getattr(options, name)) is not None}
-    rows = [row for row in read(TABLE) if row["program"] in roots and all(word in row["id"] for word in options.words)]
-    found = []
-    for row, run in resumed(rows, runs, options.results, lambda row: ran(row, roots[row["program"]], options.python)):
-        one = Compared(row, run)
-        found.append(one)
-        print(one, flush=True)
+    rows = [row for row in read(TABLE) if row["program"] in roots]
+    found = compared(rows, options, known, lambda row: ran(row, roots[row["program"]], options.python), Compared)
     print(summary(found))

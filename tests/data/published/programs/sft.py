@@ -7,8 +7,8 @@
 --plugins: settings of fms-acceleration, whose plugins then load the model, put adapters on it and change its kernels.
 Settings are those of its `scripts/benchmarks/` and of fms-hf-tuning 2.5.0, which its requirements name: AdamW of
 PyTorch, gradient checkpointing, packed samples; weights in bf16, with bf16 autocast where they are quantized; with
---fp16, which GPTQ needs, both in fp16. `use_cache` stays as a model's configuration has it: transformers turns it off where
-layers are checkpointed, but for gpt_bigcode, whose cache keeps what every layer's c_attn gave.
+--fp16, which GPTQ needs, both in fp16. `use_cache` stays as a model's configuration has it: transformers turns it off
+where layers are checkpointed, but for gpt_bigcode, whose cache keeps what every layer's c_attn gave.
 """
 
 import argparse
