@@ -65,9 +65,17 @@ class Method:
         """Around forward and backward of one micro-batch (`last`: the one after which the optimizer steps)."""
         return contextlib.nullcontext()
 
-    def backward(self, loss: torch.Tensor) -> None:
-        """The backward pass of one micro-batch, from its loss."""
-        loss.backward()  # type: ignore[no-untyped-call]
+    def share(self, loss: torch.Tensor, accum: int) -> torch.Tensor | None:
+        """The gradient that backward begins with: it makes the mean over `accum` micro-batches, without a division of
+        the loss. None: one."""
+        import torch
+
+        return torch.full_like(loss, 1 / accum) if accum > 1 else None
+
+    def backward(self, loss: torch.Tensor, share: torch.Tensor | None) -> None:
+        """The backward pass of one micro-batch, from its loss and its `share`. They end in this order, as those of
+        `loss.backward(share)` do."""
+        loss.backward(share)  # type: ignore[no-untyped-call]
 
     def settle(self) -> None:
         """The host has waited for the device: work that was finished is dropped."""

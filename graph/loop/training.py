@@ -116,7 +116,7 @@ def train(
                 with context:
                     loss = built.forward(model, inputs)
                 clock.mark(BACKWARD, step, Role.BACKWARD)
-                method.backward(scaler.scale(loss) if scaler else loss)
+                method.backward(scaler.scale(loss) if scaler else loss, method.share(loss, case.accum))
             clock.mark(OPTIMIZER if last else FORWARD, step, Role.OPTIMIZER if last else Role.FORWARD)
         if case.clip:
             if scaler:

@@ -121,7 +121,11 @@ class Zero(Native):
         if not last:
             self._step()
 
-    def backward(self, loss: torch.Tensor) -> None:
+    def share(self, loss: torch.Tensor, accum: int) -> torch.Tensor | None:
+        """None: the engine divides the loss."""
+        return None
+
+    def backward(self, loss: torch.Tensor, share: torch.Tensor | None) -> None:
         """By the engine, which scales the loss."""
         with self._finite():
             self.engine.backward(loss)

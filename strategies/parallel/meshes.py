@@ -177,10 +177,10 @@ class MeshRank(Pipeline):
         with self._loss():
             return forward(module, inputs)
 
-    def backward(self, loss: torch.Tensor) -> None:
+    def backward(self, loss: torch.Tensor, share: torch.Tensor | None) -> None:
         """With the loss over the split vocabulary, its backward knows the split as well."""
         with self._loss():
-            super().backward(loss)
+            super().backward(loss, share)
 
     def _loss(self) -> contextlib.AbstractContextManager[None]:
         if not self.case.tp_loss:

@@ -14,7 +14,7 @@ from tests.accuracy.scripts import Steps, compared, difference
 from tests.support import warm
 
 
-@pytest.mark.parametrize("name", ["fsdp2", "accumulated", "loss-in-parts", "quantized", "compiled"])
+@pytest.mark.parametrize("name", ["fsdp2", "accumulated-fp16", "loss-in-parts", "quantized", "compiled"])
 def test_a_script_does_what_was_estimated(name: str, tmp_path: Path) -> None:
     ((_, count, differs),) = compared([name], tmp_path, warm.run)
     assert not differs
