@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import csv
 import gzip
+import importlib.metadata
 import io
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -14,8 +15,11 @@ from pathlib import Path
 from typing import Any, Final
 
 from tests.places import DATA
+from traces.release import installed_release, version_of
 
 FOLDER: Final = DATA / "training"
+#: What all tables but `releases` were recorded with.
+TRANSFORMERS: Final = "5.23.0"
 TABLES: Final = ("single", "seq2seq", "inference")
 PHASES: Final = ("fwd_first", "bwd_first", "pipe_first", "step_first", "fwd_last", "bwd_last", "pipe_last", "step_last")
 
@@ -59,11 +63,21 @@ def read_table(path: Path) -> list[dict[str, str]]:
 
 
 def recordings(table: str, path: Path | None = None) -> Iterator[Recording]:
-    """The rows of a table (a key of `COLUMNS`) as cases."""
+    """The rows of a table (a key of `COLUMNS`) as cases; of `releases`, those of the installed torch and transformers."""
     rows = read_table(path or FOLDER / f"{table}.csv.gz")
     for number, row in enumerate(rows):
-        if row.get("transformers", "5.23.0") == "5.23.0":
+        if _installed(row) if table == "releases" else row.get("transformers", TRANSFORMERS) == TRANSFORMERS:
             yield Recording(table, number, case_of(table, row), row)
+
+
+def _installed(row: Mapping[str, str]) -> bool:
+    """Whether a row was recorded with the torch and the transformers that are installed; patch releases do not count."""
+    try:
+        transformers = importlib.metadata.version("transformers")
+    except importlib.metadata.PackageNotFoundError:
+        transformers = TRANSFORMERS
+    ours = installed_release(), str(version_of(transformers))
+    return ours == (str(version_of(row["torch"])), str(version_of(row["transformers"])))
 
 
 def _truth(text: str) -> bool:
@@ -122,6 +136,7 @@ _REST: Final = "model attn device expandable torch"
 #: The columns of each table that its cases are made of.
 COLUMNS: Final[Mapping[str, str]] = {
     "single": _SINGLE,
+    "releases": _SINGLE,
     "multi": f"{_SINGLE} strategy world lag sync",
     "seq2seq": f"{_REST} dtype autocast batch seq ckpt optimizer use_cache attention_mask accum cudnn_sdp mem steps",
     "inference": f"{_REST} compute load batch prompt new cache mode double_quant cudnn_sdp mem",

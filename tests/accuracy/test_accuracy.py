@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 
 from tests.accuracy.__main__ import GOALS, Outcome, predict, summary
-from tests.accuracy.recordings import TABLES, Recording, recordings
+from tests.accuracy.recordings import FOLDER, TABLES, Recording, read_table, recordings
 
 pytest.importorskip("torch")
 
@@ -32,6 +34,22 @@ def test_prediction_is_as_close_as_its_table_allows(row: Recording) -> None:
     assert found.answer["verdict"] != "oom"
 
 
+@pytest.mark.parametrize("row", recordings("releases"), ids=str)
+def test_cases_of_the_installed_release_are_exact(row: Recording) -> None:
+    """To the byte, under the torch and the transformers that the row was recorded with."""
+    found = Outcome(row, predict(dict(row.case), smallest=False))
+    assert "error" not in found.answer, found.answer
+    for figure in GOALS["releases"]:
+        assert found.figures[figure] == row.figure(figure), figure
+
+
+def test_every_release_has_as_many_cases() -> None:
+    rows = read_table(FOLDER / "releases.csv.gz")
+    releases = Counter((row["torch"], row["transformers"], row["peft"]) for row in rows)
+    assert set(releases.values()) == {20}
+    assert [version.rpartition(".")[0] for version, _, _ in releases] == ["2.7", "2.9", "2.11", "2.13"]
+
+
 def test_runs_that_ran_out_of_memory_are_told() -> None:
     rows = [row for row in recordings("single") if not row.fits and row.case["model"] in ("opt-1.3b", "tinyllama-1.1b")]
     row = rows[0]
@@ -39,7 +57,7 @@ def test_runs_that_ran_out_of_memory_are_told() -> None:
 
 
 def test_every_table_has_goals_and_cases() -> None:
-    for table in {*TABLES, *ROWS}:
+    for table in {*TABLES, *ROWS, "releases"}:
         assert GOALS[table]
         assert all(row.case["model"] for row in recordings(table))
 
