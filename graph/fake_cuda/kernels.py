@@ -216,6 +216,7 @@ class _Schema:
     out: tuple[str, ...]  # keyword-only arguments that are written and may be resized
 
 
+@functools.cache
 def _schema(func: Operator) -> _Schema:
     schema = func._schema
     writes: dict[str, int | str] = {}

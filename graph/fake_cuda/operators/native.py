@@ -65,6 +65,7 @@ def _entries(text: str) -> Iterator[tuple[str, list[str]]]:
         yield name, lines
 
 
+@functools.cache
 def operator(name: str) -> Operator:
     """The overload called `name` (`add.Tensor`, `mm`) of aten."""
     packet, _, overload = name.partition(".")
