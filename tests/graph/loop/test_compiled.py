@@ -40,7 +40,7 @@ def _peaks(case: dict[str, Any]) -> dict[str, int]:
 
 
 def test_buffers_have_kernels_and_kernels_move_bytes(tmp_path: Path) -> None:
-    case = Case.of({"model": model(tmp_path), "batch": 2, "seq": 16, "compile": "default"})
+    case = Case.of({"model": model(tmp_path, layers=1), "batch": 2, "seq": 16, "compile": "default"})
     graph = capture(case)
     made = {graph.names[code] for code in graph.storages.name}
     fused = [place for place, code in enumerate(graph.operators.name) if graph.names[code].startswith("triton_")]
@@ -50,7 +50,7 @@ def test_buffers_have_kernels_and_kernels_move_bytes(tmp_path: Path) -> None:
         assert graph.operators.moved[place] >= 0
         assert len(writes), graph.names[graph.operators.name[place]]
         assert not graph.operators.flops[place]
-    eager = capture(Case.of({"model": model(tmp_path), "batch": 2, "seq": 16}))
+    eager = capture(Case.of({"model": model(tmp_path, layers=1), "batch": 2, "seq": 16}))
     assert graph.operators.flops.sum() == eager.operators.flops.sum()  # of matrix products, none of them Inductor's own
     moved = [one.operators.moved[one.operators.step == 2].sum() for one in (graph, eager)]
     assert moved[0] < moved[1]
@@ -71,14 +71,14 @@ print(sum(name.startswith("triton_") for name in graph.names) > 0)
 
 def test_inductor_may_have_been_imported_before(tmp_path: Path) -> None:
     """As in a notebook that has compiled something for the CPU: without Triton, Inductor has placeholders for it."""
-    words = [sys.executable, "-W", "ignore", "-c", INDUCTOR_FIRST, model(tmp_path)]
+    words = [sys.executable, "-W", "ignore", "-c", INDUCTOR_FIRST, model(tmp_path, layers=1)]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (0, "True\n"), done.stderr
 
 
 def test_a_compiled_case_after_another_is_as_in_a_new_process(tmp_path: Path) -> None:
     """Inductor traces the patterns that it looks for once, on the device: it does so again for each capture."""
-    case = Case.of({"model": model(tmp_path), "batch": 2, "seq": 16, "steps": 1, "compile": "default"})
+    case = Case.of({"model": model(tmp_path, layers=1), "batch": 2, "seq": 16, "steps": 1, "compile": "default"})
     first, second = (capture(case) for _ in range(2))
     assert first.storages.bytes.tolist() == second.storages.bytes.tolist()
 
