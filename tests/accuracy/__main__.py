@@ -2,15 +2,15 @@
 
     python -m tests.accuracy [TABLE]... [--where KEY=VALUE]... [--sample N] [--jobs N] [--results FILE] [--worst N]
 
-TABLE is single, seq2seq, inference (these by default), min_fit, multi, offload, pipeline, deepspeed or releases (rows of
-the installed torch and transformers), or the path of such a table with `--kind TABLE`. Finished cases are kept in --results and not run again. `gemini [MODEL]...` prints
-errors on recorded runs of Gemini beside those of LLMem's own estimator, by setting; `gemini_fit [MODEL]...` the largest
-batches on a 16 GB card; `table2 [MODEL]...` the paper's Table 2; `published` peaks that others measured on real GPUs;
-`programs [NAME]...` whole programs that `record` runs; `scripts [NAME]...` the training scripts that are written for
-cases, beside the estimates of those cases; `sft [WORD]...`, `trainers [WORD]...`, `galvatron [WORD]...` training that
-others measured, `pipelines [WORD]...` inference, by their own programs; `fit` the first plans of `fit` for cases that
-do not fit, beside all others; `opinfo [NAME]...` PyTorch's own operator database; `architectures [WORD]...` models of
-transformers and timm under `record`.
+TABLE is single, seq2seq, inference (these by default), min_fit, multi, offload, pipeline, deepspeed or releases (rows
+of the installed torch and transformers), or the path of such a table with `--kind TABLE`. Finished cases are kept in
+--results and not run again. `gemini [MODEL]...` prints errors on recorded runs of Gemini beside those of LLMem's own
+estimator, by setting; `gemini_fit [MODEL]...` the largest batches on a 16 GB card; `table2 [MODEL]...` the paper's
+Table 2; `published` peaks that others measured on real GPUs; `programs [NAME]...` whole programs that `record` runs;
+`scripts [NAME]...` the training scripts that are written for cases, beside the estimates of those cases; `sft
+[WORD]...`, `trainers [WORD]...`, `galvatron [WORD]...` training that others measured, `pipelines [WORD]...` inference,
+by their own programs; `fit` the first plans of `fit` for cases that do not fit, beside all others; `opinfo [NAME]...`
+PyTorch's own operator database; `architectures [WORD]...` models of transformers and timm under `record`.
 """
 
 from __future__ import annotations

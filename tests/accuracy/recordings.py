@@ -63,7 +63,7 @@ def read_table(path: Path) -> list[dict[str, str]]:
 
 
 def recordings(table: str, path: Path | None = None) -> Iterator[Recording]:
-    """The rows of a table (a key of `COLUMNS`) as cases; of `releases`, those of the installed torch and transformers."""
+    """The rows of a table (a key of `COLUMNS`) as cases; of `releases` those of the installed libraries."""
     rows = read_table(path or FOLDER / f"{table}.csv.gz")
     for number, row in enumerate(rows):
         if _installed(row) if table == "releases" else row.get("transformers", TRANSFORMERS) == TRANSFORMERS:
@@ -71,7 +71,7 @@ def recordings(table: str, path: Path | None = None) -> Iterator[Recording]:
 
 
 def _installed(row: Mapping[str, str]) -> bool:
-    """Whether a row was recorded with the torch and the transformers that are installed; patch releases do not count."""
+    """Whether a row was recorded with the installed torch and transformers; patch releases do not count."""
     try:
         transformers = importlib.metadata.version("transformers")
     except importlib.metadata.PackageNotFoundError:

@@ -38,6 +38,8 @@ FOLDER: Final = DATA / "published"
 TABLE: Final = FOLDER / "sft.csv"
 #: What our runs of the table's rows held (README there).
 KEPT: Final = FOLDER / "sft_runs.csv"
+#: Reserved bytes of the same programs under PyTorch 2.6, the nearest to theirs that `record` knows (README there).
+RESERVED: Final = FOLDER / "sft_reserved.csv"
 MIB: Final = 1 << 20
 #: The cuBLAS workspace of an A100.
 WORKSPACE: Final = 8_519_680
@@ -259,9 +261,33 @@ def kept() -> list[str]:
     """The summary of the runs that are kept with the table, for `python -m tests.accuracy published`."""
     table, runs = read(TABLE), known(KEPT)
     found = [Compared(row, runs[row["id"]]) for row in table if row["id"] in runs]
+    reserved = {row["id"]: int(row["reserved"]) for row in read(RESERVED)}
     return [f"fms-acceleration, {len(table)} rows, each with a program; runs kept in {KEPT.name}:"] + [
-        f"    {line}" for line in summary(found)
+        f"    {line}" for line in [*summary(found), *of_that_machine(table, reserved)]
     ]
+
+
+def of_that_machine(table: Sequence[Mapping[str, str]], reserved: Mapping[str, int]) -> list[str]:
+    """What nvidia-smi showed beside `reserved` bytes (by a row's id), by number of GPUs, and how even that is.
+
+    One figure for each number of GPUs, the middle of its rows, stands for all that lies outside PyTorch's allocator on
+    the machine that measured; the errors are those of nvidia-smi's figure with it.
+    """
+    lines = []
+    for gpus in sorted({row["n_gpus"] for row in table}):
+        rows = [row for row in table if row["n_gpus"] == gpus and row["id"] in reserved and row["nvidia_smi_bytes"]]
+        if not rows:
+            continue
+        theirs = np.array([int(row["nvidia_smi_bytes"]) for row in rows])
+        ours = np.array([reserved[row["id"]] for row in rows])
+        beside = np.median(theirs - ours)
+        errors = np.abs((ours + beside) / theirs - 1)
+        middle, most, worst = np.quantile(errors, (0.5, 0.9, 1))
+        lines.append(
+            f"nvidia-smi, {gpus} GPU{'s' * (gpus != '1')}, {len(rows)} rows: {beside / MIB:,.0f} MiB beside what"
+            f" PyTorch 2.6 reserves; with it median {middle:.2%}, 90 % within {most:.2%}, worst {worst:.2%}"
+        )
+    return lines
 
 
 def read(table: Path) -> list[dict[str, str]]:
