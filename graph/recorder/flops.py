@@ -207,8 +207,9 @@ def _inner(first: int, offsets: int, count: Callable[..., int]) -> Formula:
     def formula(args: Arguments, kwargs: Options, out: object) -> int:
         query, key, value = (operand.shape for operand in args[first : first + 3])
         queries, keys, longest_query, longest_key = args[offsets : offsets + 4]
-        given = _heads_first(query, queries, longest_query), _heads_first(key, keys, longest_key)
-        return count(*given, _heads_first(value, keys, longest_key))
+        query = _heads_first(query, queries, longest_query)
+        others = (_heads_first(other, keys, longest_key) for other in (key, value))
+        return count(query, *(_all_heads(query, other) for other in others))
 
     return formula
 
@@ -235,6 +236,26 @@ def _of_torch(counted: Callable[..., int]) -> Formula:
     return formula
 
 
+def _of_attention(name: str, counted: Callable[..., int]) -> Formula:
+    """The same for query, key and value, which the gradient of the result comes before in a `_backward`."""
+    plain, first = _of_torch(counted), int(name.endswith("_backward"))
+
+    def formula(args: Arguments, kwargs: Options, out: object) -> int:
+        query, key, value = map(_shape, args[first : first + 3])
+        whole = (query, _all_heads(query, key), _all_heads(query, value))
+        return plain((*args[:first], *whole, *args[first + 3 :]), kwargs, out)
+
+    return formula
+
+
+def _all_heads(query: Shape, other: Shape) -> Shape:
+    """The shape of keys or values with as many heads as the queries: a kernel reads a shared head for each of them.
+
+    Shapes are [batch, heads, length, width]. PyTorch's formulas refuse fewer heads in older releases (2.9 and 2.11 do).
+    """
+    return (other[0], query[1], *other[2:])
+
+
 def _shape(value: object) -> Any:
     return value.shape if isinstance(value, torch.Tensor) else value
 
@@ -242,6 +263,11 @@ def _shape(value: object) -> Any:
 #: Formulas by operator, overloads apart: torch's, and ours for what its counter passes by or takes in another order.
 FLOPS: Final[dict[str, Formula]] = {
     **{str(packet): _of_torch(counted) for packet, counted in flop_registry.items()},
+    **{
+        str(packet): _of_attention(str(packet), counted)
+        for packet, counted in flop_registry.items()
+        if str(packet).startswith("aten._scaled_dot_product")
+    },
     "aten._int_mm": _products(0),
     **dict.fromkeys(_aten("addmm_,baddbmm_,_addmm_activation,addbmm,addbmm_"), _products(1)),
     **dict.fromkeys(_aten("mv,dot,vdot"), _vector(0)),

@@ -125,6 +125,21 @@ def test_inner_attention_has_its_heads_after_its_length() -> None:
     assert cost("aten._flash_attention_forward.default", packed, {}, packed[0])[0] == full
 
 
+@pytest.mark.parametrize("heads", [1, 2, 4])
+def test_heads_that_queries_share_count_for_each(heads: int) -> None:
+    """Also in releases whose own formulas refuse keys with fewer heads than the queries have."""
+    query, key = meta(2, 4, 16, 8), meta(2, heads, 32, 8)
+    full = 2 * 2 * 2 * 4 * 16 * 32 * 8
+    for kind in ("flash", "efficient", "cudnn"):
+        name = f"aten._scaled_dot_product_{kind}_attention"
+        assert cost(f"{name}.default", (query, key, key), {}, query)[0] == full
+        backward = (query, query, key, key, query)
+        assert cost(f"{name}_backward.default", backward, {}, query)[0] == full * 5 // 2
+    inner, shared = meta(2, 16, 4, 8), meta(2, 32, heads, 8)
+    args: tuple[Any, ...] = (inner, shared, shared, None, None, 16, 32, 0.0, True, False)
+    assert cost("aten._flash_attention_forward.default", args, {}, inner)[0] == full
+
+
 def test_products_that_torch_does_not_count() -> None:
     assert cost("aten.mv.default", (meta(3, 5), meta(5)), {}, meta(3)) == (30, 4 * (15 + 5 + 3))
     assert cost("aten.addmv.default", (meta(3), meta(3, 5), meta(5)), {}, meta(3))[0] == 30
