@@ -34,7 +34,7 @@ def test_prediction_is_as_close_as_its_table_allows(row: Recording) -> None:
     assert found.answer["verdict"] != "oom"
 
 
-@pytest.mark.parametrize("row", recordings("releases"), ids=str)
+@pytest.mark.parametrize("row", list(recordings("releases")), ids=str)
 def test_cases_of_the_installed_release_are_exact(row: Recording) -> None:
     """To the byte, under the torch and the transformers that the row was recorded with."""
     found = Outcome(row, predict(dict(row.case), smallest=False))
