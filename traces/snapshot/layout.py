@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any, Final
+from typing import Any, Final, TypeGuard
 
 from traces.errors import TraceError
 from traces.model import BlockState
@@ -392,7 +392,11 @@ def _append(columns: Entries, entry: dict[str, Any], kind: int, i: int, where: s
     columns.pool.append(_pool(entry, "pool_id", f"{where}, entry {i}") if "pool_id" in entry else None)
     columns.entry.append(i)
     time = entry.get("time_us", 0)
-    columns.time_us.append(time if type(time) is int else 0)
+    columns.time_us.append(time if _is_time(time) else 0)
+
+
+def _is_time(value: object) -> TypeGuard[int]:
+    return type(value) is int and 0 <= value < LIMIT
 
 
 def _complete_left_out(columns: Entries, segments: tuple[Segment, ...]) -> None:
@@ -427,7 +431,7 @@ def _annotations(snapshot: dict[str, Any]) -> tuple[Annotation, ...]:
         if not isinstance(item, dict):
             continue
         name, device, stage, time = (item.get(key) for key in ("name", "device", "stage", "time_us"))
-        if isinstance(name, str) and type(device) is int and type(time) is int and stage in ("START", "END"):
+        if isinstance(name, str) and type(device) is int and _is_time(time) and stage in ("START", "END"):
             found.append(Annotation(name, device, stage == "START", time))
     return tuple(sorted(found, key=lambda a: a.time_us))
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from simulator.snapshots.reader import read_recording, snapshot_to_recording
@@ -115,6 +115,7 @@ def test_a_small_snapshot_with_anything_changed(wanted: list[tuple[int, str, Any
 
 @pytest.mark.parametrize("name", SMALL)
 @given(wanted=st.lists(changes, min_size=1, max_size=4))
+@example(wanted=[(5, "set", 1 << 63)])  # a time that is none
 @settings(suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
 def test_a_real_snapshot_with_entries_changed(name: str, wanted: list[tuple[int, str, Any]]) -> None:
     snapshot = snapshot_of(name)
