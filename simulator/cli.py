@@ -16,6 +16,7 @@ from typing import Any, Final, NoReturn
 
 import click
 
+from traces.collecting import hurried
 from traces.errors import LLMemError
 
 #: Commands and the one line that `--help` shows of each; their modules are imported when they run.
@@ -83,6 +84,7 @@ class _Commands(click.Group):
 
     def main(self, args: Sequence[str] | None = None, *rest: Any, **options: Any) -> NoReturn:
         """Run the command line and exit with its code."""
+        hurried()
         options["standalone_mode"] = False
         with contextlib.suppress(AttributeError, OSError):  # names from traces may not fit the terminal's encoding
             sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import signal
@@ -18,6 +19,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.support import warm
+from traces.collecting import hurried
 
 if TYPE_CHECKING:
     from xdist.workermanage import WorkerController
@@ -79,6 +81,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
+    hurried()
     """Compile the replay's kernels once, beside the collection: commands announce a compilation, tests expect none."""
     if not hasattr(session.config, "workerinput"):
         command = [sys.executable, "-m", "simulator.allocator.prepared"]
@@ -92,6 +95,7 @@ def pytest_xdist_node_collection_finished(node: WorkerController) -> None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
+    gc.freeze()  # what is imported lasts
     _wait_for_kernels(session.config)
 
 

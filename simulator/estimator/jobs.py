@@ -7,6 +7,7 @@ finished is kept.
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import math
 import multiprocessing
@@ -250,6 +251,7 @@ def _nothing() -> None:
 
 def _begin(prepare: Callable[..., object] | None = None, *arguments: object) -> None:
     """Set up a worker: Ctrl-C is the parent's to handle, nothing goes to stdout, and it does not outlive the parent."""
+    gc.freeze()  # what the server has imported lasts
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with contextlib.suppress(OSError):
         os.dup2(2, 1)

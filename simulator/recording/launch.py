@@ -29,11 +29,14 @@ _ROOT: Final = str(Path(__file__).resolve().parents[2])
 #: Our folder comes first until our own modules are there: the program's may have their names. Ctrl-C, which is blocked
 #: when the process starts, ends it without a word until the program begins, unless it is ignored.
 _START: Final = """
-import signal, sys
+import gc, signal, sys
+gc.disable()  # until the program begins
 if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
 sys.path[0] = {root!r}
+from traces.collecting import left_at_exit
+left_at_exit()
 from simulator.recording.process import main
 sys.exit(main({text!r}))
 """

@@ -47,6 +47,7 @@ from simulator.recording.repeats import Progress, Repeats
 from simulator.recording.request import FACTS, INTERRUPTED, REPEATS, TRACE, Request
 from simulator.recording.trace import trace_of
 from strategies.timing.clock import LAUNCH_NS, Clock
+from traces.collecting import as_if_on
 from traces.model import Device
 from traces.release import installed_release
 
@@ -105,6 +106,7 @@ def main(text: str) -> int:
             arguments.followed(keeper.arguments),
         ):
             phases.settle = _settling(job, recorder, request.late)
+            as_if_on()
             code, error = _run(request)
             keeper.raised = "" if error is None else told(error)
         keeper.keep(code)  # what the error's frames hold is alive, as it is where Python tells of it

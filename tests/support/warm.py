@@ -13,6 +13,7 @@ import atexit
 import contextlib
 import ctypes
 import functools
+import gc
 import importlib
 import json
 import os
@@ -105,6 +106,7 @@ def serve(number: int) -> None:
     with mock.patch.object(torch.autograd, "backward"):  # no thread is in a fork: `_code` starts autograd's
         for name in _MODULES:
             importlib.import_module(name)
+    gc.freeze()  # passes of the collector in a fork would copy all of it
     with socket.socket(fileno=number) as client:
         while True:
             asked, files = _next(client)
