@@ -96,7 +96,7 @@ def command(
         with write_atomically(document, force=written.force) as file:
             file.write(json.dumps(result_of.document(recorded, result), indent=1).encode())
     if not quiet:
-        print(f"recorded {recorded.steps} steps on {request.gpu}", file=sys.stderr)
+        print(f"recorded {recorded.steps} steps on {request.gpu}, PyTorch {request.release}", file=sys.stderr)
         for line in result_of.told(told, recorded):
             print(line, file=sys.stderr)
     announce((*recorded.notices, *recorded.assumptions), quiet)

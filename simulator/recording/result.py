@@ -25,11 +25,16 @@ _FEWEST: Final = 3
 
 
 def document(recorded: Recorded, result: Result) -> dict[str, Any]:
-    """Exit code, steps, figures by rank and assumptions; bytes are integers."""
+    """Exit code, steps, what it ran on, figures by rank and assumptions; bytes are integers."""
+    card = recorded.trace.devices[0]
     found = {
         "schema_version": SCHEMA_VERSION,
         "exit_code": recorded.exit_code,
         "steps": recorded.steps,
+        "release": result.release,
+        "gpu": card.name,
+        "gpu_bytes": card.total_bytes,
+        "conf": result.conf,
         "ranks": [_rank(rank, recorded.steps, recorded.durations.get(rank.ranks[0], ())) for rank in result.ranks],
         "assumptions": list(recorded.assumptions),
         "notices": list(recorded.notices),

@@ -489,6 +489,10 @@ class Record(_Document):
 
     exit_code: int
     steps: int
+    release: Annotated[str, Meta(description="of PyTorch: whose allocator and kernels it had")]
+    gpu: str
+    gpu_bytes: Bytes
+    conf: Annotated[str, Meta(description="allocator settings, as PYTORCH_ALLOC_CONF has them")]
     ranks: list[RecordedRank]
     assumptions: list[str]
     notices: list[str]

@@ -125,6 +125,7 @@ def test_the_document_of_a_recorded_program_is_as_its_schema_says(folder: Path, 
     assert outcome.exit_code == 0, outcome.output
     document = json.loads(path.read_text())
     assert document["steps"] == 1
+    assert (document["gpu"], document["gpu_bytes"], document["release"]) == ("A100-80GB", 85_097_971_712, "2.13")
     jsonschema.validate(document, schema("record"))
     with pytest.raises(jsonschema.ValidationError):
         jsonschema.validate({**document, "another": 1}, schema("record"))
