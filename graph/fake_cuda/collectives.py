@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 from unittest import mock
 
@@ -68,6 +68,7 @@ class Collectives:
         self.kept = kept
         self.keeps: Callable[[], bool] = lambda: True  # whether nobody waits for one of these
         self.named: Callable[[Any], str] = _group_name
+        self.issued = 0  # works that were kept for some time
         self._held: list[Any] = []
         self._since: list[int] = []  # operators that had run when each of the first of these was noticed
         self._waits = 0  # of the host, until the last settling
@@ -86,22 +87,34 @@ class Collectives:
         finally:
             self._told = before
 
-    def settle(self) -> None:
-        """Finished work is dropped, as ProcessGroupNCCL's watchdog does within a tenth of a second."""
-        self._held.clear()
+    def settle(self, operators: int, waits: int, *, late: bool) -> None:
+        """Finished work is dropped, as ProcessGroupNCCL's watchdog does.
 
-    def settle_seen(self, operators: int) -> None:
-        """Works are dropped that finished a look of the watchdog ago, by the operators that have run since."""
+        So many operators have run, and waits been made. It looks every 100 ms (kWatchdogThreadSleepMillis); a host
+        takes about 50 us for an operator. `late`: work is finished only once the host has waited for the device after
+        it was issued.
+        """
+        if late:
+            self._settle_late(operators, waits)
+        else:
+            self._settle_seen(operators)
+
+    def release(self) -> None:
+        """All works are dropped."""
+        self._held.clear()
+        self._since.clear()
+
+    @property
+    def dropped(self) -> int:
+        """Works that are not kept any more."""
+        return self.issued - len(self._held)
+
+    def _settle_seen(self, operators: int) -> None:
         seen = sum(operators - issued >= OPERATORS_A_LOOK for issued in self._since)
         del self._held[:seen], self._since[:seen]
         self._since += [operators] * (len(self._held) - len(self._since))
 
-    def settle_late(self, operators: int, waits: int) -> None:
-        """The same where work is finished only once the host has waited for the device after it was issued.
-
-        So many operators have run and waits been made. The watchdog looks every 100 ms (kWatchdogThreadSleepMillis); a
-        host takes about 50 us for an operator.
-        """
+    def _settle_late(self, operators: int, waits: int) -> None:
         waited, self._waits = waits > self._waits, waits
         if self._issued > self._finished and waited:
             self._finished, self._waited = self._issued, operators
@@ -126,12 +139,28 @@ class Collectives:
             given = dict(zip(names, args, strict=False))
             tensors = list(_flat(args[0]))
             self._tell(name, given, args)
+            if name == "barrier":
+                tensors = self._barrier(bool(given.get("async_op", True)))
+            elif name in _LISTS and self._told:
+                lists: Any = args[0 if name == "allgather_" else 1]
+                tensors += _flattened(lists)
             work = _finished([] if name in _PAIRS else tensors)  # messages are not kept by their works
             if KINDS[name] in self.kept and given.get("async_op", True) and self.keeps():
+                self.issued += 1
                 self._held.append((work, args[:2]))
             return work.boxed() if results == 1 else (args[0], work.boxed())
 
         return kernel
+
+    def _barrier(self, goes_on: bool) -> list[torch.Tensor]:
+        """NCCL's barrier is an all-reduce of one number, for which the host waits (ProcessGroupNCCL::barrier).
+
+        Where the host `goes_on`, the answer has it: the work keeps it.
+        """
+        number = torch.zeros(1, dtype=torch.float32, device="cuda")
+        if not goes_on:
+            self.runtime.synchronized()
+        return [number] if goes_on else []
 
     def _tell(self, name: str, given: Mapping[str, Any], args: Sequence[Any]) -> None:
         if not self._told:
@@ -161,6 +190,18 @@ class Collectives:
         self.recorder.collective("send_recv", way, size, stream)
         if name != "send":
             self.recorder.wait_stream(0, stream)
+
+
+def _flattened(lists: Iterable[Sequence[torch.Tensor]]) -> list[torch.Tensor]:
+    """What NCCL gathers into, or scatters from, where tensors of a list are of one size: they are copied.
+
+    The work keeps it (ProcessGroupNCCL::allgather and reduce_scatter, newLikeFlat).
+    """
+    return [
+        torch.empty((len(tensors), *tensors[0].shape), dtype=tensors[0].dtype, device="cuda")
+        for tensors in lists
+        if tensors and tensors[0].is_cuda and len({tensor.shape for tensor in tensors}) == 1
+    ]
 
 
 def _group_name(group: Any) -> str:
@@ -228,5 +269,5 @@ def process_group(
             with equal_entries_once():
                 yield collectives
         finally:
-            collectives.settle()
+            collectives.release()
             dist.destroy_process_group()

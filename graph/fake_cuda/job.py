@@ -3,16 +3,17 @@
 Rank and world are what the program says, or those of the environment (RANK, WORLD_SIZE), as launchers set them. Where
 it starts ranks itself (`torch.multiprocessing.spawn`), this process is one of them: that of the environment, else the
 first. Collectives do nothing but take part (`graph.fake_cuda.collectives`); those of Python objects give every rank's
-object as this rank's.
+object as this rank's, and take the memory that messages take on the device (torch/distributed/distributed_c10d.py).
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import pickle
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 from unittest import mock
 
 import torch
@@ -24,7 +25,13 @@ from torch.distributed import distributed_c10d as c10d
 
 from graph.fake_cuda.collectives import Collectives, lone_replicas
 from graph.fake_cuda.device import Runtime
-from graph.fake_cuda.torch_private import OPERATOR_CALLS, fake_store, functional_collectives, graph_task
+from graph.fake_cuda.torch_private import (
+    OBJECT_DEVICE,
+    OPERATOR_CALLS,
+    fake_store,
+    functional_collectives,
+    graph_task,
+)
 from graph.recorder.list_sharding import equal_entries_once
 
 #: The version of NCCL that comes with PyTorch 2.13.
@@ -32,6 +39,10 @@ _NCCL: Final = (2, 29, 7)
 #: Frames between whoever asks for a collective and its kernel: ours, and those of torch's operators.
 _OURS: Final = os.path.dirname(__file__)
 _FUNCTIONAL: Final = functional_collectives().__file__
+Group: TypeAlias = dist.ProcessGroup | None
+#: Backends without a device, and what torch.distributed calls the one that nobody has named.
+_OF_HOST: Final = ("gloo", "mpi")
+_UNDEFINED: Final = "undefined"
 
 
 @contextlib.contextmanager
@@ -41,6 +52,7 @@ def joined(runtime: Runtime, recorder: Any) -> Iterator[Collectives]:
     collectives.keeps = lambda: graph_task() >= 0 and not _functional()  # in backward, DDP's reducer: others wait
     collectives.named = _members
     plain: Callable[..., None] = dist.init_process_group
+    backends = _Backends()
 
     def start(
         backend: object = None,
@@ -54,15 +66,25 @@ def joined(runtime: Runtime, recorder: Any) -> Iterator[Collectives]:
         rank = rank if rank >= 0 else int(os.environ.get("RANK", "0"))
         world = world_size if world_size > 0 else int(os.environ.get("WORLD_SIZE", "1"))
         plain("fake", rank=rank, world_size=world, store=fake_store())
+        backends.world = backends.asked(backend)
         collectives.install()
         from torch.distributed.checkpoint import default_planner  # only jobs need it
 
         # plans of the other ranks are taken to be this one's, and leave gaps
         stack.enter_context(mock.patch.object(default_planner, "_validate_global_plan", return_value=[]))
 
-    new_group = _without_backend(dist.new_group)
-    changes: dict[str, Callable[..., Any]] = {"init_process_group": start, "new_group": new_group, **_OBJECTS}
+    objects = _Objects(backends.device)
+    changes: dict[str, Callable[..., Any]] = {
+        "init_process_group": start,
+        "new_group": backends.making(dist.new_group),
+        "all_gather_object": objects.all_gather,
+        "gather_object": objects.gather,
+        "scatter_object_list": objects.scatter,
+        "broadcast_object_list": objects.broadcast,
+    }
     with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(dist, "get_backend", backends.of))  # torch's own code asks another
+        stack.enter_context(mock.patch.object(*OBJECT_DEVICE, backends.device))
         for name, function in changes.items():
             for module in (dist, c10d, device_mesh):  # the last has some of them by name
                 if hasattr(module, name):
@@ -76,7 +98,7 @@ def joined(runtime: Runtime, recorder: Any) -> Iterator[Collectives]:
         try:
             yield collectives
         finally:
-            collectives.settle()
+            collectives.release()
             if dist.is_initialized():
                 dist.destroy_process_group()
 
@@ -115,40 +137,111 @@ def _functional() -> bool:
     return frame.f_code.co_filename == _FUNCTIONAL
 
 
-def _without_backend(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """`new_group` with the backend that the world has, whichever is asked for."""
+class _Backends:
+    """The backends that a program asked for, group by group: all have the one that moves nothing."""
 
-    def new_group(ranks: Sequence[int] | None = None, timeout: object = None, *backend: object, **named: object) -> Any:
-        return plain(ranks, timeout, **{**named, "backend": None, "pg_options": None})
+    def __init__(self) -> None:
+        self.world = _UNDEFINED
+        self._of: dict[str, str] = {}  # by the group's name
 
-    return new_group
+    @staticmethod
+    def asked(backend: object) -> str:
+        """A backend as torch.distributed tells it; without any it is chosen when it is needed."""
+        return _UNDEFINED if backend is None else str(backend).lower()
+
+    def making(self, plain: Callable[..., Any]) -> Callable[..., Any]:
+        """`new_group` with the backend that the world has, whichever is asked for."""
+
+        def new_group(
+            ranks: Sequence[int] | None = None,
+            timeout: object = None,
+            backend: object = None,
+            *rest: object,
+            **named: object,
+        ) -> Any:
+            group = plain(ranks, timeout, **{**named, "backend": None, "pg_options": None})
+            if backend is not None and isinstance(group, dist.ProcessGroup):
+                self._of[group.group_name] = self.asked(backend)
+            return group
+
+        return new_group
+
+    def of(self, group: Group = None) -> str:
+        """torch.distributed.get_backend."""
+        group = group or dist.group.WORLD
+        return self.world if group is None else self._of.get(group.group_name, self.world)
+
+    def device(self, group: Group = None) -> str:
+        """Where a group's barriers and messages are: on the host where that has a backend."""
+        backend = self.of(group)
+        return "cpu" if backend in _OF_HOST or "cpu:" in backend else "cuda"
 
 
-def _all_gather_object(object_list: list[Any], obj: object, group: object = None) -> None:
-    object_list[:] = [obj] * len(object_list)
+class _Objects:
+    """Collectives of Python objects, whose bytes and sizes lie on the `device` of their group meanwhile."""
 
+    def __init__(self, device: Callable[[Group], str]) -> None:
+        self._device = device
 
-def _gather_object(obj: object, object_gather_list: list[Any] | None = None, *where: object, **named: object) -> None:
-    if object_gather_list is not None:
-        object_gather_list[:] = [obj] * len(object_gather_list)
+    def all_gather(self, object_list: list[Any], obj: object, group: Group = None) -> None:
+        """torch.distributed.all_gather_object."""
+        self._gathered(obj, len(object_list), group, len(object_list))
+        object_list[:] = [obj] * len(object_list)
 
+    def gather(
+        self,
+        obj: object,
+        object_gather_list: list[Any] | None = None,
+        dst: object = None,
+        group: Group = None,
+        **also: object,
+    ) -> None:
+        """torch.distributed.gather_object."""
+        places = object_gather_list or []
+        self._gathered(obj, dist.get_world_size(group), group, len(places))
+        places[:] = [obj] * len(places)
 
-def _scatter_object_list(
-    scatter_object_output_list: list[Any],
-    scatter_object_input_list: list[Any] | None = None,
-    *where: object,
-    **named: object,
-) -> None:
-    scatter_object_output_list[0] = (scatter_object_input_list or [None])[0]
+    def scatter(
+        self,
+        scatter_object_output_list: list[Any],
+        scatter_object_input_list: list[Any] | None = None,
+        src: object = None,
+        group: Group = None,
+        **also: object,
+    ) -> None:
+        """torch.distributed.scatter_object_list."""
+        given = scatter_object_input_list or []
+        sent = [self._sent(one, group) for one in given]
+        largest = max((size.numel() for size, _ in sent), default=0)
+        received = self._bytes(largest, group), self._bytes(8, group)
+        del received, sent
+        scatter_object_output_list[0] = given[0] if given else None
 
+    def broadcast(
+        self, object_list: list[Any], src: object = None, group: Group = None, device: object = None, **also: object
+    ) -> None:
+        """torch.distributed.broadcast_object_list: what every rank has is what the source had."""
+        sent = [self._sent(one, group, device) for one in object_list]
+        sizes = self._bytes(8 * len(sent), group, device)
+        whole = sum(one.numel() for one, _ in sent)
+        together = self._bytes(whole, group, device) if len(sent) > 1 else None
+        del together, sizes, sent
 
-def _broadcast_object_list(object_list: list[Any], *where: object, **named: object) -> None:
-    """What every rank has is what the source had."""
+    def _gathered(self, obj: object, world: int, group: Group, places: int) -> None:
+        """Every rank's size, and where this rank gets them the objects of `places` ranks."""
+        sent = self._sent(obj, group)
+        sizes = self._bytes(8 * world, group)
+        objects = self._bytes(sent[0].numel() * places, group)
+        del objects, sizes, sent
 
+    def _sent(self, obj: object, group: Group, device: object = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """An object's bytes, and their number; of what cannot be pickled here, as if it were empty."""
+        try:
+            size = len(pickle.dumps(obj))
+        except Exception:
+            size = 0
+        return self._bytes(size, group, device), self._bytes(8, group, device)
 
-_OBJECTS: Final[dict[str, Callable[..., Any]]] = {
-    "all_gather_object": _all_gather_object,
-    "gather_object": _gather_object,
-    "scatter_object_list": _scatter_object_list,
-    "broadcast_object_list": _broadcast_object_list,
-}
+    def _bytes(self, size: int, group: Group, device: object = None) -> torch.Tensor:
+        place: Any = device or self._device(group)
+        return torch.empty(size, dtype=torch.uint8, device=place)

@@ -15,6 +15,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import torch
+from torch.distributed import distributed_c10d
 
 from graph.errors import UnsupportedTorch
 from traces.release import version_of
@@ -30,6 +31,7 @@ __all__ = [
     "JITTED",
     "MODE_KEYS",
     "NVTX",
+    "OBJECT_DEVICE",
     "OPERATOR_CALLS",
     "RAW_STREAM",
     "DataDependentOutputException",
@@ -175,6 +177,9 @@ def of_two_devices(error: RuntimeError) -> bool:
 RAW_STREAM: Final[tuple[ModuleType, str]] = (BINDINGS, "_cuda_getCurrentRawStream")
 #: Where `torch.cuda.nvtx` has what it calls in C++, and its name; builds for the CPU have something that fails.
 NVTX: Final[tuple[ModuleType, str]] = (torch.cuda.nvtx, "_nvtx")
+
+#: Where torch.distributed asks on which device a group's barriers and messages are, and its name.
+OBJECT_DEVICE: Final[tuple[ModuleType, str]] = (distributed_c10d, "_get_object_coll_device")
 
 
 def fake_store() -> Any:

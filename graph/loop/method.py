@@ -27,6 +27,8 @@ class Method:
 
     #: Iterations that must run for real before the last of them may stand for the rest.
     real_steps: int = 2
+    #: Whether what the first iteration left to be dropped is gone: until then no iteration stands for the rest.
+    settled: bool = True
     #: Names of the phases of training, in the order of the numbers that `train` gives its clock.
     phases: tuple[str, ...] = ("load", "forward", "backward", "optimizer", "end")
 
@@ -78,7 +80,7 @@ class Method:
         loss.backward(share)  # type: ignore[no-untyped-call]
 
     def settle(self) -> None:
-        """The host has waited for the device: work that was finished is dropped."""
+        """A phase ends: work that was finished is dropped."""
 
 
 def layers(module: torch.nn.Module) -> list[torch.nn.Module]:

@@ -43,7 +43,8 @@ def capture(case: Case, *, progress: Progress | None = None, method: Method | No
     """One training run of `case` (a `graph.case.Case`), or one generation, as a step graph.
 
     The model is built without weights, placed on a fake GPU, and trained for `case.steps` iterations: two (or
-    three) for real, the others as copies of the last, after a check that it repeats. `progress(phase, step,
+    three) for real, the others as copies of the last, after a check that it repeats and that nothing of the first is
+    still to be dropped. `progress(phase, step,
     operators)` is called from time to time; it may raise to stop the capture. Raises CaptureError for what cannot
     be captured, ConfigError for a bad case, UnsupportedTorch where this PyTorch does not behave as the capture
     needs. `method` runs the model as one rank of a job; None: on one GPU.
@@ -61,7 +62,7 @@ def capture(case: Case, *, progress: Progress | None = None, method: Method | No
             graph = _attempt(case, real, progress, method)
             if graph is not None:
                 return graph
-            real = min(case.steps, fewest + 1) if real == fewest else case.steps
+            real = min(case.steps, fewest + 1 if real == fewest else 2 * real)
 
 
 def line_of(case: Case, operator: int, method: Method | None = None) -> str:
@@ -150,7 +151,7 @@ def _attempt(
     log = recorder.log
     table = tables(log, roles, parameters, buffers)
     if case.steps > real and not inference:
-        repeated = repeat(table, clock.boundaries, case.steps - real)
+        repeated = repeat(table, clock.boundaries, case.steps - real) if method.settled else None
         if repeated is None:
             return None
         table = repeated

@@ -459,7 +459,7 @@ def _about_gpu(case: Case) -> Iterator[str]:
 
 def _about_works(case: Case) -> Iterator[str]:
     """What to say of collectives whose tensors live as long as a clock decides."""
-    if case.deferred == "prompt" and registry.find(case).keeps_works(case):
+    if case.sync and case.deferred == "prompt" and registry.find(case).keeps_works(case):
         yield (
             "DistributedDataParallel's first buckets are taken as gone by the second step; where NCCL's watchdog has "
             "not looked by then (it does every 0.1 s), 'deferred': 'late' is what it needs"

@@ -118,10 +118,7 @@ def _settling(job: Collectives, recorder: ProgramRecorder, late: bool) -> Callab
     """What is done where a phase ends: works of collectives are let go of, and waited for."""
 
     def settle() -> None:
-        if late:
-            job.settle_late(recorder.operators, recorder.waits)
-        else:
-            job.settle_seen(recorder.operators)
+        job.settle(recorder.operators, recorder.waits, late=late)
         recorder.settle()
 
     return settle

@@ -41,7 +41,7 @@ class Zero(Native):
         """The process group, and DeepSpeed's job in it."""
         from strategies.parallel.deepspeed_engine import job
 
-        with super().running(runtime, recorder), job(self.rank, self.case.world):
+        with super().running(runtime, recorder), job(self.rank, self.case.world, self.case.release):
             self.runtime = runtime
             runtime.host_copies_keep = False  # norms come to the host, which looks whether they are numbers
             try:

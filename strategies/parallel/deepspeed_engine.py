@@ -18,6 +18,7 @@ from unittest import mock
 
 from graph.errors import CaptureError
 from traces.errors import ConfigError
+from traces.release import Version, version_of
 
 #: The group of all ranks that DeepSpeed makes for itself is told as the job's own, of the same ranks.
 _GROUP: Final = "default_pg"
@@ -65,8 +66,8 @@ def _check(zero: Mapping[str, Any]) -> None:
 
 
 @contextlib.contextmanager
-def job(rank: int, world: int) -> Iterator[None]:
-    """This process as a rank of a job of DeepSpeed's on the fake device, in torch's process group.
+def job(rank: int, world: int, release: str) -> Iterator[None]:
+    """This process as a rank of a job of DeepSpeed's on the fake device, in torch's process group, under its `release`.
 
     Raises CaptureError for a DeepSpeed that has not what is replaced here.
     """
@@ -77,14 +78,14 @@ def job(rank: int, world: int) -> Iterator[None]:
         stack.enter_context(_silent())
         stack.enter_context(_as_they_were())
         try:
-            for owner, name, instead in _replaced():
+            for owner, name, instead in _replaced(version_of(release)):
                 stack.enter_context(mock.patch.object(owner, name, instead))
         except (AttributeError, ImportError) as error:
             raise CaptureError(f"DeepSpeed {library.__version__} is not laid out as expected: {error}") from error
         yield
 
 
-def _replaced() -> Iterator[tuple[Any, str, Any]]:
+def _replaced(release: Version) -> Iterator[tuple[Any, str, Any]]:
     """Owner, name, and what is there instead during a job."""
     import torch
 
@@ -103,7 +104,7 @@ def _replaced() -> Iterator[tuple[Any, str, Any]]:
     yield importlib.import_module("deepspeed.ops.op_builder.builder").OpBuilder, "jit_load", _compiled
     distributed: Any = torch.distributed
     yield distributed, "new_group", functools.partial(distributed.new_group, group_desc=_GROUP)
-    yield distributed, "barrier", _Barrier()
+    yield distributed, "barrier", _Barrier(distributed.barrier, stays=release < (2, 12))
     event: Any = torch.cuda.Event
     yield event, "query", lambda self: False  # the host does not know: it waits, as it may have to
     yield torch.Tensor, "__repr__", object.__repr__  # it logs tensors, which hold nothing
@@ -115,15 +116,19 @@ def _compiled(builder: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 class _Barrier:
-    """torch.distributed.barrier. NCCL's first one leaves a byte on the device, for as long as the job lasts."""
+    """torch.distributed.barrier on the device. Up to 2.11 the byte of the first `stays` as long as the job lasts."""
 
-    def __init__(self) -> None:
+    def __init__(self, plain: Callable[..., object], stays: bool) -> None:
+        self.plain = plain
+        self.stays = stays
         self.left: Any = None
 
     def __call__(self, *args: object, **kwargs: object) -> None:
         import torch
 
-        if self.left is None:
+        if not self.stays:
+            self.plain(*args, **{**kwargs, "device_ids": [0]})
+        elif self.left is None:
             self.left = torch.empty(1, dtype=torch.uint8, device="cuda")
 
 

@@ -35,6 +35,7 @@ class Native(Method):
         self.rank = rank
         self._collectives: Collectives | None = None
         self._recorder: Recorder | None = None
+        self._first = 0  # works of the first step
 
     def captured_case(self) -> Case:
         """The case as the loop sees it, where the method does a part of it itself."""
@@ -65,12 +66,17 @@ class Native(Method):
         return storages(recorder, built.module)
 
     def settle(self) -> None:
-        """The watchdog drops what is finished."""
-        if self._collectives is not None and self._recorder is not None:
-            if self.case.deferred == "late":
-                self._collectives.settle_late(len(self._recorder.log.operators), self._recorder.waits)
-            else:
-                self._collectives.settle()
+        """The watchdog drops what is finished; while the host waits for the device, it has the time to look."""
+        job, recorder, late = self._collectives, self._recorder, self.case.deferred == "late"
+        if job is None or recorder is None:
+            return
+        if self.case.sync and not late:
+            job.release()
+        else:
+            job.settle(len(recorder.log.operators), recorder.waits, late=late)
+        if recorder.step <= 0:
+            self._first = job.issued
+        self.settled = job.dropped >= self._first
 
 
 def storages(recorder: Recorder, module: torch.nn.Module) -> dict[str, int]:

@@ -12,6 +12,7 @@ pytest.importorskip("torch")
 from simulator.recording.launch import environment
 from simulator.recording.launchers import Program, program_of
 from simulator.recording.request import Request
+from tests.places import DATA
 from tests.simulator.recording.test_record import answer, folder_of, record
 from traces.errors import ConfigError
 
@@ -158,3 +159,99 @@ def test_each_rank_has_the_gpu_of_its_number(
     for one in answer(tmp_path)["ranks"]:
         (rank,) = one["ranks"]
         assert one["peak_allocated"] >= rank << 22
+
+
+BARRIERS = """
+import sys
+import torch
+import torch.distributed as dist
+
+dist.init_process_group(*sys.argv[1:])
+names = [f"{name}_bytes.all.{value}" for name, value in (("allocated", "current"), ("requested", "current"))]
+
+
+def said(what):
+    stats = torch.cuda.memory_stats()
+    peak, count = stats["allocated_bytes.all.peak"], stats["allocation.all.allocated"]
+    print(what, *(stats[name] for name in names), peak, count)
+
+
+dist.barrier()
+dist.barrier()
+said("barriers")
+dist.barrier(device_ids=[0])
+said("on a device")
+dist.barrier(dist.new_group([0]))
+said("of a group")
+work = dist.barrier(async_op=True)
+said("that goes on")
+work.wait()
+tensor = torch.zeros(4, device="cuda")
+dist.all_reduce(tensor)
+dist.barrier()
+said("a collective")
+dist.broadcast_object_list([1], 0)
+said("an object")
+print(dist.get_backend())
+"""
+#: What PyTorch 2.13.0+cu130 said of it on the stand-in for CUDA (tests/data/programs/README.md), by backend.
+SAID_OF_BARRIERS = {
+    "nccl": """\
+barriers 0 0 1024 4
+on a device 0 0 1024 6
+of a group 0 0 1024 8
+that goes on 512 4 1024 10
+a collective 1024 20 2048 13
+an object 1024 20 2560 16
+nccl
+""",
+    "cpu:gloo,cuda:nccl": """\
+barriers 0 0 0 0
+on a device 0 0 1024 2
+of a group 0 0 1024 2
+that goes on 0 0 1024 2
+a collective 512 16 1024 3
+an object 512 16 1024 3
+cpu:gloo,cuda:nccl
+""",
+}
+SAID_OF_BARRIERS[""] = SAID_OF_BARRIERS["nccl"].replace("nccl", "undefined")
+
+
+@pytest.mark.parametrize("backend", SAID_OF_BARRIERS)
+def test_barriers_and_messages_take_memory_where_their_group_is(backend: str, tmp_path: Path) -> None:
+    folder_of(tmp_path, {"train.py": BARRIERS})
+    done = record(tmp_path, "-q", "--", "torchrun", "--nproc-per-node", "1", "train.py", *backend.split())
+    assert done.stdout == SAID_OF_BARRIERS[backend], done.stderr
+
+
+GATHERED = """
+import torch
+import torch.distributed as dist
+
+dist.init_process_group("nccl")
+found = [None] * dist.get_world_size()
+dist.all_gather_object(found, "x" * 1_000_000)
+print(len(found), {len(one) for one in found}, torch.cuda.max_memory_allocated() // 1_000_000)
+dist.gather_object(found[0], [None] * 4, dst=0)
+mine = [None]
+dist.scatter_object_list(mine, found, src=0)
+print(mine == found[:1])
+"""
+
+
+def test_objects_of_all_ranks_lie_on_the_device_together(tmp_path: Path) -> None:
+    folder_of(tmp_path, {"train.py": GATHERED})
+    done = record(tmp_path, "-q", "--ranks", "0", "--", "torchrun", "--nproc-per-node", "4", "train.py")
+    assert done.stdout == "4 {1000000} 5\nTrue\n", done.stderr
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_collectives_take_what_they_take(rank: int, tmp_path: Path) -> None:
+    """Flat copies of lists, and what works keep: as PyTorch 2.13.0+cu130 said of both ranks (collectives.txt)."""
+    program = DATA / "programs" / "collectives.py"
+    done = record(tmp_path, "-q", "--ranks", str(rank), "--", "torchrun", "--nproc-per-node", "2", str(program))
+    expected = [
+        line for line in program.with_suffix(".txt").read_text().splitlines() if line.startswith(f"rank{rank} ")
+    ]
+    assert done.stdout.splitlines() == expected, done.stderr
