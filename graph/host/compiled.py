@@ -161,18 +161,27 @@ def told_of_triton() -> None:
 
 
 @contextlib.contextmanager
-def anew() -> Iterator[None]:
+def anew(blocks: bool) -> Iterator[None]:
     """Inside, nothing that was compiled before is known, and nothing is kept.
 
-    Compiling a backward makes so many objects that Python's collector runs at some time: here it runs after it.
+    Compiling a whole model makes so many objects that Python's collector looks at all of them at some time: here it
+    does so after its backward. Compiling `blocks` makes too few, and what Dynamo has the collector do after compiling
+    (run_gc_after_compile) is for young objects: what is of interest here has become old by then.
     """
     torch._dynamo.reset()
     _patterns_unknown()
     try:
-        with after_backwards(gc.collect):
+        with _young_ones_stay() if blocks else after_backwards(gc.collect):
             yield
     finally:
         torch._dynamo.reset()
+
+
+def _young_ones_stay() -> contextlib.AbstractContextManager[Any]:
+    """Without Dynamo's own call of the collector, where this release has one."""
+    config: Any = torch._dynamo.config
+    known = hasattr(config, "run_gc_after_compile")
+    return config.patch(run_gc_after_compile=False) if known else contextlib.nullcontext()
 
 
 #: What Inductor looks for in a graph is traced at the first compilation for a device, with scalars on that device; by

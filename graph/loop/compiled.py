@@ -27,7 +27,7 @@ FIRST: Final = "of the kernels that are measured the first is taken: which is th
 
 
 @contextlib.contextmanager
-def compiling(case: Case, runtime: Runtime, recorder: Recorder) -> Iterator[None]:
+def compiling(case: Case, runtime: Runtime, recorder: Recorder, blocks: bool) -> Iterator[None]:
     """Inside, what is marked to be compiled is compiled when it is first called, as in a new process.
 
     Nothing that was compiled before is known, and nothing is kept.
@@ -43,7 +43,7 @@ def compiling(case: Case, runtime: Runtime, recorder: Recorder) -> Iterator[None
     with (
         tempfile.TemporaryDirectory() as name,
         _triton(),
-        anew(),
+        anew(blocks),
         of_device(runtime, Path(name) / "inductor", recorder.writes),
     ):
         yield

@@ -46,9 +46,13 @@ class Method:
         found: Mapping[str, int] = built.load(lambda module, keep: place(recorder, module, keep=keep))
         return found
 
+    def compiles_blocks(self, case: Case) -> bool:
+        """Whether blocks are compiled one by one, not the model as a whole."""
+        return case.compile_blocks
+
     def compile(self, case: Case, module: torch.nn.Module) -> None:
         """Mark the wrapped module, or each of its blocks, to be compiled: `compile` changes no name in it."""
-        for part in layers(module) if case.compile_blocks else [module]:
+        for part in layers(module) if self.compiles_blocks(case) else [module]:
             part.compile(mode=case.compile)
 
     def optimizer(self, case: Case, parameters: list[torch.nn.Parameter]) -> Any:

@@ -126,7 +126,7 @@ def _attempt(
                 _told(case, recorder),
                 recorder.ordered_casts(),
                 recorder.nested_backward(),
-                compiling(case, runtime, recorder),
+                compiling(case, runtime, recorder, method.compiles_blocks(case)),
             ):
                 parameters = method.load(recorder, built)
                 tensors = described(recorder, built.module)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any, Final
 
@@ -102,9 +102,9 @@ class MeshRank(Pipeline):
         """Without autocast where the sharding policy casts."""
         return without_autocast(self.case) if self.sharded else self.case
 
-    def compile(self, case: Case, module: torch.nn.Module) -> None:
+    def compiles_blocks(self, case: Case) -> bool:
         """What is sharded is compiled by block, as torchtitan and accelerate do; what gathers a block is not."""
-        super().compile(replace(case, compile_blocks=case.compile_blocks or self.sharded), module)
+        return case.compile_blocks or self.sharded
 
     def train(self, clock: Clock, built: Built, case: Case, roles: Roles, steps: int) -> None:
         """The schedule's loop with stages, else the usual one."""
