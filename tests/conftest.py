@@ -81,8 +81,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
-    hurried()
     """Compile the replay's kernels once, beside the collection: commands announce a compilation, tests expect none."""
+    hurried()
     if not hasattr(session.config, "workerinput"):
         command = [sys.executable, "-m", "simulator.allocator.prepared"]
         session.config.stash[compilation] = subprocess.Popen(command, cwd=session.config.rootpath)

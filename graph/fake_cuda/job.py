@@ -212,7 +212,7 @@ class _Objects:
         """torch.distributed.scatter_object_list."""
         given = scatter_object_input_list or []
         sent = [self._sent(one, group) for one in given]
-        largest = max((size.numel() for size, _ in sent), default=0)
+        largest = max((one.numel() for one, _ in sent), default=0)
         received = self._bytes(largest, group), self._bytes(8, group)
         del received, sent
         scatter_object_output_list[0] = given[0] if given else None

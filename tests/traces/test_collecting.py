@@ -28,9 +28,10 @@ del cycle
 as_if_on()
 assert gc.isenabled() and gc.get_count()[2] == 0 and not gc.collect()
 """
-#: Files in cycles and without, the module's own and not, one of them with a method that fails.
+#: Files in cycles and without, the module's own and not, one of a class with a method that fails.
 LEFT_OPEN = """
 import gzip
+import io
 import sys
 from traces.collecting import left_at_exit
 
@@ -38,13 +39,13 @@ left_at_exit()
 
 
 class Log:
-    def __init__(self, name, opened=open):
-        self.file = opened(f"{sys.argv[1]}/{name}", "wt")
+    def __init__(self, name):
+        self.file = open(f"{sys.argv[1]}/{name}", "wt")
         self.file.write("kept")
         self.me = self
 
 
-class Failing(Log):
+class Failing(io.FileIO):
     def writable(self):
         raise ValueError
 
@@ -52,7 +53,8 @@ class Failing(Log):
 lasting, zipped = Log("lasting.txt"), gzip.open(f"{sys.argv[1]}/zipped.gz", "wt")
 zipped.write("kept")
 Log("gone.txt")
-failing = Failing("failing.txt")
+failing = Failing(f"{sys.argv[1]}/failing.txt", "w")
+failing.write(b"kept")
 closed = open(f"{sys.argv[1]}/closed.txt", "w")
 closed.close()
 plain = open(f"{sys.argv[1]}/plain.txt", "w")
