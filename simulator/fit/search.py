@@ -28,8 +28,9 @@ if TYPE_CHECKING:
 
 #: Seconds after which no further change is tried.
 SECONDS: Final = 45.0
-#: The share of them that is kept for other hardware.
-HARDWARE: Final = 0.15
+#: The shares of them that are kept for what changes more, by level: for another method, as adapters, and for other
+#: hardware; each is named beside milder plans, for many would take it first.
+KEPT: Final = {LEVELS["method"]: 0.2, LEVELS["hardware"]: 0.15}
 #: The share of what is left of them that combinations of a level may take while none of them fits for sure: what alters
 #: more may do so.
 MILDER: Final = 0.5
@@ -94,12 +95,11 @@ def search_table(
     trying: Callable[[str], object] | None = None,
 ) -> Plans:
     """The same with the changes of a table."""
-    spared = HARDWARE * seconds
-    deadline = time.monotonic() + seconds - spared
+    deadline = time.monotonic() + seconds
     whole = next(iter(mapped(partial(_judged, judge), [[case]])))[0]
     if whole is None or whole.needs is None or whole.verdict == "fits":
         return Plans(whole)
-    found = _Search(case, whole, judge, table, mapped, width, deadline, spared, trying or (lambda _: None))
+    found = _Search(case, whole, judge, table, mapped, width, deadline, seconds, trying or (lambda _: None))
     try:
         found.run([(change, list(values)) for change, values in table.offered(case, whole.needs)])
     except KeyboardInterrupt:
@@ -162,7 +162,7 @@ class _Search(Generic[Subject]):
     mapped: Mapped
     width: int
     deadline: float
-    spared: float
+    seconds: float
     trying: Callable[[str], object]
     singles: list[_Option] = field(default_factory=list)
     known: dict[int, Plan | None] = field(default_factory=dict)
@@ -188,8 +188,11 @@ class _Search(Generic[Subject]):
         )
         hardware = LEVELS["hardware"]
         waiting: list[_Option] = []
-        self.levels = sorted({one.change.level for one in options} - {hardware})
+        kept = {level: self.seconds * KEPT.get(level, 0.0) for level in {one.change.level for one in options}}
+        self.deadline -= sum(kept.values())
+        self.levels = sorted(kept.keys() - {hardware})
         for level in self.levels:
+            self.deadline += kept[level]
             ours = [one for one in options if one.change.level == level]
             if level == 0 and not self._hopeful(ours):
                 waiting = ours
@@ -204,7 +207,7 @@ class _Search(Generic[Subject]):
                 self._alone(self._helpful(waiting, level))
                 waiting = []
             self._combined(level)
-        self.deadline += self.spared
+        self.deadline += kept.get(hardware, 0.0)
         self._alone([one for one in options if one.change.level == hardware])
 
     def _option(self, change: Change, keys: Mapping[str, Any]) -> _Option:

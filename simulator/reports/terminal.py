@@ -1,14 +1,16 @@
 """Documents in a terminal, by rich: plain text where stdout is none or NO_COLOR is set; 80 columns are enough.
 
 No word is broken: names leave out their middle where the terminal is narrow, and are whole where there is none, so that
-`grep` finds them. A table that does not fit is wider than the terminal rather than cut.
+`grep` finds them. A table that does not fit is wider than the terminal rather than cut; texts for which its columns are
+far too narrow stand below their row.
 """
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from simulator.reports.document import Block, Cell, Chart, Document, Figures, Lines, Name, Section, Size, Table, cut
@@ -28,6 +30,8 @@ WHOLE: Final = 1000
 SHORT: Final = 24
 #: Columns to which a column of texts is wrapped, at least.
 NARROW: Final = 12
+#: Lines of a cell, at most.
+TALL: Final = 4
 #: Columns between those of a table.
 GAP: Final = 3
 #: Characters of a bar.
@@ -150,28 +154,54 @@ def _figures(block: Figures) -> Grid:
 
 
 def _table(block: Table, console: Console) -> Iterator[RenderableType]:
+    if block.title:
+        yield _text(block.title, "bold")
+    rows, widths = _fitted(block, console)
+    long = [place for place, width in enumerate(widths) if any(len(row[place]) > TALL * width for row in rows)]
+    if 0 < len(long) < len(widths):
+        yield from _with_texts_below(block, console, long)
+    else:
+        table = _grid(block, widths, console)
+        for place, row in enumerate(rows):
+            table.add_row(*row, style=_STYLES.get(block.styles.get(place, ""), ""))
+        yield table
+    if block.more:
+        yield _text(block.more)
+
+
+def _grid(block: Table, widths: Sequence[int], console: Console) -> Grid:
+    """A table with a head, without title and rows."""
     from rich import box
     from rich.table import Table as Grid
 
-    table = Grid(
-        title=_text(block.title, "bold") if block.title else None,
-        title_justify="left",
-        box=box.SIMPLE_HEAD,
-        pad_edge=False,
-        show_edge=False,
-        min_width=len(block.title) or None,  # a title is not broken, however narrow the columns are
-    )
-    rows, widths = _fitted(block, console)
+    table = Grid(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
     for place, (name, width) in enumerate(zip(block.head, widths, strict=True)):
         number = block.numeric(place)
         table.add_column(name, justify="right" if number else "left", overflow="fold", width=width)
-    for place, row in enumerate(rows):
-        table.add_row(*row, style=_STYLES.get(block.styles.get(place, ""), ""))
     whole = sum(widths) + GAP * (len(widths) - 1)
     table.width = whole if whole > console.width else None
-    yield table
-    if block.more:
-        yield _text(block.more)
+    return table
+
+
+def _with_texts_below(block: Table, console: Console, long: Sequence[int]) -> Iterator[RenderableType]:
+    """A table in which every row is followed by its texts of the columns `long`, over the whole width."""
+    from rich.padding import Padding
+
+    short = [place for place in range(len(block.head)) if place not in long]
+    kept = replace(
+        block,
+        head=tuple(block.head[place] for place in short),
+        rows=tuple(tuple(row[place] for place in short) for row in block.rows),
+        right=[new for new, place in enumerate(short) if block.numeric(place)],
+    )
+    rows, widths = _fitted(kept, console)
+    for number, row in enumerate(rows):
+        table = _grid(kept, widths, console)
+        table.show_header = number == 0
+        table.add_row(*row, style=_STYLES.get(block.styles.get(number, ""), ""))
+        yield table
+        for place in long:
+            yield Padding(_text(_cell(block.rows[number][place], LONG)), (0, 0, 0, 2))
 
 
 def _fitted(block: Table, console: Console) -> tuple[list[list[Text]], list[int]]:

@@ -256,6 +256,22 @@ def test_time_that_is_up_leaves_the_rest_untried() -> None:
     assert "--dtype bf16" in found.untried
 
 
+def test_milder_changes_leave_time_for_adapters_and_other_hardware(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+    monkeypatch.setattr("simulator.fit.search.time.monotonic", lambda: clock[0])
+
+    def judge(case: Case) -> Judged:
+        clock[0] += 2.0
+        return made_up(30)(case)
+
+    found = search(Case.of(FULL), judge, seconds=40.0)
+    assert found.untried
+    options = [one.options for one in found.tried]
+    assert "--lora 16" in options
+    assert any(one.startswith("--gpu ") for one in options)
+    assert clock[0] < 50.0
+
+
 def test_what_fits_needs_no_plan() -> None:
     assert tried(101).tried == ()
 

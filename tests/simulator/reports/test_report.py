@@ -329,6 +329,24 @@ def test_a_narrow_terminal_breaks_no_number_and_no_name(width: int) -> None:
     assert ["pp=2,fsdp2=2,tp=2", *numbers] == re.split(r"\s{3,}", file.getvalue().splitlines()[-1])
 
 
+def test_texts_far_too_long_for_their_column_stand_below_their_row() -> None:
+    options, words = " ".join(["--option value"] * 12), "; ".join(["what changes"] * 20)
+    rows = ((options, "fits", Size(1 << 30), words), ("--lora 16", "tight", Size(2 << 30), "adapters"))
+    table = Table("What would fit", ("options", "verdict", "needs", "what"), rows, right=(2,))
+    file = io.StringIO()
+    terminal.render(Document("", "", head=(table,)), Console(width=80, file=file))
+    lines = file.getvalue().splitlines()
+    assert all(len(line) <= 80 for line in lines)
+    places = [next(place for place, line in enumerate(lines) if line.startswith(word)) for word in ("fits", "tight")]
+    assert lines[places[0] - 2].split() == ["verdict", "needs"]
+    assert lines[places[0]].split() == ["fits", "1.00", "GiB"]
+    assert " ".join(" ".join(lines[places[0] + 1 : places[1]]).split()) == f"{options} {words}"
+    assert [" ".join(line.split()) for line in lines[places[1] :]] == ["tight 2.00 GiB", "--lora 16", "adapters"]
+    wide = io.StringIO()
+    terminal.render(Document("", "", head=(table,)), Console(width=400, file=wide))
+    assert "--lora 16" in next(line for line in wide.getvalue().splitlines() if "tight" in line)
+
+
 @given(st.lists(st.text("abc", min_size=1, max_size=200), min_size=1, max_size=4), st.integers(30, 200))
 def test_names_keep_their_ends(names: list[str], width: int) -> None:
     table = Table("", ("bytes", "tensor"), tuple((Size(1), Name(f"{name}|")) for name in names))
