@@ -3,26 +3,33 @@
 `process_group(runtime, recorder, rank, world)` starts torch's own `fake` process group (which knows rank and world, and
 never waits) and puts kernels of ours under its collectives on CUDA tensors. They tell the recorder of each collective
 and keep what ProcessGroupNCCL keeps (torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp): the tensors of an asynchronous
-collective stay referenced by its work until somebody waits for the work or its watchdog sees it complete. Who waits
-does so at once; DDP's reducer waits for futures instead, so its all-reduces are kept until the next settling.
+collective stay referenced by its work until somebody waits for the work, or its watchdog has seen it complete and the
+next collective begins. Waiting for a work's future, as DDP's reducer does, lets go of nothing: the reducer's works are
+kept until the next settling. Functional collectives and other code of torch's own wait at once.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import FrameType
 from typing import TYPE_CHECKING, Any, Final
 from unittest import mock
 
 import torch
 import torch.distributed as dist
 import torch.nn.parallel.distributed as parallel
+from torch.distributed import c10d_logger
+from torch.distributed import distributed_c10d as c10d
 
 from graph.fake_cuda.device import Runtime
-from graph.fake_cuda.torch_private import fake_store, finished_work
+from graph.fake_cuda.torch_private import OPERATOR_CALLS, fake_store, finished_work
 from graph.fake_cuda.torch_private import schemas as torch_schemas
 from graph.recorder.list_sharding import equal_entries_once
+from traces.release import version_of
 
 if TYPE_CHECKING:
     from graph.recorder.recorder import Recorder
@@ -50,13 +57,38 @@ KINDS: Final[Mapping[str, str]] = {
 }
 #: Operators that a host issues between two looks of NCCL's watchdog.
 OPERATORS_A_LOOK: Final = 2000
+#: Settlings after which a collective finds finished what a program issued: the step has ended in which it was.
+SETTLINGS: Final = 2
 #: Collectives over a list of tensors, which NCCL gathers into or takes from one flat tensor of the same stream.
 _LISTS: Final = frozenset({"allgather_", "reduce_scatter_"})
 #: Messages between two ranks, and the number of the first of their streams.
 _PAIRS: Final = frozenset({"send", "recv_"})
 _FIRST_STREAM: Final = 1000
+#: Frames between whoever asks for a collective and its kernel: ours, and those of torch's operators.
+_OURS: Final = os.path.dirname(__file__)
+#: Files of torch.distributed's functions, and of what logs their calls.
+_DISTRIBUTED: Final = (c10d.__file__, c10d_logger.__file__)
+#: Whether works keep tensors for the allocator's sake: before 2.8 it knew the streams that use them (record_stream).
+_STASHED: Final = version_of(torch.__version__) >= (2, 8)
 #: The stream of asynchronous collectives that nobody waits for until the backward has ended.
 NCCL_STREAM: Final = 900
+
+
+@dataclass(eq=False)
+class _Kept:
+    """An asynchronous work and its tensors; `asked`: the program asked for it, and may wait for it."""
+
+    work: Any
+    tensors: Any
+    asked: bool
+    issued: int
+    """Operators that had run."""
+    settlings: int = 0
+    """Since it was issued."""
+    noticed: int = 0
+    """Operators that had run at the first of these."""
+    finished: bool = False
+    """Whether the host has waited for the device since (`late`)."""
 
 
 class Collectives:
@@ -69,12 +101,9 @@ class Collectives:
         self.keeps: Callable[[], bool] = lambda: True  # whether nobody waits for one of these
         self.named: Callable[[Any], str] = _group_name
         self.issued = 0  # works that were kept for some time
-        self._held: list[Any] = []
-        self._since: list[int] = []  # operators that had run when each of the first of these was noticed
+        self._held: list[_Kept] = []
         self._waits = 0  # of the host, until the last settling
-        self._issued = 0  # works held at the last settling, and how many of them are finished
-        self._finished = 0
-        self._waited = 0  # operators when the host had waited for these
+        self._waited = 0  # operators when the host had waited for what is finished
         self._told = True
         self._streams: dict[str, int] = {}
 
@@ -87,41 +116,74 @@ class Collectives:
         finally:
             self._told = before
 
+    @contextlib.contextmanager
+    def followed(self) -> Iterator[None]:
+        """Inside, a work that somebody waits for keeps no tensors but its result."""
+        plain: Callable[..., bool] = dist.Work.wait
+
+        def wait(work: dist.Work, *args: object, **kwargs: object) -> bool:
+            done = plain(work, *args, **kwargs)
+            self._held = [one for one in self._held if one.work is not work]
+            return done
+
+        with mock.patch.object(dist.Work, "wait", wait):
+            yield
+
     def settle(self, operators: int, waits: int, *, late: bool) -> None:
         """Finished work is dropped, as ProcessGroupNCCL's watchdog does.
 
         So many operators have run, and waits been made. It looks every 100 ms (kWatchdogThreadSleepMillis); a host
         takes about 50 us for an operator. `late`: work is finished only once the host has waited for the device after
-        it was issued.
+        it was issued. What the program itself asked for is dropped when the next collective begins.
         """
         if late:
             self._settle_late(operators, waits)
         else:
-            self._settle_seen(operators)
+            self._held = [
+                one
+                for one in self._held
+                if one.asked or not one.settlings or operators - one.noticed < OPERATORS_A_LOOK
+            ]
+        for one in self._held:
+            one.noticed = one.noticed if one.settlings else operators
+            one.settlings += 1
 
     def release(self) -> None:
         """All works are dropped."""
         self._held.clear()
-        self._since.clear()
 
     @property
     def dropped(self) -> int:
         """Works that are not kept any more."""
         return self.issued - len(self._held)
 
-    def _settle_seen(self, operators: int) -> None:
-        seen = sum(operators - issued >= OPERATORS_A_LOOK for issued in self._since)
-        del self._held[:seen], self._since[:seen]
-        self._since += [operators] * (len(self._held) - len(self._since))
-
     def _settle_late(self, operators: int, waits: int) -> None:
         waited, self._waits = waits > self._waits, waits
-        if self._issued > self._finished and waited:
-            self._finished, self._waited = self._issued, operators
-        elif self._finished and operators - self._waited >= OPERATORS_A_LOOK:
-            del self._held[: self._finished]
-            self._finished = 0
-        self._issued = len(self._held)
+        if waited and any(one.settlings and not one.finished for one in self._held):
+            for one in self._held:
+                one.finished = bool(one.settlings)
+            self._waited = operators
+        elif operators - self._waited >= OPERATORS_A_LOOK:
+            self._held = [one for one in self._held if not one.finished]
+
+    def _begin(self) -> None:
+        """A collective begins: what the program asked for and the watchdog has seen complete is dropped."""
+        if not self.runtime.late:
+            seen = self.recorder.operators - OPERATORS_A_LOOK
+            self._held = [
+                one for one in self._held if not one.asked or (one.settlings < SETTLINGS and one.issued > seen)
+            ]
+
+    def _keep(self, name: str, given: Mapping[str, Any], work: Any, tensors: Any) -> None:
+        """What an asynchronous work keeps until it is waited for."""
+        if not given.get("async_op", True):
+            return
+        asked = self._told and _asked()
+        if asked and name not in _PAIRS and _STASHED:  # of messages the work alone knows
+            self._held.append(_Kept(work, tensors, True, self.recorder.operators))
+        elif not asked and KINDS[name] in self.kept and self.keeps():
+            self.issued += 1
+            self._held.append(_Kept(work, tensors, False, self.recorder.operators))
 
     def install(self) -> None:
         """Put our kernels under torch.distributed's operators on CUDA tensors."""
@@ -136,18 +198,21 @@ class Collectives:
         results = len(schema.returns)
 
         def kernel(*args: object) -> Any:
+            self._begin()
             given = dict(zip(names, args, strict=False))
-            tensors = list(_flat(args[0]))
+            result = list(_flat(args[0]))
+            flat: list[torch.Tensor] = []
             self._tell(name, given, args)
             if name == "barrier":
-                tensors = self._barrier(bool(given.get("async_op", True)))
+                result = self._barrier(bool(given.get("async_op", True)))
             elif name in _LISTS and self._told:
                 lists: Any = args[0 if name == "allgather_" else 1]
-                tensors += _flattened(lists)
-            work = _finished([] if name in _PAIRS else tensors)  # messages are not kept by their works
-            if KINDS[name] in self.kept and given.get("async_op", True) and self.keeps():
-                self.issued += 1
-                self._held.append((work, args[:2]))
+                flat = _flattened(lists)
+                result = flat if flat and name == "allgather_" else result
+            elif name == "scatter_":
+                result = list(_flat(args[1]))
+            work = _finished([] if name in _PAIRS and _together() else result)
+            self._keep(name, given, work, (result if name == "barrier" else args[:2], flat))
             return work.boxed() if results == 1 else (args[0], work.boxed())
 
         return kernel
@@ -202,6 +267,29 @@ def _flattened(lists: Iterable[Sequence[torch.Tensor]]) -> list[torch.Tensor]:
         for tensors in lists
         if tensors and tensors[0].is_cuda and len({tensor.shape for tensor in tensors}) == 1
     ]
+
+
+def _asked() -> bool:
+    """Whether torch.distributed's functions, which give the work to the program, ask for a collective."""
+    return caller().f_code.co_filename == c10d.__file__
+
+
+def _together() -> bool:
+    """Whether a message is one of several that go as one, whose work knows none of them."""
+    frame: FrameType | None = caller()
+    while frame is not None and frame.f_code.co_filename in _DISTRIBUTED:
+        if frame.f_code.co_name == dist.batch_isend_irecv.__name__:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def caller() -> FrameType:
+    """The frame that asks for a collective, above our kernel and torch's operators."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith((_OURS, *OPERATOR_CALLS)):
+        frame = frame.f_back
+    return frame
 
 
 def _group_name(group: Any) -> str:
@@ -266,7 +354,7 @@ def process_group(
         dist.init_process_group("fake", rank=rank, world_size=world, store=fake_store())
         try:
             collectives.install()
-            with equal_entries_once():
+            with equal_entries_once(), collectives.followed():
                 yield collectives
         finally:
             collectives.release()

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final, TypeAlias
 from unittest import mock
@@ -23,11 +22,10 @@ import torch.multiprocessing
 from torch.distributed import device_mesh
 from torch.distributed import distributed_c10d as c10d
 
-from graph.fake_cuda.collectives import Collectives, lone_replicas
+from graph.fake_cuda.collectives import Collectives, caller, lone_replicas
 from graph.fake_cuda.device import Runtime
 from graph.fake_cuda.torch_private import (
     OBJECT_DEVICE,
-    OPERATOR_CALLS,
     fake_store,
     functional_collectives,
     graph_task,
@@ -36,8 +34,6 @@ from graph.recorder.list_sharding import equal_entries_once
 
 #: The version of NCCL that comes with PyTorch 2.13.
 _NCCL: Final = (2, 29, 7)
-#: Frames between whoever asks for a collective and its kernel: ours, and those of torch's operators.
-_OURS: Final = os.path.dirname(__file__)
 _FUNCTIONAL: Final = functional_collectives().__file__
 Group: TypeAlias = dist.ProcessGroup | None
 #: Backends without a device, and what torch.distributed calls the one that nobody has named.
@@ -95,6 +91,7 @@ def joined(runtime: Runtime, recorder: Any) -> Iterator[Collectives]:
         stack.enter_context(mock.patch.object(torch.cuda.nccl, "version", return_value=_NCCL))
         stack.enter_context(lone_replicas())
         stack.enter_context(equal_entries_once())
+        stack.enter_context(collectives.followed())
         try:
             yield collectives
         finally:
@@ -131,10 +128,7 @@ def _members(group: Any) -> str:
 
 def _functional() -> bool:
     """Whether a functional collective (torch/distributed/_functional_collectives.py) asks: DTensor waits for these."""
-    frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith((_OURS, *OPERATOR_CALLS)):
-        frame = frame.f_back
-    return frame.f_code.co_filename == _FUNCTIONAL
+    return caller().f_code.co_filename == _FUNCTIONAL
 
 
 class _Backends:

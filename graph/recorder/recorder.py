@@ -144,6 +144,11 @@ class Recorder:
 
     # What others ask -------------------------------------------------------------------------------------------
 
+    @property
+    def operators(self) -> int:
+        """How many operators have run."""
+        return len(self.log.operators)
+
     def number(self, tensor: torch.Tensor) -> int:
         """Our number of a device tensor's storage (of its local part if it is distributed), -1 if it has none."""
         local = getattr(tensor, "_local_tensor", tensor)

@@ -73,7 +73,7 @@ class Native(Method):
         if self.case.sync and not late:
             job.release()
         else:
-            job.settle(len(recorder.log.operators), recorder.waits, late=late)
+            job.settle(recorder.operators, recorder.waits, late=late)
         if recorder.step <= 0:
             self._first = job.issued
         self.settled = job.dropped >= self._first
