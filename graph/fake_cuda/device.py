@@ -132,7 +132,10 @@ class Runtime:
     @staticmethod
     def storage(tensor: torch.Tensor) -> int:
         """The number of a CUDA tensor's storage: counted from 1 in order of birth; 0 if it has no bytes."""
-        return tensor.data_ptr() >> ADDRESS_BITS
+        try:
+            return tensor.data_ptr() >> ADDRESS_BITS
+        except (RuntimeError, ValueError):  # sparse, of a lazy module, or in a transform of torch.func: it has none
+            return 0
 
     @staticmethod
     def number_at(address: int) -> int:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from graph.fake_cuda.memory import Layout, contiguous, set_storage
 from graph.fake_cuda.operators import fits
@@ -115,7 +116,8 @@ def _kind(values: Iterable[Any], exact: bool) -> tuple[Any, ...]:
         elif kind is list or kind is tuple:
             key.append(_kind(value, exact))
         elif isinstance(value, _Tensor):
-            key.append((value.shape, value.stride(), value.dtype, value.is_cuda))
+            told = not is_lazy(value)
+            key.append((value.shape, value.stride(), value.dtype, value.is_cuda) if told else kind)
         elif exact or kind is bool:
             key.append((kind, value) if kind in _NUMBERS else value if isinstance(value, _PLAIN) else None)
     return tuple(key)

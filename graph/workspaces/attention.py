@@ -157,6 +157,37 @@ def flash_backward(call: Call) -> Plan | None:
     return steps.plan()
 
 
+def flash_packed_backward(call: Call) -> Plan | None:
+    """aten::_flash_attention_backward of packed sequences (`mha_varlen_bwd`), as varlen_attn and nested tensors call.
+
+    Tensors are (tokens, heads, head); output and gradient are copied if not contiguous. Row sums and dQ's accumulator
+    have 128 rows more for each sequence (numbers of `cum_seq_q` less one). None without packing: no rule.
+    """
+    grad_out, query, key, out, starts = (
+        *(call.args[place] for place in (0, 1, 2, 4)),
+        argument(call, 6, "cum_seq_q", None),
+    )
+    if starts is None or query.ndim != 3:
+        return None
+    tokens, heads, head = query.shape
+    sequences = starts.shape[0] - 1
+    rows = tokens + 128 * sequences
+    steps = _Steps()
+    for name, tensor in (("grad_out", grad_out), ("out", out)):
+        if not tensor.is_contiguous():
+            steps.alloc(name, size(tensor))
+    steps.out(0, 1, 2)
+    steps.alloc("softmax_d", heads * rows * 4)
+    splits = up(call.profile.sm_count, sequences * heads) if call.deterministic == ENFORCED else 1
+    steps.alloc("dq_accum", splits * rows * heads * _flash_head(head, call.profile) * 4)
+    if key.shape[1] != heads:
+        expanded = key.shape[0] * heads * head * width(query)
+        steps.alloc("dk_expanded", expanded)
+        steps.alloc("dv_expanded", expanded)
+    steps.free("dv_expanded", "dk_expanded", "dq_accum", "softmax_d", "out", "grad_out")
+    return steps.plan()
+
+
 # ------------------------------------------------------------------------------------------------------ efficient
 
 
@@ -289,6 +320,7 @@ def cudnn_backward(call: Call) -> Plan | None:
 RULES: Final[Mapping[str, Rule]] = {
     "aten._scaled_dot_product_flash_attention.default": flash_forward,
     "aten._scaled_dot_product_flash_attention_backward.default": flash_backward,
+    "aten._flash_attention_backward.default": flash_packed_backward,
     "aten._scaled_dot_product_efficient_attention.default": efficient_forward,
     "aten._scaled_dot_product_efficient_attention_backward.default": efficient_backward,
     "aten._scaled_dot_product_cudnn_attention.default": cudnn_forward,

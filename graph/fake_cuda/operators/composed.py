@@ -221,6 +221,22 @@ def _no_errors(runtime: Runtime, info: torch.Tensor, name: str, *, is_matrix: bo
     runtime.synchronized()
 
 
+def _gru_cell(
+    runtime: Runtime, inputs: torch.Tensor, hidden_gates: torch.Tensor, hidden: torch.Tensor, *biases: object
+) -> Any:
+    """cuda/RNN.cu, `_thnn_fused_gru_cell_cuda`: five values of each unit are kept for the derivative."""
+    kept = torch.empty((hidden.shape[0], 5 * hidden.shape[1]), dtype=hidden.dtype, device=hidden.device)
+    return torch.empty_like(hidden, memory_format=torch.contiguous_format), kept
+
+
+def _gru_cell_backward(runtime: Runtime, gradient: torch.Tensor, kept: torch.Tensor, has_bias: bool) -> Any:
+    """cuda/RNN.cu, `_thnn_fused_gru_cell_backward_cuda`."""
+    gates = [torch.empty((kept.shape[0], kept.shape[1] // 5 * 3), dtype=kept.dtype, device=kept.device) for _ in "ih"]
+    hidden = torch.empty_like(gradient, memory_format=torch.contiguous_format)
+    biases = [_aten.sum.dim_IntList(gate, [0]) for gate in gates] if has_bias else [None, None]
+    return *gates, hidden, *biases
+
+
 #: By operator.
 COMPOSED: Final[Mapping[str, Callable[..., Any]]] = {
     "histc": _histc,
@@ -237,5 +253,7 @@ COMPOSED: Final[Mapping[str, Callable[..., Any]]] = {
     "repeat_interleave.Tensor": _repeat_interleave,
     **dict.fromkeys(("_ctc_loss", "_ctc_loss.Tensor"), _ctc_loss),
     **dict.fromkeys(("_ctc_loss_backward", "_ctc_loss_backward.Tensor"), _ctc_loss_backward),
+    "_thnn_fused_gru_cell": _gru_cell,
+    "_thnn_fused_gru_cell_backward": _gru_cell_backward,
     **RECURRENT,
 }

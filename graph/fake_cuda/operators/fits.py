@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
+from torch.nn.parameter import is_lazy
 
 if TYPE_CHECKING:
     from graph.fake_cuda.shapes import Shapes
@@ -61,6 +62,8 @@ def together(operands: Sequence[Any]) -> tuple[int, ...]:
 
 
 def _written(operands: Sequence[Any]) -> None:
+    if any(map(is_lazy, operands)):
+        return  # a parameter of a lazy module tells no shape
     target = operands[0]
     shape = together(operands)
     if shape != target.shape:

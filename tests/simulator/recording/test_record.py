@@ -61,6 +61,13 @@ def test_programs_end_with_the_recorded_figures(name: str, tmp_path: Path) -> No
         assert row["ended"].partition(": ")[2] in done.stderr
 
 
+def test_rare_parts_of_programs_take_what_they_take(tmp_path: Path) -> None:
+    """Lazy modules, cells, transforms of torch.func, packed attention: as PyTorch 2.13.0+cu130 said."""
+    program = ROOT / "tests/data/programs/parts.py"
+    done = record(tmp_path, "-q", "--gpu", "A100-80GB", str(program))
+    assert done.stdout == program.with_suffix(".txt").read_text(), done.stderr
+
+
 def test_the_largest_step_is_told(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     done = record(tmp_path, "--steps", "all", str(programs.FOLDER / "lengths.py"))

@@ -1,0 +1,40 @@
+"""Small parts of programs that few write: after each, the peak of allocated bytes in it and allocations so far."""
+import torch
+from torch.func import functional_call, grad
+from torch.nn.attention.varlen import varlen_attn
+
+
+def made(*shape, dtype=torch.float32):
+    return torch.randn(*shape, device="cuda", dtype=dtype, requires_grad=True)
+
+
+def lazy_module():
+    layer = torch.nn.LazyLinear(64).cuda()
+    layer(made(32, 48)).mean().backward()
+
+
+def cell_of_gru():
+    for biases in (True, False):
+        torch.nn.GRUCell(32, 64, bias=biases).cuda()(made(8, 32)).mean().backward()
+
+
+def transform_of_functions():
+    layer = torch.nn.Linear(64, 64).cuda()
+    grad(lambda given: functional_call(layer, given, (torch.randn(32, 64, device="cuda"),)).sum())(
+        dict(layer.named_parameters()))
+
+
+def packed_attention():
+    for heads, key_heads, size in (4, 4, 64), (8, 4, 80), (4, 4, 128), (4, 2, 192), (4, 4, 256):
+        query, key, value = (made(300, one, size, dtype=torch.bfloat16) for one in (heads, key_heads, key_heads))
+        starts = torch.tensor([0, 100, 180, 300], dtype=torch.int32, device="cuda")
+        varlen_attn(query, key, value, starts, starts, 120, 120, **{"enable_gqa": True} if heads != key_heads else {}
+                    ).float().mean().backward()
+
+
+torch.nn.Linear(8, 8).cuda()(made(8, 8)).sum().backward()  # cuBLAS has its workspace
+for part in lazy_module, cell_of_gru, transform_of_functions, packed_attention:
+    torch.cuda.reset_peak_memory_stats()
+    part()
+    stats = torch.cuda.memory_stats()
+    print(part.__name__, stats["allocated_bytes.all.peak"], stats["allocation.all.allocated"], flush=True)
