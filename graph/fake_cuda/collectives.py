@@ -78,8 +78,8 @@ NCCL_STREAM: Final = 900
 class _Kept:
     """An asynchronous work and its tensors; `asked`: the program asked for it, and may wait for it."""
 
-    work: Any
-    tensors: Any
+    work: object
+    tensors: object
     asked: bool
     issued: int
     """Operators that had run."""
@@ -174,7 +174,7 @@ class Collectives:
                 one for one in self._held if not one.asked or (one.settlings < SETTLINGS and one.issued > seen)
             ]
 
-    def _keep(self, name: str, given: Mapping[str, Any], work: Any, tensors: Any) -> None:
+    def _keep(self, name: str, given: Mapping[str, Any], work: object, tensors: object) -> None:
         """What an asynchronous work keeps until it is waited for."""
         if not given.get("async_op", True):
             return

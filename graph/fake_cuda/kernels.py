@@ -116,8 +116,7 @@ def _kind(values: Iterable[Any], exact: bool) -> tuple[Any, ...]:
         elif kind is list or kind is tuple:
             key.append(_kind(value, exact))
         elif isinstance(value, _Tensor):
-            told = not is_lazy(value)
-            key.append((value.shape, value.stride(), value.dtype, value.is_cuda) if told else kind)
+            key.append(kind if is_lazy(value) else (value.shape, value.stride(), value.dtype, value.is_cuda))
         elif exact or kind is bool:
             key.append((kind, value) if kind in _NUMBERS else value if isinstance(value, _PLAIN) else None)
     return tuple(key)
@@ -247,8 +246,7 @@ def _distinct(args: tuple[Any, ...]) -> tuple[tuple[Any, ...], list[int]]:
     return tuple([[v[i] for i in kept] if any(v is one for one in lists) else v for v in args]), places
 
 
-#: Outputs by operator, architecture and arguments, for as long as the process lives; so many, and no lists of tensors
-#: as long as those of a foreach optimizer.
+#: Outputs by operator, architecture and arguments, while the process lives: so many, without long lists of tensors.
 _REMEMBERED: Final = 50_000
 _LONG: Final = 32
 _known: dict[tuple[Any, ...], tuple[Any, ...]] = {}
