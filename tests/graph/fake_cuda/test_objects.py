@@ -150,6 +150,8 @@ def test_a_rank_saves_its_shards(runtime: Runtime, tmp_path: Path) -> None:
 class _Untold:
     """A recorder of nothing."""
 
+    operators = 0
+
     def collective(self, *told: object, **also: object) -> None:
         """A collective starts."""
 

@@ -210,7 +210,7 @@ def test_every_recorded_kernel() -> None:
         if played(plan, outputs) != events:
             wrong.append((where, events, plan))
     assert not wrong
-    assert names == set(RULES)
+    assert names == set(RULES) - {"aten._flash_attention_backward.default"}  # tests/data/programs/parts.py has that
 
 
 def test_recorded_kernels_allocate_more_than_outputs() -> None:
