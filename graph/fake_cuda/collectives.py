@@ -66,8 +66,14 @@ _PAIRS: Final = frozenset({"send", "recv_"})
 _FIRST_STREAM: Final = 1000
 #: Frames between whoever asks for a collective and its kernel: ours, and those of torch's operators.
 _OURS: Final = os.path.dirname(__file__)
-#: Files of torch.distributed's functions, and of what logs their calls.
-_DISTRIBUTED: Final = (c10d.__file__, c10d_logger.__file__)
+#: Files of torch.distributed's functions, of what logs their calls, and of pipelines.
+_DISTRIBUTED: Final = (
+    c10d.__file__,
+    c10d_logger.__file__,
+    os.path.join(os.path.dirname(dist.__file__), "pipelining", "schedules.py"),
+)
+#: Functions whose messages go as one. Newer pipelines send what goes one way alone: taken as in 2.11, as recorded.
+_BATCHES: Final = (dist.batch_isend_irecv.__name__, "_batch_p2p")
 #: Whether works keep tensors for the allocator's sake: before 2.8 it knew the streams that use them (record_stream).
 _STASHED: Final = version_of(torch.__version__) >= (2, 8)
 #: The stream of asynchronous collectives that nobody waits for until the backward has ended.
@@ -278,7 +284,7 @@ def _together() -> bool:
     """Whether a message is one of several that go as one, whose work knows none of them."""
     frame: FrameType | None = caller()
     while frame is not None and frame.f_code.co_filename in _DISTRIBUTED:
-        if frame.f_code.co_name == dist.batch_isend_irecv.__name__:
+        if frame.f_code.co_name in _BATCHES:
             return True
         frame = frame.f_back
     return False
