@@ -87,12 +87,10 @@ class _Kept:
     work: object
     tensors: object
     asked: bool
-    issued: int
-    """Operators that had run."""
+    since: int
+    """Operators that had run when it was issued; of what the program did not ask for, at the first settling."""
     settlings: int = 0
     """Since it was issued."""
-    noticed: int = 0
-    """Operators that had run at the first of these."""
     finished: bool = False
     """Whether the host has waited for the device since (`late`)."""
 
@@ -146,12 +144,10 @@ class Collectives:
             self._settle_late(operators, waits)
         else:
             self._held = [
-                one
-                for one in self._held
-                if one.asked or not one.settlings or operators - one.noticed < OPERATORS_A_LOOK
+                one for one in self._held if one.asked or not one.settlings or operators - one.since < OPERATORS_A_LOOK
             ]
         for one in self._held:
-            one.noticed = one.noticed if one.settlings else operators
+            one.since = one.since if one.asked or one.settlings else operators
             one.settlings += 1
 
     def release(self) -> None:
@@ -177,7 +173,7 @@ class Collectives:
         if not self.runtime.late:
             seen = self.recorder.operators - OPERATORS_A_LOOK
             self._held = [
-                one for one in self._held if not one.asked or (one.settlings < SETTLINGS and one.issued > seen)
+                one for one in self._held if not one.asked or (one.settlings < SETTLINGS and one.since > seen)
             ]
 
     def _keep(self, name: str, given: Mapping[str, Any], work: object, tensors: object) -> None:
@@ -185,11 +181,10 @@ class Collectives:
         if not given.get("async_op", True):
             return
         asked = self._told and _asked()
-        if asked and name not in _PAIRS and _STASHED:  # of messages the work alone knows
-            self._held.append(_Kept(work, tensors, True, self.recorder.operators))
-        elif not asked and KINDS[name] in self.kept and self.keeps():
+        stashes = _STASHED and name not in _PAIRS  # of messages the work alone knows
+        if stashes if asked else KINDS[name] in self.kept and self.keeps():
             self.issued += 1
-            self._held.append(_Kept(work, tensors, False, self.recorder.operators))
+            self._held.append(_Kept(work, tensors, asked, self.recorder.operators))
 
     def install(self) -> None:
         """Put our kernels under torch.distributed's operators on CUDA tensors."""

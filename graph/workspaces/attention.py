@@ -9,7 +9,7 @@ wheels of 2.9.1, 2.10.0, 2.11.0, 2.12.1 and 2.13.0 ran these operators; tests/da
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -29,6 +29,10 @@ def _contiguous_by_token(tensor: torch.Tensor) -> bool:
     b, h, s, d = tensor.shape
     sb, sh, ss, sd = tensor.stride()
     return in_order((b, s, h, d), (sb, ss, sh, sd))
+
+
+def _contiguous(tensor: torch.Tensor) -> bool:
+    return tensor.is_contiguous()
 
 
 class _Steps:
@@ -137,51 +141,40 @@ def flash_backward(call: Call) -> Plan | None:
     of the query first. Where the order of sums is to be the same each time, there is an accumulator for each part into
     which the keys are then split.
     """
-    grad_out, query, key, out = call.args[0], call.args[1], call.args[2], call.args[4]
-    batch, heads, rows, head = query.shape
-    key_heads, columns = key.shape[1], key.shape[2]
-    rounded = upper(rows, 128)
-    steps = _Steps()
-    for name, tensor in (("grad_out", grad_out), ("out", out)):
-        if not _contiguous_by_token(tensor):
-            steps.alloc(name, size(tensor))
-    steps.out(0, 1, 2)
-    steps.alloc("softmax_d", batch * heads * rounded * 4)
-    splits = up(call.profile.sm_count, batch * heads) if call.deterministic == ENFORCED else 1
-    steps.alloc("dq_accum", splits * batch * rounded * heads * _flash_head(head, call.profile) * 4)
-    if key_heads != heads:
-        expanded = batch * columns * heads * head * width(query)
-        steps.alloc("dk_expanded", expanded)
-        steps.alloc("dv_expanded", expanded)
-    steps.free("dv_expanded", "dk_expanded", "dq_accum", "softmax_d", "out", "grad_out")
-    return steps.plan()
+    query, key = call.args[1], call.args[2]
+    batch, _, rows, _ = query.shape
+    return _flash_backward(call, _contiguous_by_token, batch, batch * upper(rows, 128), batch * key.shape[2])
 
 
 def flash_packed_backward(call: Call) -> Plan | None:
     """aten::_flash_attention_backward of packed sequences (`mha_varlen_bwd`), as varlen_attn and nested tensors call.
 
-    Tensors are (tokens, heads, head); output and gradient are copied if not contiguous. Row sums and dQ's accumulator
-    have 128 rows more for each sequence (numbers of `cum_seq_q` less one). None without packing: no rule.
+    The same of tensors (tokens, heads, head); rows are 128 more than tokens for each sequence (numbers of `cum_seq_q`
+    less one). None without packing: no rule.
     """
-    grad_out, query, key, out, starts = (
-        *(call.args[place] for place in (0, 1, 2, 4)),
-        argument(call, 6, "cum_seq_q", None),
-    )
+    query, key, starts = call.args[1], call.args[2], argument(call, 6, "cum_seq_q", None)
     if starts is None or query.ndim != 3:
         return None
-    tokens, heads, head = query.shape
     sequences = starts.shape[0] - 1
-    rows = tokens + 128 * sequences
+    return _flash_backward(call, _contiguous, sequences, query.shape[0] + 128 * sequences, key.shape[0])
+
+
+def _flash_backward(
+    call: Call, contiguous: Callable[[torch.Tensor], bool], sequences: int, rows: int, key_rows: int
+) -> Plan:
+    """The backward of so many sequences, of all of which are the rows; heads are the second axis."""
+    grad_out, query, key, out = call.args[0], call.args[1], call.args[2], call.args[4]
+    heads, head = query.shape[1], query.shape[-1]
     steps = _Steps()
     for name, tensor in (("grad_out", grad_out), ("out", out)):
-        if not tensor.is_contiguous():
+        if not contiguous(tensor):
             steps.alloc(name, size(tensor))
     steps.out(0, 1, 2)
     steps.alloc("softmax_d", heads * rows * 4)
     splits = up(call.profile.sm_count, sequences * heads) if call.deterministic == ENFORCED else 1
     steps.alloc("dq_accum", splits * rows * heads * _flash_head(head, call.profile) * 4)
     if key.shape[1] != heads:
-        expanded = key.shape[0] * heads * head * width(query)
+        expanded = key_rows * heads * head * width(query)
         steps.alloc("dk_expanded", expanded)
         steps.alloc("dv_expanded", expanded)
     steps.free("dv_expanded", "dk_expanded", "dq_accum", "softmax_d", "out", "grad_out")
