@@ -111,7 +111,8 @@ def itself():
 
 def sleeps():
     batches = iter(DataLoader(Numbers(), batch_size=4, num_workers=2))
-    next(batches)
+    for _ in range(2):  # of each worker one: a worker that starts after its parent's end waits for ever
+        next(batches)
     print("ready", flush=True)
     time.sleep(60)
 
