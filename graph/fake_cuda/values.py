@@ -80,6 +80,7 @@ class Values:
         self.size = size
         self.finite = False  # whether floating-point numbers without values count as finite
         self.assume: Callable[[str, object], None] = lambda what, value: None  # told of what is taken to be so
+        self._comparing: bool | None = None  # how numbers without values compare: None, as if they were 0
         self.known: MutableMapping[int, torch.UntypedStorage] = {} if known is None else known
         self._shares: dict[int, float] = {}  # of elements that are not zero, of storages scattered into
 
@@ -99,6 +100,15 @@ class Values:
         if storage is not None:
             _view(storage, tensor).copy_(host)
             self.known[self.key(tensor)] = storage
+
+    @contextlib.contextmanager
+    def comparing(self, answer: bool) -> Iterator[None]:
+        """Inside, single numbers without values compare so: a check that a program must pass to go on."""
+        self._comparing = answer
+        try:
+            yield
+        finally:
+            self._comparing = None
 
     def forget(self, tensors: Iterable[torch.Tensor]) -> None:
         """The storages of `tensors` have no values any more."""
@@ -161,6 +171,8 @@ class Values:
         """How single numbers compare, those without values read as 0; None if there are several."""
         if any(isinstance(arg, torch.Tensor) and arg.numel() != 1 for arg in args):
             return None
+        if self._comparing is not None:
+            return self._comparing
         self.assume("how a floating-point number compares", "0.0 in its place")
         return bool(getattr(operator, func._opname)(*map(self._number, args)))
 

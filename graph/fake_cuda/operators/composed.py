@@ -13,12 +13,24 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from graph.fake_cuda.operators.rnn import RECURRENT
+from graph.fake_cuda.torch_private import BY_CPU_KERNEL
 
 if TYPE_CHECKING:
     from graph.fake_cuda.device import Runtime
 
 _aten: Final = torch.ops.aten
 _broadcast: Final[Callable[..., torch.Size]] = torch.broadcast_shapes
+
+
+def install(runtime: Runtime) -> None:
+    """Have composite operators that check values find what lets them go on."""
+    runtime.override("aten::istft", functools.partial(_istft, runtime), ("AutogradCUDA", "CUDA"))
+
+
+def _istft(runtime: Runtime, *args: object, **kwargs: object) -> Any:
+    """SpectralOps.cpp: its windows overlap, or it is an error."""
+    with runtime.values.comparing(False):
+        return _aten.istft.default.redispatch(BY_CPU_KERNEL, *args, **kwargs)
 
 
 def _masked_select(runtime: Runtime, source: torch.Tensor, mask: torch.Tensor) -> Any:
@@ -237,8 +249,31 @@ def _gru_cell_backward(runtime: Runtime, gradient: torch.Tensor, kept: torch.Ten
     return *gates, hidden, *biases
 
 
+def _embedding_bag_backward(
+    runtime: Runtime,
+    gradient: torch.Tensor,
+    indices: torch.Tensor,
+    offsets: torch.Tensor,
+    bags: torch.Tensor,
+    sizes: torch.Tensor,
+    largest: torch.Tensor,
+    rows: int,
+    scale: bool,
+    mode: int,
+    sparse: bool,
+    weights: torch.Tensor | None,
+    padding: int = -1,
+) -> Any:
+    """EmbeddingBag.cpp: sparse or dense."""
+    rest = (rows, scale, mode, weights, padding)
+    if sparse:
+        return _aten._embedding_bag_sparse_backward.default(gradient, indices, offsets, bags, sizes, *rest)
+    return _aten._embedding_bag_dense_backward.default(gradient, indices, bags, sizes, largest, *rest)
+
+
 #: By operator.
 COMPOSED: Final[Mapping[str, Callable[..., Any]]] = {
+    "_embedding_bag_backward": _embedding_bag_backward,
     "histc": _histc,
     "_linalg_check_errors": _no_errors,
     "masked_select": _masked_select,

@@ -26,7 +26,8 @@ _KEPT: Final = (1, 1, 5, 4)
 
 
 def install(runtime: Runtime) -> None:
-    """Have `lstm`, `gru`, `rnn_tanh` and `rnn_relu` go to cuDNN where PyTorch would."""
+    """Have `lstm`, `gru`, `rnn_tanh` and `rnn_relu` go to cuDNN where PyTorch would, under autocast in float16."""
+    runtime.override("aten::_cudnn_rnn", _in_half, ("AutocastCUDA",))
     for name in _MODES:
         for overload in ("input", "data"):
             kernel = functools.partial(_recurrent, getattr(getattr(torch.ops.aten, name), overload), name)
@@ -59,13 +60,44 @@ def _recurrent(func: Any, name: str, data: torch.Tensor, *args: Any) -> Any:
     return made[:2] if cell is None else made[:3]
 
 
-def _flat(weights: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The buffer of the weights; a new one, into which they are copied, where they lie apart (`try_get_weight_buf`)."""
+def _in_half(
+    data: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    stride: int,
+    buffer: torch.Tensor | None,
+    hidden: torch.Tensor,
+    cell: torch.Tensor | None,
+    *options: object,
+) -> Any:
+    """Autocast's `_cudnn_rnn_cast_reflatten` (aten/src/ATen/cudnn/AutocastRNN.cpp): whatever its dtype, float16.
+
+    Weights are copied at each call, into one new buffer.
+    """
+    with torch.autocast("cuda", enabled=False):
+        if _to_cast(weights[0] if buffer is None else buffer):
+            buffer, weights = _halves(weights)
+        states = (each.half() if each is not None and _to_cast(each) else each for each in (hidden, cell))
+        return cudnn_rnn(data.half() if _to_cast(data) else data, weights, stride, buffer, *states, *options)
+
+
+def _to_cast(tensor: torch.Tensor) -> bool:
+    return tensor.is_floating_point() and tensor.dtype not in (torch.float16, torch.float64)
+
+
+def _halves(weights: Sequence[torch.Tensor]) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Weights in a buffer of float16, for autograd their copies (`copy_weights_to_flat_buf_views`)."""
+    buffer = torch.zeros(sum(weight.numel() for weight in weights), dtype=torch.float16, device=weights[0].device)
+    parts = [torch.ops.aten.set_.source_Tensor(buffer.new_empty(0), part) for part in _parts(buffer, weights)]
+    return buffer, [part.copy_(weight, non_blocking=True) for part, weight in zip(parts, weights, strict=True)]
+
+
+def _flat(weights: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """The buffer of the weights, None where they lie apart (`try_get_weight_buf`)."""
     first = weights[0].detach()
     count = sum(weight.numel() for weight in weights)
     if first.untyped_storage().nbytes() == count * first.itemsize:
         return torch.as_strided(first, (count,), (1,), 0)
-    return torch.zeros(count, dtype=first.dtype, device=first.device)
+    return None
 
 
 def flatten_weight(runtime: Runtime, weights: Sequence[torch.Tensor], *args: object) -> torch.Tensor:
@@ -110,7 +142,9 @@ def forward(
     width = (projected or size) * (1 + both)
     out = torch.empty((*steps.shape[:-1], width), dtype=source.dtype, device=source.device)
     last = torch.empty_like(hidden)
-    end = torch.empty_like(hidden if cell is None else cell) if cell is not None else torch.empty(0, device=out.device)
+    end = torch.empty(0, device=out.device) if cell is None else torch.empty_like(cell)
+    if buffer is None:
+        buffer = torch.zeros(sum(weight.numel() for weight in weights), dtype=source.dtype, device=source.device)
     units = prod(steps.shape[:-1]) * size * (1 + both) * layers
     least = units * _KEPT[mode] * source.itemsize
     reserve = torch.empty(least if train else 0, dtype=torch.uint8, device=source.device)

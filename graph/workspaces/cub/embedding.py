@@ -1,7 +1,7 @@
 """Embedding tables: the backward sorts its indices when there are many, and sums by segments.
 
-Source: aten/src/ATen/native/cuda/Embedding.cu (`embedding_dense_backward_cuda`) and EmbeddingBackwardKernel.cu
-(`embedding_backward_cuda_kernel`).
+Source: aten/src/ATen/native/cuda/Embedding.cu (`embedding_dense_backward_cuda`), EmbeddingBag.cu
+(`_embedding_bag_dense_backward_cuda`) and EmbeddingBackwardKernel.cu (`embedding_backward_cuda_kernel`).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Final
 
 from graph.workspaces.cub.indexing import filled
-from graph.workspaces.cub.temporary import scan, sort_pairs, unique_by_key
+from graph.workspaces.cub.temporary import scan, scan_by_key, sort_pairs, unique_by_key
 from graph.workspaces.metadata import elements, is_contiguous, shape, size, up, upper, width
 from graph.workspaces.rules import REST, Call, Plan, Rule, within
 
@@ -18,6 +18,8 @@ _UNSORTED: Final = 3072
 _ROWS_PER_THREAD: Final = 10
 _BLOCK: Final = 1024
 _WARP: Final = 32
+#: `EmbeddingBagMode::MAX` of EmbeddingBag.h.
+_MAX: Final = 2
 
 
 def embedding_dense_backward(call: Call) -> Plan | None:
@@ -26,16 +28,30 @@ def embedding_dense_backward(call: Call) -> Plan | None:
     From 2.10 few, long segments are summed without a matrix of partial sums, in an fp32 copy of the gradient for
     16-bit types. From 2.12 only the bits that the number of rows needs are sorted.
     """
-    gradient, indices = call.args[0], call.args[1]
-    rows = int(call.args[2])
+    indices, rows = call.args[1], int(call.args[2])
     count = elements(indices)
     if count == 0:
         return None
     scaled = bool(len(call.args) > 4 and call.args[4])
-    copies = [(key, size(one)) for key, one in (("gradient", gradient), ("indices", indices)) if not is_contiguous(one)]
     sorts = count > _UNSORTED or scaled
-    steps = within(copies, *(_sorted(call, count, rows, width(indices), scaled) if sorts else (REST,)))
+    steps = within(_copies(call), *(_sorted(call, count, rows, width(indices), scaled) if sorts else (REST,)))
     return None if steps == (REST,) else steps
+
+
+def embedding_bag_dense_backward(call: Call) -> Plan | None:
+    """The same, always sorted, where values of a bag are added; their maximum is written where it came from."""
+    indices = call.args[1]
+    rows, scaled, mode = int(call.args[5]), bool(call.args[6]), call.args[7]
+    count = elements(indices)
+    if mode == _MAX or not count:
+        return within(_copies(call)[:1], REST) if not is_contiguous(call.args[0]) else None
+    return within(_copies(call), *_sorted(call, count, rows, width(indices), scaled))
+
+
+def _copies(call: Call) -> list[tuple[str, int]]:
+    """Gradient and indices, where they are not contiguous."""
+    given = (("gradient", call.args[0]), ("indices", call.args[1]))
+    return [(key, size(one)) for key, one in given if not is_contiguous(one)]
 
 
 def _sorted(call: Call, count: int, rows: int, item: int, scaled: bool) -> Plan:
@@ -58,7 +74,10 @@ def _sorted(call: Call, count: int, rows: int, item: int, scaled: bool) -> Plan:
     parts = within([("partials", 8), ("partial places", partials * item), *summed])
     by_segment = [("partials by segment", segments * item), ("partial offsets", segments * item)]
     found = within([("segment offsets", count * item), ("segments", 8)], *unique, *within(by_segment, *scanned, *parts))
-    counted = within([("count", count * item)] if scaled else [], REST, *found)
+    counted = (REST, *found)
+    if scaled:
+        scans = (within([(f"scan {way}", scan_by_key(profile, count, item))]) for way in ("onwards", "back"))
+        counted = within([("count", count * item)], *(step for each in scans for step in each), *counted)
     return within([("sorted indices", count * item), ("original places", count * item)], *sort, *counted)
 
 
@@ -82,5 +101,6 @@ def embedding(call: Call) -> Plan | None:
 
 RULES: Mapping[str, Rule] = {
     "aten.embedding_dense_backward.default": embedding_dense_backward,
+    "aten._embedding_bag_dense_backward.default": embedding_bag_dense_backward,
     "aten.embedding.default": embedding,
 }

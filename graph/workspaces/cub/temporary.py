@@ -92,6 +92,14 @@ def scan(profile: Profile, count: int, width: int) -> int:
     return storage((up(count, tile) + 32) * word, *((1,) if width < 4 else extra(profile)))
 
 
+def scan_by_key(profile: Profile, count: int, key: int) -> int:
+    """Bytes for `cub::DeviceScan::InclusiveScanByKey` with keys and sums of `key` bytes."""
+    tiles = {(8, 0): (2240, 3840), (9, 0): (2464, 4032)}
+    wide, narrow = tiles.get(profile.arch, (5888, 4480) if profile.arch >= (10, 0) else (2304, 2304))
+    blocks = up(count, wide if key == 8 else narrow)
+    return storage((blocks + 32) * 16, (blocks + 1) * key)
+
+
 def unique_by_key(profile: Profile, count: int, key: int) -> int:
     """Bytes for `cub::DeviceSelect::UniqueByKey` with keys of `key` bytes."""
     recent = profile.release >= (2, 12)

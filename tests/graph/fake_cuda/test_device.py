@@ -462,6 +462,24 @@ def test_values_that_are_not_known_count_as_different(runtime: Runtime) -> None:
     assert [text for text in runtime.assumptions if "values that differ: that all do is assumed" in text]
 
 
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+def test_gradients_of_bags_are_those_of_their_table(mode: str, log: Log) -> None:
+    """EmbeddingBag.cpp: it asks for a sparse gradient (with a CUDA build of PyTorch alone) or for a dense one."""
+    bag = nn.EmbeddingBag(5000, 32, mode=mode).to("cuda")
+    _backward(bag(torch.arange(640).cuda(), torch.arange(0, 640, 10).cuda()))
+    assert "_embedding_bag_dense_backward" in log.operators
+    assert bag.weight.grad is not None
+    assert bag.weight.grad.shape == (5000, 32)
+
+
+def test_windows_of_an_inverse_transform_overlap(runtime: Runtime) -> None:
+    runtime.values.finite = True
+    window, parts = torch.hann_window(256, device="cuda"), torch.empty(4, 129, 65, dtype=torch.cfloat, device="cuda")
+    assert torch.istft(parts, 256, 64, 256, window, length=4096).shape == (4, 4096)
+    assert (parts.real.min() < 1e-3).item() is True
+    assert len([text for text in runtime.assumptions if "compares" in text]) == 1
+
+
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
 @pytest.mark.parametrize(
     "options", [{}, {"num_layers": 2, "bidirectional": True, "batch_first": True}, {"bias": False}]
@@ -479,6 +497,25 @@ def test_recurrent_layers_run_by_cudnn(kind: Any, options: dict[str, Any], log: 
     assert [weight.grad.shape for weight in weights if weight.grad is not None] == [w.shape for w in weights]
     assert any("cuDNN's reserve space and workspace" in text for text in runtime.assumptions)
     del result, state
+
+
+@pytest.mark.parametrize(("kind", "gates"), [(nn.LSTM, 4), (nn.GRU, 3)])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_autocast_copies_recurrent_weights_into_one_buffer_of_float16(
+    kind: Any, gates: int, dtype: torch.dtype, log: Log, runtime: Runtime
+) -> None:
+    """As aten/src/ATen/cudnn/AutocastRNN.cpp: at each call, whatever autocast's dtype; their gradients are float32."""
+    layer, data = kind(64, 128).to("cuda"), torch.empty(20, 8, 64, device="cuda")
+    weights = gates * (128 * 64 + 128 * 128 + 2 * 128)
+    for _ in range(2):
+        begin = len(log.events)
+        with torch.autocast("cuda", dtype):
+            result = layer(data)[0]
+        assert result.dtype == torch.float16
+        assert log.events[begin:].count(f"+{2 * weights}") == 1
+        _backward(result)
+        del result
+    assert {weight.grad.dtype for weight in layer.parameters() if weight.grad is not None} == {torch.float32}
 
 
 def test_an_operator_can_be_given_a_rule_of_its_own() -> None:
