@@ -107,6 +107,12 @@ class Allocator(Protocol):
     def snapshot(self) -> dict[str, Any]:
         """A memory snapshot, as PyTorch makes them."""
 
+    def record_history(self, most: int, *, clear: bool) -> None:
+        """From here on snapshots have the last `most` entries of the history; `clear`: and nothing from before."""
+
+    def observe(self, observer: Callable[[int, int, int], object]) -> None:
+        """Call `observer` where memory runs out: bytes asked of the driver, all there may be, and free ones."""
+
     def memory_info(self) -> tuple[int, int]:
         """Free bytes of the device, and all."""
 
@@ -117,6 +123,19 @@ def changes(allocator: Allocator) -> list[tuple[Any, str, Any]]:
     def of_device(ask: Callable[[], Any]) -> Callable[..., Any]:
         return lambda *device: ask()
 
+    def record(
+        enabled: str | None, context: object, stacks: object, most: int, clear: bool = False, *rest: object
+    ) -> None:
+        allocator.record_history({"all": most, "state": 1}.get(enabled or "", 0), clear=clear)
+
+    def record_legacy(
+        enabled: bool, context: object, most: int, stacks: object, native: object, clear: bool = False, *rest: object
+    ) -> None:
+        allocator.record_history(most if enabled else 0, clear=clear)
+
+    def attach(observer: Callable[[int, int, int, int], object]) -> None:
+        allocator.observe(lambda asked, most, free: observer(torch.cuda.current_device(), asked, most, free))
+
     answers: dict[str, Any] = {
         "_cuda_memoryStats": of_device(allocator.statistics),
         "_cuda_resetPeakMemoryStats": of_device(allocator.reset_peak),
@@ -125,7 +144,9 @@ def changes(allocator: Allocator) -> list[tuple[Any, str, Any]]:
         "_cuda_setMemoryFraction": lambda fraction, device=0: allocator.set_fraction(fraction),
         "_cuda_getMemoryFraction": lambda device=0: allocator.fraction,
         "_cuda_memorySnapshot": lambda pool=None: allocator.snapshot(),
-        "_cuda_record_memory_history": lambda *args, **kwargs: None,
+        "_cuda_record_memory_history": record,
+        "_cuda_record_memory_history_legacy": record_legacy,
+        "_cuda_attach_out_of_memory_observer": attach,
         "_cuda_getAllocatorBackend": lambda: "native",
         "_cuda_hostMemoryStats": dict,
         "_accelerator_isAllocatorInitialized": lambda: True,

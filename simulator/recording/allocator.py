@@ -27,6 +27,7 @@ from simulator.engine.replay import ENDLESS
 from simulator.engine.result import EventLog
 from simulator.engine.torch_snapshot import torch_snapshot
 from simulator.recording import kernels
+from simulator.recording.history import History
 from simulator.recording.message import out_of_memory
 from traces.errors import ReplayError
 from traces.forks import locking
@@ -148,6 +149,8 @@ class LiveAllocator:
         self._serving = 0  # the pool that the machine's allocations come from
         self.asked = False  # whether anybody asked for figures
         self.marks: list[Mark] = []  # where phases began, in simulated time
+        self.told: History | None = None  # what snapshots have of the history
+        self._observers: list[Callable[[int, int, int], object]] = []
         self._error = error
         self._machine: Machine | None = None
         self.lock: AbstractContextManager[Any]
@@ -203,7 +206,10 @@ class LiveAllocator:
                 self._switch(stream)
             status = self._serve(_ALLOC, ident, size, stream)
         if status == at.OUT_OF_MEMORY:
-            raise self._error(self._failure())
+            failure = self._failure()
+            for observer in self._observers:
+                observer(*self._lacking())
+            raise self._error(failure)
         return ident
 
     def free(self, ident: int) -> None:
@@ -458,10 +464,21 @@ class LiveAllocator:
             place[last] = value
         return nested
 
+    def record_history(self, most: int, *, clear: bool) -> None:
+        """`_record_memory_history` of torch.cuda.memory: snapshots have the last `most` entries from here on."""
+        if self.told is not None:
+            self.told.record(self._rows, most, clear=clear)
+
     def snapshot(self) -> dict[str, Any]:
-        """What `_snapshot` of torch.cuda.memory gives, without a history."""
+        """What `_snapshot` of torch.cuda.memory gives."""
         none = np.empty(0, np.int64)
-        return torch_snapshot(self.machine, EventLog(np.empty(0, np.uint8), none, none, none, none))
+        found = torch_snapshot(self.machine, EventLog(np.empty(0, np.uint8), none, none, none, none))
+        allocated = self.machine.stat(at.ALLOCATED_BYTES)["all"][0]
+        return self.told.into(found, self._served.total_bytes, self._rows, allocated) if self.told else found
+
+    def observe(self, observer: Callable[[int, int, int], object]) -> None:
+        """Call `observer` where memory runs out: with the bytes asked of the driver, all there may be, and free ones."""
+        self._observers.append(observer)
 
     def memory_info(self) -> tuple[int, int]:
         """What cudaMemGetInfo gives: free bytes of the device, and all."""
@@ -531,15 +548,22 @@ class LiveAllocator:
         self.machine.ids = self._ids.reshape(-1, 2)
         self._busy = False
 
+    def _lacking(self) -> tuple[int, int, int]:
+        """What the allocation that has just failed asked of the driver, all there may be of memory, and what is free."""
+        memory = self.machine.memory
+        limit = int(memory[at.LIMIT])
+        asked = sizes.segment_size(memory, int(memory[at.FAILED_BYTES]))
+        return asked, self.device.total_bytes if limit < 0 else limit, int(memory[at.OOM_FREE])
+
     def _failure(self) -> str:
         """The message of the allocation that has just failed."""
         machine = self.machine
-        limit = int(machine.memory[at.LIMIT])
+        asked, allowed, free = self._lacking()
         return out_of_memory(
-            sizes.segment_size(machine.memory, int(machine.memory[at.FAILED_BYTES])),
+            asked,
             total=self.device.total_bytes,
-            free=int(machine.memory[at.OOM_FREE]),
-            allowed=None if limit < 0 else limit,
+            free=free,
+            allowed=None if int(machine.memory[at.LIMIT]) < 0 else allowed,
             allocated=machine.stat(at.ALLOCATED_BYTES)["all"][0],
             reserved=machine.stat(at.RESERVED_BYTES)["all"][0],
             minor=self.release.minor,

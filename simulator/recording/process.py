@@ -42,6 +42,7 @@ from simulator.allocator.releases import parse_release
 from simulator.recording import arguments, cycles
 from simulator.recording.allocator import LiveAllocator, warm_up
 from simulator.recording.durations import of_phases
+from simulator.recording.history import History
 from simulator.recording.prices import Prices
 from simulator.recording.repeats import Progress, Repeats
 from simulator.recording.request import FACTS, INTERRUPTED, REPEATS, TRACE, Request
@@ -85,6 +86,7 @@ def main(text: str) -> int:
     with fake_cuda(card, allocator, index, min(request.processes, _DEVICES)) as runtime:
         sdpa.install(runtime)
         recorder = ProgramRecorder(runtime, allocator, _BASE, None if prices is None else prices.kernel)
+        allocator.told = History(lambda: trace_of(allocator, recorder.labels, {}))
         end = _End(request, allocator)
         phases = Phases(recorder, allocator, end)
         keeper = _Keeper(request, runtime, recorder, phases, allocator, end)

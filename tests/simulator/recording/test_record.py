@@ -68,6 +68,13 @@ def test_rare_parts_of_programs_take_what_they_take(tmp_path: Path) -> None:
     assert done.stdout == program.with_suffix(".txt").read_text(), done.stderr
 
 
+def test_snapshots_that_a_program_makes_have_the_history_that_it_asked_for(tmp_path: Path) -> None:
+    """Entries, lines, blocks, and what an observer of memory that runs out is told: as PyTorch 2.13.0+cu130 said."""
+    program = ROOT / "tests/data/programs/snapshots.py"
+    done = record(tmp_path, "-q", "--gpu", "A100-80GB", "--steps", "all", str(program))
+    assert done.stdout == program.with_suffix(".txt").read_text(), done.stderr
+
+
 def test_the_largest_step_is_told(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     done = record(tmp_path, "--steps", "all", str(programs.FOLDER / "lengths.py"))
