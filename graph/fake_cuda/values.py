@@ -191,15 +191,21 @@ class Values:
         self, func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], targets: tuple[torch.Tensor, ...]
     ) -> None:
         """`func` has written its arguments `targets`."""
-        overwrites = func._opname in _OVERWRITING or (func._schema.is_mutable and bool(_outs(func)))
-        for target in targets:
-            if overwrites and self.of(target) is None and (room := self._whole(target)) is not None:
-                self.known[self.key(target)] = room
+        if func._opname in _OVERWRITING or (func._schema.is_mutable and bool(_outs(func))):
+            self._make_room(targets, args[1:] if func._opname in _OVERWRITING else args)
         share = self._scattered(func, args)
         if self.computed(func, args, kwargs) is None:
             self.forget(targets)
             if share is not None:
                 self._shares[self.key(args[0])] = share
+
+    def _make_room(self, targets: tuple[torch.Tensor, ...], read: tuple[object, ...]) -> None:
+        """All of the targets is overwritten; what is `read` for that keeps what it has."""
+        leaves = [one for one in tree_leaves(read) if isinstance(one, torch.Tensor) and one.device.type != "cpu"]
+        kept = set(map(self.key, leaves))
+        for target in targets:
+            if self.key(target) not in kept and self.of(target) is None and (room := self._whole(target)) is not None:
+                self.known[self.key(target)] = room
 
     def _whole(self, tensor: torch.Tensor) -> torch.UntypedStorage | None:
         """Memory on the host for the storage of a tensor that is all there is in it."""

@@ -477,7 +477,7 @@ class LiveAllocator:
         return self.told.into(found, self._served.total_bytes, self._rows, allocated) if self.told else found
 
     def observe(self, observer: Callable[[int, int, int], object]) -> None:
-        """Call `observer` where memory runs out: with the bytes asked of the driver, all there may be, and free ones."""
+        """Call `observer` where memory runs out: with bytes asked of the driver, all there may be, and free ones."""
         self._observers.append(observer)
 
     def memory_info(self) -> tuple[int, int]:
@@ -549,7 +549,7 @@ class LiveAllocator:
         self._busy = False
 
     def _lacking(self) -> tuple[int, int, int]:
-        """What the allocation that has just failed asked of the driver, all there may be of memory, and what is free."""
+        """What the allocation that has just failed asked of the driver, all there may be, and what is free."""
         memory = self.machine.memory
         limit = int(memory[at.LIMIT])
         asked = sizes.segment_size(memory, int(memory[at.FAILED_BYTES]))

@@ -472,6 +472,15 @@ def test_gradients_of_bags_are_those_of_their_table(mode: str, log: Log) -> None
     assert bag.weight.grad.shape == (5000, 32)
 
 
+def test_what_is_overwritten_with_itself_has_no_values_if_it_had_none(runtime: Runtime) -> None:
+    unknown = torch.rand(4, device="cuda")
+    assert runtime.values.of(unknown.abs_()) is None  # abs.out(x, out=x)
+    assert runtime.values.of(torch.mul(unknown, unknown, out=unknown)) is None
+    known = torch.tensor([1, -2]).cuda()
+    assert known.abs_().tolist() == [1, 2]
+    assert torch.add(known, 1, out=torch.empty_like(known)).tolist() == [2, 3]
+
+
 def test_windows_of_an_inverse_transform_overlap(runtime: Runtime) -> None:
     runtime.values.finite = True
     window, parts = torch.hann_window(256, device="cuda"), torch.empty(4, 129, 65, dtype=torch.cfloat, device="cuda")
