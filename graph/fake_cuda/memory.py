@@ -19,7 +19,7 @@ from typing import Any, Final
 import numpy as np
 import torch
 
-from graph.fake_cuda.torch_private import BY_CPU_KERNEL, from_dlpack
+from graph.fake_cuda.torch_private import BY_CPU_KERNEL, from_dlpack, mark_zero
 from traces.forks import locking
 
 #: A storage has this much of the address space to itself (256 GiB); larger ones take several slots.
@@ -198,6 +198,15 @@ class Memory:
                 place = self._placed(layout, 0, None)
         tensor = from_dlpack(_capsule(place, _CAPSULE, None))
         return _viewed(tensor, layout) if layout._view else tensor
+
+    def zeros(self, layout: Layout) -> torch.Tensor:
+        """A tensor of zeros, which take no memory: it has a size, and a null address (`ZeroTensorAllocator`)."""
+        with self.lock:
+            place = self._placed(layout, 0, None)
+        tensor = from_dlpack(_capsule(place, _CAPSULE, None))
+        tensor = _viewed(tensor, layout) if layout._view else tensor
+        mark_zero(tensor)
+        return tensor
 
     def _placed(self, layout: Layout, number: int, life: object) -> int:
         """Where the record of a tensor of `layout` is, whose storage has this number; `life` goes with it."""

@@ -192,11 +192,24 @@ def _batch_norm_gradients(
     """Gradients of the input, weight and bias, as asked; that of the input lies as PyTorch's kernels leave it
     (`batch_norm_backward_cuda`), not as the incoming gradient does."""
     form = torch.contiguous_format
-    if train and suggests_channels_last(image.shape, image.stride()) and not batch_norm.fused(image, train, mask):
-        form = torch.channels_last if image.dim() == 4 else torch.channels_last_3d
+    if train and not batch_norm.fused(image, train, mask):
+        form = _suggested(image)
     like = mean if weight is None else weight
     gradient = torch.empty_like(image, memory_format=form) if mask[0] else None
     return (gradient, *(torch.empty_like(like) if one else None for one in mask[1:]))
+
+
+def _cudnn_batch_norm_gradients(image: torch.Tensor, grad: object, weight: torch.Tensor, *rest: object) -> Any:
+    """The same by cuDNN: that of the input lies as the input suggests (cudnn/BatchNorm.cpp)."""
+    gradient = torch.empty_like(image, memory_format=_suggested(image))
+    return gradient, torch.empty_like(weight), torch.empty_like(weight)
+
+
+def _suggested(image: torch.Tensor) -> torch.memory_format:
+    """`suggest_memory_format` of c10."""
+    if not suggests_channels_last(image.shape, image.stride()):
+        return torch.contiguous_format
+    return torch.channels_last if image.dim() == 4 else torch.channels_last_3d
 
 
 def _as_large(func: Operator) -> Callable[..., torch.Tensor]:
@@ -235,6 +248,7 @@ _RULES: Final[dict[Any, Any]] = {
     _aten.im2col.default: _as_large(_aten.im2col.default),
     _aten.col2im.default: _as_large(_aten.col2im.default),
     _aten.native_batch_norm_backward.default: _batch_norm_gradients,
+    _aten.cudnn_batch_norm_backward.default: _cudnn_batch_norm_gradients,
     _aten.batch_norm_stats.default: _of_channels,
     _aten.batch_norm_gather_stats_with_counts.default: _of_channels,
     _aten.batch_norm_elemt.default: _like_input,

@@ -8,9 +8,11 @@ package that is loaded late is first asked for. Elsewhere only `graph.fake_cuda.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import re
 from collections.abc import Callable, Iterator
+from functools import cache
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
@@ -60,6 +62,7 @@ __all__ = [
     "has_triton_package",
     "is_dense",
     "is_excluded",
+    "mark_zero",
     "next_sequence_number",
     "of_two_devices",
     "schemas",
@@ -180,6 +183,29 @@ NVTX: Final[tuple[ModuleType, str]] = (torch.cuda.nvtx, "_nvtx")
 
 #: Where torch.distributed asks on which device a group's barriers and messages are, and its name.
 OBJECT_DEVICE: Final[tuple[ModuleType, str]] = (distributed_c10d, "_get_object_coll_device")
+
+
+def mark_zero(tensor: torch.Tensor) -> None:
+    """`tensor` is one of zeros that have no memory, as `_efficientzerotensor` makes them: operators know it by a key."""
+    place = tensor._cdata + 8 * _place_of_keys()  # type: ignore[attr-defined]
+    ctypes.c_uint64.from_address(place).value |= torch._C.DispatchKeySet(torch._C.DispatchKey.ZeroTensor).raw_repr()
+
+
+@cache
+def _place_of_keys() -> int:
+    """Which word of a TensorImpl (c10/core/TensorImpl.h) has its dispatch keys: the one that has them of these three."""
+    found = set(range(_WORDS))
+    for tensor in (torch.empty(1), torch.empty(1, device="meta"), torch._efficientzerotensor((1,))):
+        words = (ctypes.c_uint64 * _WORDS).from_address(tensor._cdata)  # type: ignore[attr-defined]
+        keys = torch._C._dispatch_keys(tensor).raw_repr()
+        found &= {place for place, word in enumerate(words) if word == keys}
+    if len(found) != 1:
+        raise UnsupportedTorch(f"PyTorch {torch.__version__} does not keep a tensor's keys where it did; {CHECKED}")
+    return found.pop()
+
+
+#: Words of a TensorImpl that are looked at.
+_WORDS: Final = 24
 
 
 def fake_store() -> Any:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
+from graph.fake_cuda.memory import Layout, contiguous
 from graph.fake_cuda.operators.rnn import RECURRENT
 from graph.fake_cuda.torch_private import BY_CPU_KERNEL
 
@@ -31,6 +32,11 @@ def _istft(runtime: Runtime, *args: object, **kwargs: object) -> Any:
     """SpectralOps.cpp: its windows overlap, or it is an error."""
     with runtime.values.comparing(False):
         return _aten.istft.default.redispatch(BY_CPU_KERNEL, *args, **kwargs)
+
+
+def _zeros(runtime: Runtime, size: Sequence[int], *, dtype: torch.dtype | None = None, **others: object) -> Any:
+    """cuda/TensorFactories.cu, `_efficientzerotensor_cuda`: what a tangent is where there is none."""
+    return runtime.memory.zeros(Layout(tuple(size), contiguous(size), dtype or torch.get_default_dtype()))
 
 
 def _masked_select(runtime: Runtime, source: torch.Tensor, mask: torch.Tensor) -> Any:
@@ -273,6 +279,7 @@ def _embedding_bag_backward(
 
 #: By operator.
 COMPOSED: Final[Mapping[str, Callable[..., Any]]] = {
+    "_efficientzerotensor": _zeros,
     "_embedding_bag_backward": _embedding_bag_backward,
     "histc": _histc,
     "_linalg_check_errors": _no_errors,

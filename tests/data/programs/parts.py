@@ -1,6 +1,8 @@
 """Small parts of programs that few write: after each, the peak of allocated bytes in it and allocations so far."""
+import gc
+
 import torch
-from torch.func import functional_call, grad
+from torch.func import functional_call, grad, hessian, jacfwd, jvp
 from torch.nn.attention.varlen import varlen_attn
 
 
@@ -32,8 +34,31 @@ def packed_attention():
                     ).float().mean().backward()
 
 
+def tangents():
+    """Forward differentiation, where what has no tangent has zeros that take no memory."""
+    layers = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.Tanh(), torch.nn.Linear(256, 8)).cuda()
+    jvp(layers, (torch.randn(512, 64, device="cuda"),), (torch.randn(512, 64, device="cuda"),))
+    jacfwd(layers)(torch.randn(64, device="cuda"))
+    hessian(lambda one: layers(one).pow(2).sum())(torch.randn(64, device="cuda"))
+    gc.collect()
+    zeros = torch._efficientzerotensor((500, 500), device="cuda")
+    kept = [zeros + 1, zeros * made(500, 500), zeros @ made(500, 500), zeros.t().clone(), zeros.to(torch.float16)]
+    del kept
+
+
+def bags_of_embeddings():
+    for mode, options in (("sum", {}), ("mean", {"scale_grad_by_freq": True}), ("max", {})):
+        bag = torch.nn.EmbeddingBag(5000, 32, mode=mode, **options).cuda()
+        bag(torch.randint(0, 5000, (6400,)).cuda(), torch.arange(0, 6400, 10).cuda()).mean().backward()
+
+
+def products_of_columns_and_rows():
+    (made(16, 300, 1) @ made(16, 1, 200)).mean().backward()
+
+
 torch.nn.Linear(8, 8).cuda()(made(8, 8)).sum().backward()  # cuBLAS has its workspace
-for part in lazy_module, cell_of_gru, transform_of_functions, packed_attention:
+for part in lazy_module, cell_of_gru, transform_of_functions, packed_attention, tangents, bags_of_embeddings, \
+        products_of_columns_and_rows:
     torch.cuda.reset_peak_memory_stats()
     part()
     stats = torch.cuda.memory_stats()
