@@ -34,6 +34,7 @@ from graph.fake_cuda.memory import ADDRESS_BITS, Memory, ignore
 from graph.fake_cuda.operators import composed, rnn
 from graph.fake_cuda.operators.deterministic import deterministic
 from graph.fake_cuda.operators.native import names, operator
+from graph.fake_cuda.torch_private import interpreted_groups
 from graph.fake_cuda.values import Values
 from graph.hardware.profile import Profile
 from graph.user_code import passing, reader
@@ -259,6 +260,7 @@ def fake_cuda(
         _active.append(runtime)
         stack.callback(_active.clear)
         stack.enter_context(_guard())
+        stack.enter_context(interpreted_groups())
         stack.enter_context(_hooks(runtime))
         stack.enter_context(fake_stubs.patched(runtime))
         stack.enter_context(_initialized())

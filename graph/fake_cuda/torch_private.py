@@ -60,6 +60,7 @@ __all__ = [
     "graph_task",
     "grouped_mm_output",
     "has_triton_package",
+    "interpreted_groups",
     "is_dense",
     "is_excluded",
     "mark_zero",
@@ -185,18 +186,33 @@ NVTX: Final[tuple[ModuleType, str]] = (torch.cuda.nvtx, "_nvtx")
 OBJECT_DEVICE: Final[tuple[ModuleType, str]] = (distributed_c10d, "_get_object_coll_device")
 
 
+@contextlib.contextmanager
+def interpreted_groups() -> Iterator[None]:
+    """Inside, groups that TorchScript fuses run operator by operator: a fused kernel allocates past the dispatcher.
+
+    What a group keeps and gives is the same; what it makes in between is there for a moment.
+    """
+    bindings: Any = BINDINGS
+    before = bindings._jit_texpr_fallback_allowed()
+    bindings._jit_texpr_set_fallback_allowed(True)
+    try:
+        yield
+    finally:
+        bindings._jit_texpr_set_fallback_allowed(before)
+
+
 def mark_zero(tensor: torch.Tensor) -> None:
-    """`tensor` is one of zeros that have no memory, as `_efficientzerotensor` makes them: operators know it by a key."""
-    place = tensor._cdata + 8 * _place_of_keys()  # type: ignore[attr-defined]
+    """`tensor` is one of zeros that have no memory, as `_efficientzerotensor` makes them: a key says so."""
+    place = tensor._cdata + 8 * _place_of_keys()
     ctypes.c_uint64.from_address(place).value |= torch._C.DispatchKeySet(torch._C.DispatchKey.ZeroTensor).raw_repr()
 
 
 @cache
 def _place_of_keys() -> int:
-    """Which word of a TensorImpl (c10/core/TensorImpl.h) has its dispatch keys: the one that has them of these three."""
+    """Which word of a TensorImpl (c10/core/TensorImpl.h) has its dispatch keys: that which has them of these three."""
     found = set(range(_WORDS))
     for tensor in (torch.empty(1), torch.empty(1, device="meta"), torch._efficientzerotensor((1,))):
-        words = (ctypes.c_uint64 * _WORDS).from_address(tensor._cdata)  # type: ignore[attr-defined]
+        words = (ctypes.c_uint64 * _WORDS).from_address(tensor._cdata)
         keys = torch._C._dispatch_keys(tensor).raw_repr()
         found &= {place for place, word in enumerate(words) if word == keys}
     if len(found) != 1:

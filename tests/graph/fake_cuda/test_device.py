@@ -6,6 +6,7 @@ import json
 import re
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -479,6 +480,24 @@ def test_what_is_overwritten_with_itself_has_no_values_if_it_had_none(runtime: R
     known = torch.tensor([1, -2]).cuda()
     assert known.abs_().tolist() == [1, 2]
     assert torch.add(known, 1, out=torch.empty_like(known)).tolist() == [2, 3]
+
+
+def _soft_clamped(x: torch.Tensor, limit: float) -> torch.Tensor:
+    return (x / limit).tanh() * limit
+
+
+def test_functions_of_torchscript_are_seen_each_time(log: Log) -> None:
+    """From the second call on a CUDA build fuses them, and the kernel's results are not told to the dispatcher."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        function = torch.jit.script(_soft_clamped)
+    source = torch.empty(1000, device="cuda")
+    for _ in range(4):
+        begin = len(log.operators)
+        result = function(source, 50.0)
+        assert log.operators[begin:] == ["div.Tensor", "tanh", "mul.Tensor"]
+        assert log.events[-1] == "-4000"  # of tanh, while the result is there
+        del result
 
 
 def test_windows_of_an_inverse_transform_overlap(runtime: Runtime) -> None:
