@@ -34,7 +34,7 @@ from graph.fake_cuda.memory import ADDRESS_BITS, Memory, ignore
 from graph.fake_cuda.operators import composed, rnn
 from graph.fake_cuda.operators.deterministic import deterministic
 from graph.fake_cuda.operators.native import names, operator
-from graph.fake_cuda.torch_private import interpreted_groups
+from graph.fake_cuda.torch_private import interpreted_groups, next_sequence_number
 from graph.fake_cuda.values import Values
 from graph.hardware.profile import Profile
 from graph.user_code import passing, reader
@@ -239,6 +239,7 @@ def _register(library: Any, kernels: list[tuple[str, str, Callable[..., Any]]]) 
 
 _active: list[Runtime] = []
 _verified: list[bool] = []
+_taken: list[int] = []  # numbers of nodes, by starting autograd on this thread
 
 
 @contextlib.contextmanager
@@ -270,7 +271,7 @@ def fake_cuda(
         composed.install(runtime)
         rnn.install(runtime)
         if not _verified:
-            fake_check.verify(runtime)
+            fake_check.verify(runtime, sum(_taken))
             _verified.append(True)
         fake_leftovers.drop()
         runtime.reset()
@@ -466,8 +467,10 @@ def _virtual(headers: tuple[Path, ...]) -> dict[str, int]:
 def _start_autograd() -> None:
     """Let autograd start its threads with one for CUDA: they start at the first backward of a process, one for each
     device there is then, and once only."""
+    first = next_sequence_number()
     with contextlib.suppress(UnsupportedTorch), _guard(), torch.inference_mode(False), torch.enable_grad():
         torch.autograd.backward(torch.ones(1, requires_grad=True))
+    _taken.append(next_sequence_number() - first)
 
 
 def _check_autograd() -> None:

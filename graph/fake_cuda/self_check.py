@@ -17,7 +17,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from graph.errors import UnsupportedTorch
-from graph.fake_cuda.torch_private import CHECKED
+from graph.fake_cuda.torch_private import CHECKED, next_sequence_number
 from traces.release import version_of
 
 if TYPE_CHECKING:
@@ -146,9 +146,13 @@ def _expected() -> str:
     return _EXPECTED[max(since for since in _EXPECTED if since <= version_of(torch.__version__))]
 
 
-def verify(runtime: Runtime) -> None:
-    """Raise UnsupportedTorch unless the step behaves on `runtime` as it does on a GPU, and leaves nothing behind."""
+def verify(runtime: Runtime, taken: int) -> None:
+    """Raise UnsupportedTorch unless the step behaves on `runtime` as it does on a GPU, and leaves nothing behind.
+
+    `taken` are the numbers of nodes that this thread has taken for us before, and autograd's has not.
+    """
     torch.cuda.is_bf16_supported()  # asks with a tensor, once, on older GPUs
+    first = next_sequence_number() - taken
     log = _Log(runtime)
     runtime.observer = log
     try:
@@ -172,3 +176,25 @@ def verify(runtime: Runtime) -> None:
         )
     if runtime.memory.live:
         raise UnsupportedTorch(f"PyTorch {torch.__version__} keeps storages of a training step that has ended")
+    with torch.enable_grad():
+        nothing = torch.empty(0, device="cuda", requires_grad=True)
+        most = next_sequence_number() + 2 - first  # with the two nodes of this
+        torch.autograd.backward(_Numbered.apply(nothing, most), nothing)
+
+
+class _Numbered(torch.autograd.Function):
+    """Has the numbers of nodes go on from `most` on autograd's thread, so that they stand as before the step: as many
+    were taken there as on this thread. By them autograd orders nodes that a backward makes among those of a forward."""
+
+    @staticmethod
+    def forward(ctx: Any, source: torch.Tensor, most: int) -> torch.Tensor:
+        ctx.most = most
+        return source.view_as(source)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        nothing = torch.empty(0, requires_grad=True)
+        with torch.enable_grad():
+            while next_sequence_number() < ctx.most:
+                nothing.view(0)
+        return *gradients, None

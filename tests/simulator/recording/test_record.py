@@ -68,6 +68,22 @@ def test_rare_parts_of_programs_take_what_they_take(tmp_path: Path) -> None:
     assert done.stdout == program.with_suffix(".txt").read_text(), done.stderr
 
 
+NUMBERED = """
+import torch
+weight = torch.ones(4, 4, device="cuda", requires_grad=True)
+result = (weight * weight).sin()
+(gradient,) = torch.autograd.grad(result.sum(), weight, create_graph=True)
+product = gradient.grad_fn.next_functions[0][0]
+print(product.name(), result.grad_fn._sequence_nr() - product._sequence_nr())
+"""
+
+
+def test_nodes_that_a_backward_makes_have_the_numbers_that_they_have_on_a_gpu(tmp_path: Path) -> None:
+    """A thread's begin at 0: by them nodes of a gradient are ordered among those of the forward (here 1 and 3)."""
+    done = record(folder_of(tmp_path, {"train.py": NUMBERED}), "train.py")
+    assert done.stdout == "MulBackward0 -2\n", done.stderr
+
+
 def test_snapshots_that_a_program_makes_have_the_history_that_it_asked_for(tmp_path: Path) -> None:
     """Entries, lines, blocks, and what an observer of memory that runs out is told: as PyTorch 2.13.0+cu130 said."""
     program = ROOT / "tests/data/programs/snapshots.py"
