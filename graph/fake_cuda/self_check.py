@@ -146,7 +146,7 @@ def _expected() -> str:
     return _EXPECTED[max(since for since in _EXPECTED if since <= version_of(torch.__version__))]
 
 
-def verify(runtime: Runtime, taken: int) -> None:
+def verify(runtime: Runtime, taken: int = 0) -> None:
     """Raise UnsupportedTorch unless the step behaves on `runtime` as it does on a GPU, and leaves nothing behind.
 
     `taken` are the numbers of nodes that this thread has taken for us before, and autograd's has not.
@@ -176,25 +176,22 @@ def verify(runtime: Runtime, taken: int) -> None:
         )
     if runtime.memory.live:
         raise UnsupportedTorch(f"PyTorch {torch.__version__} keeps storages of a training step that has ended")
+    _level(first)
+
+
+def _level(first: int) -> None:
+    """Have the numbers of nodes go on from as many on autograd's thread as this one has taken since `first`: they stand
+    as before the step. By them autograd orders nodes that a backward makes among those of a forward."""
+    most = next_sequence_number() + 2 - first  # with the two nodes of this
+
+    def take(gradient: torch.Tensor) -> None:
+        spare = torch.empty(0, requires_grad=True)
+        with torch.enable_grad():
+            while next_sequence_number() < most:
+                spare.view(0)
+
     with torch.enable_grad():
         nothing = torch.empty(0, device="cuda", requires_grad=True)
-        most = next_sequence_number() + 2 - first  # with the two nodes of this
-        torch.autograd.backward(_Numbered.apply(nothing, most), nothing)
-
-
-class _Numbered(torch.autograd.Function):
-    """Has the numbers of nodes go on from `most` on autograd's thread, so that they stand as before the step: as many
-    were taken there as on this thread. By them autograd orders nodes that a backward makes among those of a forward."""
-
-    @staticmethod
-    def forward(ctx: Any, source: torch.Tensor, most: int) -> torch.Tensor:
-        ctx.most = most
-        return source.view_as(source)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        nothing = torch.empty(0, requires_grad=True)
-        with torch.enable_grad():
-            while next_sequence_number() < ctx.most:
-                nothing.view(0)
-        return *gradients, None
+        result = nothing.view(0)
+        result.register_hook(take)  # type: ignore[no-untyped-call]
+        torch.autograd.backward(result, nothing)
