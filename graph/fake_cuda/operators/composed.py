@@ -277,10 +277,82 @@ def _embedding_bag_backward(
     return _aten._embedding_bag_dense_backward.default(gradient, indices, bags, sizes, largest, *rest)
 
 
+def _fake_quantized_by_channel(
+    runtime: Runtime, source: torch.Tensor, scale: object, zero_point: torch.Tensor, *rest: object
+) -> Any:
+    """quantized/FakeQuantPerChannelAffine.cpp: the host reads whether zero points are in range."""
+    limits = [_aten.min.default(zero_point), _aten.max.default(zero_point)]
+    runtime.synchronized()
+    del limits
+    return torch.empty_like(source), torch.empty_like(source, dtype=torch.bool)
+
+
+def _observed_and_fake_quantized(
+    runtime: Runtime,
+    source: torch.Tensor,
+    observed: object,
+    quantized: object,
+    lowest: torch.Tensor,
+    highest: torch.Tensor,
+    scale: torch.Tensor,
+    zero_point: torch.Tensor,
+    constant: float,
+    least: int,
+    most: int,
+    axis: int,
+    by_row: bool = False,
+    symmetric: bool = False,
+) -> Any:
+    """quantized/cuda/FusedObsFakeQuant.cu: limits of all or of each channel, for which there is room from then on."""
+    whole = source.contiguous()
+    if not by_row:
+        _aten.aminmax.default(whole)
+        made = torch.empty_like(source), torch.empty_like(source, dtype=torch.bool)
+    else:
+        rows = source if source.ndim == 2 else source.transpose(0, axis).flatten(1)
+        if not lowest.numel():
+            for state in (lowest, highest, scale, zero_point):
+                state.resize_(source.shape[axis])
+        limits = _aten.aminmax.default(rows, dim=1)
+        del limits, rows
+        mask = torch.empty_like(source, dtype=torch.bool)
+        made = torch.empty_like(source), mask
+    del whole
+    runtime.values.forget((lowest, highest, scale, zero_point))
+    return made
+
+
+def _grid_sampler(runtime: Runtime, source: torch.Tensor, grid: torch.Tensor) -> torch.Tensor:
+    """cudnn/GridSampler.cpp, `cudnn_grid_sampler_forward`."""
+    copies = _no_zero_strides(source), grid.contiguous()
+    out = torch.empty((*source.shape[:2], *grid.shape[1:3]), dtype=source.dtype, device=source.device)
+    del copies
+    return out
+
+
+def _grid_sampler_backward(
+    runtime: Runtime, source: torch.Tensor, grid: torch.Tensor, gradient: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """cudnn/GridSampler.cpp, `cudnn_grid_sampler_backward`."""
+    copies = _no_zero_strides(source), grid.contiguous(), _no_zero_strides(gradient)
+    made = [torch.empty(one.shape, dtype=one.dtype, device=one.device) for one in (source, grid)]
+    del copies
+    return made[0], made[1]
+
+
+def _no_zero_strides(tensor: torch.Tensor) -> torch.Tensor:
+    """`contiguousIfZeroInStrides`."""
+    return tensor.contiguous() if 0 in tensor.stride() else tensor
+
+
 #: By operator.
 COMPOSED: Final[Mapping[str, Callable[..., Any]]] = {
     "_efficientzerotensor": _zeros,
     "_embedding_bag_backward": _embedding_bag_backward,
+    "fake_quantize_per_channel_affine_cachemask": _fake_quantized_by_channel,
+    "_fused_moving_avg_obs_fq_helper": _observed_and_fake_quantized,
+    "cudnn_grid_sampler": _grid_sampler,
+    "cudnn_grid_sampler_backward": _grid_sampler_backward,
     "histc": _histc,
     "_linalg_check_errors": _no_errors,
     "masked_select": _masked_select,

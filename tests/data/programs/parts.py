@@ -2,6 +2,8 @@
 import gc
 
 import torch
+from torch.ao.quantization import MovingAverageMinMaxObserver, MovingAveragePerChannelMinMaxObserver
+from torch.ao.quantization.fake_quantize import FusedMovingAvgObsFakeQuantize
 from torch.func import functional_call, grad, hessian, jacfwd, jvp
 from torch.nn.attention.varlen import varlen_attn
 
@@ -56,9 +58,21 @@ def products_of_columns_and_rows():
     (made(16, 300, 1) @ made(16, 1, 200)).mean().backward()
 
 
+def quantization_while_training():
+    weights = FusedMovingAvgObsFakeQuantize(
+        MovingAveragePerChannelMinMaxObserver, quant_min=-128, quant_max=127, dtype=torch.qint8,
+        qscheme=torch.per_channel_symmetric).cuda()
+    inputs = FusedMovingAvgObsFakeQuantize(MovingAverageMinMaxObserver, quant_min=0, quant_max=255).cuda()
+    image, kernel = made(16, 3, 64, 64), made(512, 3, 3, 3)
+    for _ in range(2):
+        (inputs(image).sum() + inputs(image.to(memory_format=torch.channels_last)).sum() + weights(kernel).sum()
+         ).backward()
+    torch.fake_quantize_per_channel_affine(kernel, weights.scale, weights.zero_point, 0, -128, 127).sum().backward()
+
+
 torch.nn.Linear(8, 8).cuda()(made(8, 8)).sum().backward()  # cuBLAS has its workspace
 for part in lazy_module, cell_of_gru, transform_of_functions, packed_attention, tangents, bags_of_embeddings, \
-        products_of_columns_and_rows:
+        products_of_columns_and_rows, quantization_while_training:
     torch.cuda.reset_peak_memory_stats()
     part()
     stats = torch.cuda.memory_stats()

@@ -500,6 +500,17 @@ def test_functions_of_torchscript_are_seen_each_time(log: Log) -> None:
         del result
 
 
+def test_grids_are_sampled_by_cudnn(log: Log) -> None:
+    """A sum's gradient has no strides: it is copied (cudnn/GridSampler.cpp)."""
+    source = torch.empty(2, 3, 8, 10, device="cuda", requires_grad=True)
+    grid = torch.empty(2, 4, 5, 2, device="cuda", requires_grad=True)
+    result = functional.grid_sample(source, grid, align_corners=True)
+    begin = len(log.events)
+    torch.autograd.backward(result.sum())
+    out, first, second = 2 * 3 * 4 * 5 * 4, 2 * 3 * 8 * 10 * 4, 2 * 4 * 5 * 2 * 4
+    assert log.events[begin:] == ["+4", "+4", f"+{out}", f"+{first}", f"+{second}", f"-{out}", "-4", "-4"]
+
+
 def test_windows_of_an_inverse_transform_overlap(runtime: Runtime) -> None:
     runtime.values.finite = True
     window, parts = torch.hann_window(256, device="cuda"), torch.empty(4, 129, 65, dtype=torch.cfloat, device="cuda")
