@@ -601,9 +601,9 @@ class Kernels:
             masks = [index for index in indices if index is not None and index.dtype in (torch.bool, torch.uint8)]
             if not masks:
                 return usual(source, indices, *rest, **kwargs)
-            given = [index for index in indices if index is not None]
             accumulate = rest[1] if len(rest) > 1 else kwargs.get("accumulate", False)
-            if fills and not accumulate and len(given) == 1 and not rest[0].is_cuda and rest[0].numel() == 1:
+            alone = masks[0].is_cuda and sum(index is not None for index in indices) == 1
+            if fills and alone and not accumulate and not rest[0].is_cuda and rest[0].numel() == 1:
                 mask = masks[0][(..., *[None] * (source.ndim - len(indices) + 1 - masks[0].ndim))]
                 return torch.ops.aten.masked_fill_.Scalar(source, mask, rest[0].item())
             places: list[Any] = []

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from numpy import broadcast_shapes
 
@@ -18,6 +18,7 @@ from graph.workspaces.metadata import (
     elements,
     in_order,
     is_contiguous,
+    is_dense,
     on_device,
     shape,
     size,
@@ -38,20 +39,40 @@ def _expanded(index: torch.Tensor, target: tuple[int, ...]) -> tuple[int, ...]:
     return (*[0] * lead, *kept)
 
 
-def _copies(indices: Sequence[Any]) -> list[tuple[str, int]]:
-    """32-bit indices are widened; broadcast ones whose strides differ are made contiguous (`AdvancedIndex`)."""
+#: Indices of these types become ones of 64 bits.
+_NARROW: Final = ("int32", "uint8", "int16", "int8")
+
+
+def _with_copies(indices: Sequence[Any], *inside: Step) -> Plan:
+    """Indices go from the host to the device (`make_info`), 32-bit ones are widened, and broadcast ones whose strides
+    differ made contiguous (`AdvancedIndex`); all that as long as what is `inside`."""
     given = [index for index in indices if index is not None]
     target = broadcast_shapes(*map(shape, given))
     steps = [_expanded(index, target) for index in given]
-    copies: list[tuple[str, int]] = []
+    births: list[Step] = []
+    living: list[str] = []
+    flat = tuple(prod(target[place + 1 :]) for place in range(len(target)))
     for position, index in enumerate(given):
-        if dtype(index) in ("int32", "uint8", "int16", "int8") and elements(index):
-            copies.append((f"wide index {position}", elements(index) * 8))
+        if not on_device(index) and elements(index):
+            births.append(("alloc", f"moved index {position}", elements(index) * width(index)))
+            living.append(f"moved index {position}")
+            steps[position] = steps[position] if is_dense(index) else flat
+    for position, index in enumerate(given):
+        if dtype(index) in _NARROW and elements(index):
+            births.append(("alloc", f"wide index {position}", prod(target) * 8))
+            moved = f"moved index {position}"
+            if moved in living:
+                births.append(("free", moved))
+                living.remove(moved)
+            living.append(f"wide index {position}")
+            steps[position] = steps[position] if shape(index) == target else flat
     if len(given) > 1 and any(step != steps[0] for step in steps):
-        for position, step in enumerate(steps):
-            if not in_order(target, step):
-                copies.append((f"index {position}", prod(target) * 8))
-    return copies
+        spread = [position for position, step in enumerate(steps) if not in_order(target, step)]
+        births += [("alloc", f"index {position}", prod(target) * 8) for position in spread]
+        replaced = [key for key in living if int(key.split()[-1]) in spread and key.startswith("moved")]
+        births += [("free", key) for key in replaced]
+        living = [key for key in living if key not in replaced] + [f"index {position}" for position in spread]
+    return (*births, *inside, *(("free", key) for key in (reversed(living) if inside else living)))
 
 
 def _bool(indices: Sequence[Any]) -> bool:
@@ -63,8 +84,8 @@ def index(call: Call) -> Plan | None:
     indices = call.args[1]
     if _bool(indices) or not any(given is not None for given in indices):
         return None
-    copies = _copies(indices)
-    return within(copies, REST) if copies else None
+    steps = _with_copies(indices, REST)
+    return None if steps == (REST,) else steps
 
 
 def _bounds(call: Call, number: int, count: int, strided: bool) -> list[Step]:
@@ -102,16 +123,22 @@ def _put(call: Call) -> Plan | None:
     if _bool(indices) or not any(given is not None for given in indices):
         return None
     if not (accumulate or call.deterministic):
-        return after(_copies(indices))
+        copies = _with_copies(indices)
+        return (REST, *copies) if copies else None
     unsafe = "_impl_" in call.name and bool(argument(call, 4, "unsafe", False))
     given = [(place, index) for place, index in enumerate(indices) if index is not None]
     target_shape = broadcast_shapes(*(shape(index) for _, index in given))
     count = prod(target_shape)
     if not count:
         return None
-    steps: list[Step] = [("rest",)]
+    narrow = [(place, index) for place, index in given if on_device(index) and dtype(index) in _NARROW]
+    steps: list[Step] = [("rest",), *(("alloc", f"wide {place}", 8 * elements(index)) for place, index in narrow)]
     for number, (_, index) in enumerate(given):
         nbytes = count * 8
+        if not on_device(index):  # wrapped and multiplied there
+            steps.append(("alloc", f"linear {number}", nbytes))
+            steps += [("free", f"linear {number}")] if number else []
+            continue
         if not unsafe:
             strided = shape(index) != target_shape or not is_contiguous(index)
             steps += _bounds(call, number, count, strided)
@@ -119,6 +146,7 @@ def _put(call: Call) -> Plan | None:
         steps.append(("free", f"wrapped {number}"))
         if number:
             steps.append(("free", f"linear {number}"))
+    steps += [("free", f"wide {place}") for place, _ in narrow]
     places = [place for place, _ in given]
     chosen = count * _slice(target, places)
     broadcast = elements(values) < chosen or not is_contiguous(values)
