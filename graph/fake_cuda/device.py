@@ -511,10 +511,13 @@ def _kernels(runtime: Runtime) -> Iterator[None]:
     runtime._libraries.append(library)
     kernels = Kernels(runtime)
     wrapped = served.unwound if runtime.allocator is not None else lambda kernel: kernel
+
+    def kernel(name: str) -> Callable[..., Any]:
+        func = operator(name)
+        return wrapped(deterministic(func, composed.succeeding(runtime, func, kernels.of(name))))
+
     try:
-        _register(
-            library, [(name, "CUDA", wrapped(deterministic(operator(name), kernels.of(name)))) for name in names()]
-        )
+        _register(library, [(name, "CUDA", kernel(name)) for name in names()])
         _register(library, [("_pin_memory", "CPU", _pinned)])
         yield
     finally:

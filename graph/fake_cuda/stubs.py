@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import heapq
 import importlib
 import types
@@ -10,6 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
+from torch.distributions import Distribution
 from torch.profiler import ProfilerActivity
 
 from graph.fake_cuda import graphs, objects, served
@@ -346,6 +348,21 @@ def _unserved(runtime: Runtime) -> dict[str, Any]:
     }
 
 
+#: Where torch.distributions raises for parameters and samples that are out of range.
+_VALIDATING: Final = ("__init__", "_validate_sample")
+
+
+def _valid(runtime: Runtime, function: Callable[..., None]) -> Callable[..., None]:
+    """The function, for which numbers without values are in range."""
+
+    @functools.wraps(function)
+    def called(*args: object, **kwargs: object) -> None:
+        with runtime.values.comparing(True):
+            function(*args, **kwargs)
+
+    return called
+
+
 @contextlib.contextmanager
 def patched(runtime: Runtime) -> Iterator[None]:
     """`torch.cuda` answers for `runtime`'s card while inside."""
@@ -375,6 +392,7 @@ def patched(runtime: Runtime) -> Iterator[None]:
         (torch.backends.cudnn, "is_acceptable", rnn.acceptable),
         (importlib.import_module("torch.backends.cudnn.rnn"), "get_cudnn_mode", rnn.mode_number),
     ]
+    changes += [(Distribution, name, _valid(runtime, getattr(Distribution, name))) for name in _VALIDATING]
     changes += _Storages(runtime).changes()
     changes += objects.changes()
     changes += [] if allocator is None else [*served.changes(allocator), *graphs.changes(runtime, allocator)]

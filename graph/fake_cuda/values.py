@@ -152,7 +152,8 @@ class Values:
             result = [torch.full(one.shape, truth) for one in made]
         if result is not None:
             for tensor, host in zip(made, tree_leaves(result), strict=True):
-                self.put(tensor, host)
+                if tensor.shape == host.shape:  # statistics of batch norm in evaluation are empty on the CPU
+                    self.put(tensor, host)
 
     def _truth(self, func: Operator, args: tuple[Any, ...]) -> bool | None:
         """What all elements of the answer are although the values of some argument are not known, if that is so."""

@@ -18,6 +18,7 @@ from graph.fake_cuda.torch_private import BY_CPU_KERNEL
 
 if TYPE_CHECKING:
     from graph.fake_cuda.device import Runtime
+    from graph.fake_cuda.torch_private import Operator
 
 _aten: Final = torch.ops.aten
 _broadcast: Final[Callable[..., torch.Size]] = torch.broadcast_shapes
@@ -32,6 +33,23 @@ def _istft(runtime: Runtime, *args: object, **kwargs: object) -> Any:
     """SpectralOps.cpp: its windows overlap, or it is an error."""
     with runtime.values.comparing(False):
         return _aten.istft.default.redispatch(BY_CPU_KERNEL, *args, **kwargs)
+
+
+def succeeding(runtime: Runtime, func: Operator, kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """The kernel of an operator, whose result `info` says of each matrix that it could be factorized, or inverted."""
+    places = [place for place, result in enumerate(func._schema.returns) if result.name == "info"]
+    if not places or func._schema.is_mutable:
+        return kernel
+
+    @functools.wraps(kernel)
+    def called(*args: object, **kwargs: object) -> Any:
+        made = kernel(*args, **kwargs)
+        info = made[places[0]]
+        runtime.assume("whether a matrix could not be factorized", False)
+        runtime.values.put(info, torch.zeros(info.shape, dtype=info.dtype))
+        return made
+
+    return called
 
 
 def _zeros(runtime: Runtime, size: Sequence[int], *, dtype: torch.dtype | None = None, **others: object) -> Any:

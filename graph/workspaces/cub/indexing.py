@@ -154,8 +154,8 @@ def _put(call: Call) -> Plan | None:
         steps.append(("alloc", "values", chosen * width(values)))
     bits = max(_largest(target) // _behind(target, places), 1).bit_length()
     pairs = [(name, count * 8) for name in ("sorted indices", "original places", "places")]
-    copies = [] if _in_front(target, places) else [("target", size(target))]
-    steps += within([*copies, *pairs], *filled(call), *within([("sort", sort_pairs(call.profile, count, 8, 8, bits))]))
+    behind = [] if _in_front(target, places) else [("target", size(target))]
+    steps += within([*behind, *pairs], *filled(call), *within([("sort", sort_pairs(call.profile, count, 8, 8, bits))]))
     if broadcast:
         steps.append(("free", "values"))
     steps.append(("free", "linear 0"))

@@ -511,6 +511,33 @@ def test_grids_are_sampled_by_cudnn(log: Log) -> None:
     assert log.events[begin:] == ["+4", "+4", f"+{out}", f"+{first}", f"+{second}", f"-{out}", "-4", "-4"]
 
 
+def test_batch_norm_of_known_numbers_in_evaluation(runtime: Runtime) -> None:
+    """Its statistics are empty on the CPU, where small numbers are computed, and are not on CUDA."""
+    norm = nn.BatchNorm1d(32).to("cuda").eval()
+    assert norm(torch.ones(8, 32).cuda()).shape == (8, 32)
+    assert nn.InstanceNorm2d(4, track_running_stats=True).to("cuda").eval()(torch.ones(2, 4, 3, 3).cuda()).ndim == 4
+
+
+def test_parameters_of_a_distribution_are_in_range(runtime: Runtime) -> None:
+    runtime.values.finite = True
+    mean = nn.Linear(3, 1).to("cuda")(torch.rand(1, 3, device="cuda"))
+    normal = torch.distributions.Normal(mean, mean.exp(), validate_args=True)
+    assert torch.distributions.Gamma(mean.exp(), mean.exp(), validate_args=True).log_prob(mean.exp()).shape == (1, 1)
+    assert normal.scale.shape == (1, 1)
+    assert not (mean > 0).item()  # elsewhere it compares as 0
+
+
+def test_a_matrix_can_be_factorized(runtime: Runtime) -> None:
+    square = torch.rand(3, 4, 4, device="cuda")
+    for info in (
+        torch.linalg.cholesky_ex(square)[1],
+        torch.linalg.lu_factor_ex(square)[2],
+        torch.linalg.inv_ex(square)[1],
+        torch.linalg.solve_ex(square, square)[1],
+    ):
+        assert (info.tolist(), bool(info.any())) == ([0, 0, 0], False)
+
+
 def test_windows_of_an_inverse_transform_overlap(runtime: Runtime) -> None:
     runtime.values.finite = True
     window, parts = torch.hann_window(256, device="cuda"), torch.empty(4, 129, 65, dtype=torch.cfloat, device="cuda")
