@@ -182,6 +182,10 @@ class Runtime:
         wanted = passing()
         return self.truth if wanted is None else wanted
 
+    def unread(self, dtype: torch.dtype) -> float:
+        """What a number without a value is."""
+        return self.values.number if dtype.is_floating_point else 0
+
     def note(self, what: str) -> None:
         """Count an assumption once more."""
         self.assumptions[what] = self.assumptions.get(what, 0) + 1

@@ -40,7 +40,7 @@ _OVERWRITING: Final = frozenset({"copy_", "fill_", "zero_"})
 #: What is asked of floating-point numbers, and the answer where they are finite.
 _FINITE: Final = {"isnan": False, "isinf": False, "isposinf": False, "isneginf": False, "isfinite": True}
 
-#: Comparisons: of single numbers without values, as if they were 0, which they are read as.
+#: Comparisons: of single numbers without values, as if they were what they are read as.
 _COMPARING: Final = frozenset({"lt", "le", "gt", "ge", "eq", "ne"})
 
 #: Operators on booleans that have one answer as soon as one side is that.
@@ -79,8 +79,9 @@ class Values:
         self.key = key
         self.size = size
         self.finite = False  # whether floating-point numbers without values count as finite
+        self.number = 0.0  # what floating-point numbers without values are read as
         self.assume: Callable[[str, object], None] = lambda what, value: None  # told of what is taken to be so
-        self._comparing: bool | None = None  # how numbers without values compare: None, as if they were 0
+        self._comparing: bool | None = None  # how numbers without values compare: None, as they are read
         self.known: MutableMapping[int, torch.UntypedStorage] = {} if known is None else known
         self._shares: dict[int, float] = {}  # of elements that are not zero, of storages scattered into
 
@@ -169,19 +170,19 @@ class Values:
         return self._compared(func, args) if known is None and func._opname in _COMPARING else known
 
     def _compared(self, func: Operator, args: tuple[Any, ...]) -> bool | None:
-        """How single numbers compare, those without values read as 0; None if there are several."""
+        """How single numbers compare, those without values as they are read; None if there are several."""
         if any(isinstance(arg, torch.Tensor) and arg.numel() != 1 for arg in args):
             return None
         if self._comparing is not None:
             return self._comparing
-        self.assume("how a floating-point number compares", "0.0 in its place")
+        self.assume("how a floating-point number compares", f"{self.number} in its place")
         return bool(getattr(operator, func._opname)(*map(self._number, args)))
 
     def _number(self, given: object) -> Any:
         if not isinstance(given, torch.Tensor):
             return given
         known = self.of(given)
-        return 0.0 if known is None else known.item()
+        return self.number if known is None else known.item()
 
     def _all(self, arg: object, truth: bool) -> bool:
         """Whether an argument is a tensor of booleans that are known, and all `truth`."""

@@ -39,6 +39,10 @@ _WAYS_OUT: Final = (
         "xformers is compiled for CUDA. torch.nn.functional.scaled_dot_product_attention needs as much memory",
     ),
     (
+        r"^ (division by zero|float division|float modulo|math domain error)",
+        "numbers that the program reads of the GPU are 0 (`assumptions` of --json): record --floats 1 has them be 1",
+    ),
+    (
         r"libcu\w+\.so|libnv\w+\.so|No CUDA runtime|CUDA_HOME|Unable to find CUDA|CUDAExtension",
         "an extension in C++ needs CUDA itself, and what it would do on the GPU cannot be recorded. Use its "
         "implementation in Python or Triton, or PyTorch's own operators, if it has such a switch",
@@ -79,8 +83,8 @@ def _standing() -> Mapping[str, ModuleType]:
 
 
 def way_out(error: BaseException) -> str:
-    """A word for the user where a program fails for an extension that is not here; else nothing."""
-    if not isinstance(error, ImportError | OSError | RuntimeError | AssertionError):
+    """A word for the user where a program fails for what is not here, an extension or a number; else nothing."""
+    if not isinstance(error, ImportError | OSError | RuntimeError | AssertionError | ArithmeticError | ValueError):
         return ""
     found = (way for pattern, way in _WAYS_OUT if re.search(pattern, f"{getattr(error, 'name', '')} {error}"))
     return next(found, "")

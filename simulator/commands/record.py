@@ -38,6 +38,9 @@ _EPILOG: Final = (
     show_default=True,
     help="When memory that another stream used comes back: at once, or when the host waits.",
 )
+@click.option(
+    "--floats", metavar="X", default=0.0, show_default=True, help="What numbers are that it reads of the GPU."
+)
 @click.option("--json", "document", metavar="FILE", help="Write figures, steps and assumptions as JSON.")
 @click.option("-o", "--output", metavar="FILE", help="Keep the trace (.json, .json.gz or .npz).")
 @output_options
@@ -50,6 +53,7 @@ def command(
     release: str | None,
     timing: bool,
     deferred: str,
+    floats: float,
     document: str | None,
     written: Outputs,
     quiet: bool,
@@ -73,6 +77,7 @@ def command(
         late=deferred == "late",
         timed=timing,
     )
+    request = replace(request, floats=floats)
     cards = [profile(request.gpu, request.release)]
     outside = process_terms(cards, context_size(context), int(request.world > 1))
     if context is not None:

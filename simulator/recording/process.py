@@ -85,6 +85,7 @@ def main(text: str) -> int:
     index = request.local_rank if request.local_rank < _DEVICES else 0
     with fake_cuda(card, allocator, index, min(request.processes, _DEVICES)) as runtime:
         sdpa.install(runtime)
+        runtime.values.number = request.floats
         recorder = ProgramRecorder(runtime, allocator, _BASE, None if prices is None else prices.kernel)
         allocator.told = History(lambda: trace_of(allocator, recorder.labels, {}))
         end = _End(request, allocator)

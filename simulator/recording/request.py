@@ -27,7 +27,8 @@ class Request:
     puts before the program's own. `launched`: ranks are told their places, also where there is one. `watched`: somebody
     looks at standard error. `late`: memory in use on another stream comes back when the host waits. `timed`: kernels
     take time, and collectives over `interconnect` (`strategies.timing.Clock.connected`). `endless`: memory never runs
-    out, although the program is told that the GPU has what it has.
+    out, although the program is told that the GPU has what it has. `floats`: what floating-point numbers are that the
+    program reads and that have no values.
     """
 
     program: tuple[str, ...]
@@ -50,6 +51,7 @@ class Request:
     timed: bool = False
     interconnect: str = ""
     endless: bool = False
+    floats: float = 0.0
 
     @property
     def local_rank(self) -> int:

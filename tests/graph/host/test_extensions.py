@@ -82,6 +82,9 @@ def test_what_a_library_wrote_takes_no_memory_of_the_host(tmp_path: Path) -> Non
         (ModuleNotFoundError("No module named 'xformers'", name="xformers"), "scaled_dot_product_attention"),
         (OSError("libcudart.so.12: cannot open shared object file"), "an extension in C++ needs CUDA"),
         (ModuleNotFoundError("No module named 'numpyy'", name="numpyy"), ""),
+        (ZeroDivisionError("float division by zero"), "--floats 1"),
+        (ValueError("math domain error"), "--floats 1"),
+        (ValueError("a division by zero of the program's own"), ""),
         (KeyError("flash_attn"), ""),
     ],
 )

@@ -78,6 +78,16 @@ print(product.name(), result.grad_fn._sequence_nr() - product._sequence_nr())
 """
 
 
+def test_numbers_are_read_as_is_said(tmp_path: Path) -> None:
+    program = "import torch; x = torch.rand(4).expand(4).cuda() @ torch.rand(4, device='cuda')\n"
+    program += "print(x.item(), float(x > 0.5), x.cpu().tolist(), 1 / x.item())"
+    folder_of(tmp_path, {"train.py": program})
+    failed = record(tmp_path, "train.py")
+    assert (failed.returncode, "record --floats 1 has them be 1" in failed.stderr) == (1, True)
+    done = record(tmp_path, "--force", "--floats", "2", "train.py")
+    assert done.stdout == "2.0 1.0 2.0 0.5\n", done.stderr
+
+
 def test_nodes_that_a_backward_makes_have_the_numbers_that_they_have_on_a_gpu(tmp_path: Path) -> None:
     """A thread's begin at 0: by them nodes of a gradient are ordered among those of the forward (here 1 and 3)."""
     done = record(folder_of(tmp_path, {"train.py": NUMBERED}), "train.py")
