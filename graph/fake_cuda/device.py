@@ -518,7 +518,8 @@ def _kernels(runtime: Runtime) -> Iterator[None]:
 
     def kernel(name: str) -> Callable[..., Any]:
         func = operator(name)
-        return wrapped(deterministic(func, composed.succeeding(runtime, func, kernels.of(name))))
+        plain = composed.bounded(runtime, name, composed.succeeding(runtime, func, kernels.of(name)))
+        return wrapped(deterministic(func, plain))
 
     try:
         _register(library, [(name, "CUDA", kernel(name)) for name in names()])

@@ -652,7 +652,7 @@ class Kernels:
             found = runtime.values.computed(func, (source, *args), kwargs)
             if found is None:
                 runtime.assume("values that differ", "that all do")
-            count = source.numel() if found is None else len(found[0])
+            count = runtime.values.different(source) if found is None else len(found[0])
             flags = source.dtype is torch.bool and not func._opname.startswith("unique_")
             counts = given.get("return_counts") or (flags and func._opname == "_unique2")
             room = 2 if flags else source.numel()

@@ -12,6 +12,7 @@ import contextlib
 import math
 import mmap
 import operator
+import sys
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
@@ -83,6 +84,7 @@ class Values:
         self.assume: Callable[[str, object], None] = lambda what, value: None  # told of what is taken to be so
         self._comparing: bool | None = None  # how numbers without values compare: None, as they are read
         self.known: MutableMapping[int, torch.UntypedStorage] = {} if known is None else known
+        self._bounds: dict[int, int] = {}  # of storages of integers that are below a number, that number
         self._shares: dict[int, float] = {}  # of elements that are not zero, of storages scattered into
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor | None:
@@ -116,10 +118,20 @@ class Values:
         for tensor in tensors:
             self.known.pop(self.key(tensor), None)
             self._shares.pop(self.key(tensor), None)
+            self._bounds.pop(self.key(tensor), None)
 
     def restart(self) -> None:
         """Storages are counted from 1 again."""
         self._shares.clear()
+        self._bounds.clear()
+
+    def bound(self, tensor: torch.Tensor, most: int) -> None:
+        """The integers of `tensor`, new, are from 0 on and below `most`: places along a dimension of so many."""
+        self._bounds[self.key(tensor)] = most
+
+    def different(self, tensor: torch.Tensor) -> int:
+        """How many different values a tensor without values has at most."""
+        return min(tensor.numel(), self._bounds.get(self.key(tensor), sys.maxsize))
 
     def nonzero(self, tensor: torch.Tensor) -> int | None:
         """How many elements are not zero of a part of zeros into which a number was scattered, where nobody knows to
@@ -200,6 +212,14 @@ class Values:
             self.forget(targets)
             if share is not None:
                 self._shares[self.key(args[0])] = share
+            if func._opname == "copy_" and args[1].device.type != "cpu":
+                self._copied(*args[:2])
+
+    def _copied(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """The target is a copy of integers without values, of which may be known that they are below a number."""
+        most = self._bounds.get(self.key(source))
+        if most is not None and target.numel() * target.itemsize == self.size(target):
+            self.bound(target, most)
 
     def _make_room(self, targets: tuple[torch.Tensor, ...], read: tuple[object, ...]) -> None:
         """All of the targets is overwritten; what is `read` for that keeps what it has."""

@@ -52,6 +52,32 @@ def succeeding(runtime: Runtime, func: Operator, kernel: Callable[..., Any]) -> 
     return called
 
 
+#: Operators whose last result, or only one, are places along a dimension: which argument that is, and what it is where
+#: it is not given.
+_PLACES: Final[Mapping[str, tuple[int, int | None]]] = {
+    **dict.fromkeys(("argmax", "argmin", "max.dim", "min.dim"), (1, None)),
+    **{"mode": (1, -1), "topk": (2, -1), "sort.stable": (3, -1)},
+}
+
+
+def bounded(runtime: Runtime, name: str, kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """The kernel of an operator, of whose places is remembered how many there are."""
+    if name not in _PLACES:
+        return kernel
+    place, usual = _PLACES[name]
+
+    @functools.wraps(kernel)
+    def called(source: torch.Tensor, *rest: object, **kwargs: object) -> Any:
+        args = (source, *rest)
+        made = kernel(*args, **kwargs)
+        dim: Any = kwargs.get("dim", args[place] if len(args) > place else usual)
+        extent = source.numel() if dim is None else source.shape[dim] if source.ndim else 1
+        runtime.values.bound(made if isinstance(made, torch.Tensor) else made[-1], extent)
+        return made
+
+    return called
+
+
 def _zeros(runtime: Runtime, size: Sequence[int], *, dtype: torch.dtype | None = None, **others: object) -> Any:
     """cuda/TensorFactories.cu, `_efficientzerotensor_cuda`: what a tangent is where there is none."""
     return runtime.memory.zeros(Layout(tuple(size), contiguous(size), dtype or torch.get_default_dtype()))

@@ -522,7 +522,7 @@ def test_parameters_of_a_distribution_are_in_range(runtime: Runtime) -> None:
     runtime.values.finite = True
     mean = nn.Linear(3, 1).to("cuda")(torch.rand(1, 3, device="cuda"))
     normal = torch.distributions.Normal(mean, mean.exp(), validate_args=True)
-    assert torch.distributions.Gamma(mean.exp(), mean.exp(), validate_args=True).log_prob(mean.exp()).shape == (1, 1)
+    assert torch.distributions.Gamma(mean.exp(), mean.exp(), validate_args=True).log_prob(mean.exp()).shape == (1, 1)  # type: ignore[no-untyped-call]
     assert normal.scale.shape == (1, 1)
     assert not (mean > 0).item()  # elsewhere it compares as 0
 
@@ -536,6 +536,15 @@ def test_a_matrix_can_be_factorized(runtime: Runtime) -> None:
         torch.linalg.solve_ex(square, square)[1],
     ):
         assert (info.tolist(), bool(info.any())) == ([0, 0, 0], False)
+
+
+def test_places_along_a_dimension_have_no_more_values_than_that(runtime: Runtime) -> None:
+    """As torchmetrics asks of predicted classes: no more than there are."""
+    scores = torch.rand(32, 10, device="cuda")
+    places = scores.argmax(1), scores.max(1).indices, scores.topk(3).indices, scores.sort().indices, scores.argmin()
+    copied = scores.argmax(1).view(4, 8).t().flatten()
+    others = scores.argmax(), torch.rand(32, device="cuda").long()
+    assert [len(torch.unique(one)) for one in (*places, copied, *others)] == [10, 10, 10, 10, 1, 10, 1, 32]
 
 
 def test_windows_of_an_inverse_transform_overlap(runtime: Runtime) -> None:
