@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import itertools
 import linecache
 import logging
 import os
@@ -58,6 +59,10 @@ def reader() -> str:
     return "" if file.startswith(OURS) else place(file, frame.f_lineno, function)
 
 
+#: Methods, or functions of torch, that say of all that is asked what it is of the one that there is.
+_WHOLE: Final = frozenset({"all", "any", "item"})
+
+
 def passing() -> bool | None:
     """What the boolean that is read now has to be for the program to go on, where it raises otherwise: the condition of
     an `assert`, or of an `if` that ends by raising. None where both ways go on.
@@ -67,6 +72,31 @@ def passing() -> bool | None:
         return None
     line, checks = frame.f_lineno, _checks(frame.f_code.co_filename)
     return next((_wanted(test, line, wanted) for test, wanted in checks if _is_on(test, line)), None)
+
+
+def holding() -> bool | None:
+    """The same of what is computed now, where that is such a condition, or all or any of it are. None elsewhere."""
+    frame = _reading()
+    if frame is None:
+        return None
+    where = next(itertools.islice(frame.f_code.co_positions(), frame.f_lasti // 2, None), None)
+    answers = (_of_part(test, where, wanted) for test, wanted in _checks(frame.f_code.co_filename))
+    return next((answer for answer in answers if answer is not None), None)
+
+
+def _of_part(test: ast.expr, where: object, wanted: bool) -> bool | None:
+    """What the part of a condition at this place (first and last line, columns) is, for the condition to be so."""
+    if (test.lineno, test.end_lineno, test.col_offset, test.end_col_offset) == where:
+        return wanted
+    if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+        return _of_part(test.operand, where, not wanted)
+    parts: list[ast.expr] = []
+    if isinstance(test, ast.BoolOp):
+        parts = test.values
+    elif isinstance(test, ast.Call) and isinstance(test.func, ast.Attribute) and test.func.attr in _WHOLE:
+        parts = [test.func.value, *test.args]
+    answers = (_of_part(one, where, wanted) for one in parts)
+    return next((answer for answer in answers if answer is not None), None)
 
 
 def _reading() -> FrameType | None:

@@ -37,7 +37,7 @@ from graph.fake_cuda.operators.native import names, operator
 from graph.fake_cuda.torch_private import interpreted_groups, next_sequence_number
 from graph.fake_cuda.values import Values
 from graph.hardware.profile import Profile
-from graph.user_code import passing, reader
+from graph.user_code import holding, passing, reader
 
 if TYPE_CHECKING:
     from graph.fake_cuda.served import Allocator
@@ -91,6 +91,7 @@ class Runtime:
         self.assumptions: dict[str, int] = {}
         self.values = Values(self.storage, self.memory.values, self._size)
         self.values.finite = allocator is not None
+        self.values.wanted = holding
         self.values.assume = self.assume
         self.truth = True  # what booleans read from the device are, where they have no value
         self.nonzero: Callable[[torch.Tensor], int] = torch.Tensor.numel  # how many elements are not 0, likewise

@@ -82,6 +82,7 @@ class Values:
         self.finite = False  # whether floating-point numbers without values count as finite
         self.number = 0.0  # what floating-point numbers without values are read as
         self.assume: Callable[[str, object], None] = lambda what, value: None  # told of what is taken to be so
+        self.wanted: Callable[[], bool | None] = lambda: None  # what has to be so for the program not to raise
         self._comparing: bool | None = None  # how numbers without values compare: None, as they are read
         self.known: MutableMapping[int, torch.UntypedStorage] = {} if known is None else known
         self._bounds: dict[int, int] = {}  # of storages of integers that are below a number, that number
@@ -185,8 +186,9 @@ class Values:
         """How single numbers compare, those without values as they are read; None if there are several."""
         if any(isinstance(arg, torch.Tensor) and arg.numel() != 1 for arg in args):
             return None
-        if self._comparing is not None:
-            return self._comparing
+        wanted = self.wanted() if self._comparing is None else self._comparing
+        if wanted is not None:
+            return wanted
         self.assume("how a floating-point number compares", f"{self.number} in its place")
         return bool(getattr(operator, func._opname)(*map(self._number, args)))
 

@@ -81,6 +81,13 @@ def adaptive_maximum(call: Call) -> Plan | None:
     return after(_copies(call, (_OUTPUTS, 0) if images else (0,), False)) if len(shape(source)) == 5 - images else None
 
 
+def bilinear_backward(call: Call) -> Plan | None:
+    """`upsample_bilinear2d_backward`: nothing is copied aside where the size stays (the gradient itself is)."""
+    if tuple(call.args[1]) == tuple(call.args[2][2:]):
+        return None
+    return copied(_OUTPUTS, 0, like=0, channels=4)(call)
+
+
 _CONTIGUOUS: Final = (
     "avg_pool3d avg_pool3d_backward _adaptive_avg_pool3d_backward adaptive_max_pool3d_backward "
     "reflection_pad1d reflection_pad1d_backward reflection_pad2d reflection_pad2d_backward reflection_pad3d "
@@ -90,8 +97,7 @@ _CONTIGUOUS: Final = (
 )
 
 _IMAGES: Final = (
-    "upsample_nearest2d upsample_nearest2d_backward _upsample_nearest_exact2d _upsample_nearest_exact2d_backward "
-    "upsample_bilinear2d_backward"
+    "upsample_nearest2d upsample_nearest2d_backward _upsample_nearest_exact2d _upsample_nearest_exact2d_backward"
 )
 
 RULES: Mapping[str, Rule] = {
@@ -114,6 +120,7 @@ RULES: Mapping[str, Rule] = {
         **dict.fromkeys(_IMAGES.split(), copied(_OUTPUTS, 0, like=0, channels=4)),
         **dict.fromkeys(("_upsample_bilinear2d_aa", "_upsample_bicubic2d_aa"), copied(_OUTPUTS, 0)),
         **dict.fromkeys(("upsample_nearest3d", "_upsample_nearest_exact3d"), copied(_OUTPUTS, 0)),
+        "upsample_bilinear2d_backward": bilinear_backward,
         "upsample_trilinear3d_backward": copied(0, _OUTPUTS),
     }.items()
 }

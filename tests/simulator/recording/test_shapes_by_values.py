@@ -114,6 +114,26 @@ def test_a_programs_own_checks_of_floating_point_numbers_pass(tmp_path: Path) ->
     assert ["False is assumed" in text for text in answer(tmp_path)["assumptions"]] == [True, False]
 
 
+COMPARED = """
+import torch
+mask, number = torch.rand(10, device="cuda") > 0.5, torch.rand(1, device="cuda")
+if mask.sum() == 0:
+    raise ValueError("nothing is left")
+assert number > 0
+if not (number > 0).all() or mask.sum() < 1:
+    raise ValueError("out of range")
+print(bool(mask.sum() > 3))
+"""
+
+
+def test_comparisons_that_a_program_checks_hold(tmp_path: Path) -> None:
+    """Those of single numbers, which compare as 0 where both ways go on."""
+    (tmp_path / "train.py").write_text(COMPARED)
+    done = record(tmp_path, "train.py")
+    assert (done.returncode, done.stdout) == (0, "False\n"), done.stderr
+    assert [text for text in answer(tmp_path)["assumptions"] if "train.py:9 (<module>) asks for how" in text]
+
+
 def test_a_programs_own_checks_of_numbers_from_the_host_are_made(tmp_path: Path) -> None:
     given = "torch.tensor([[10.0, 20.0, 5.0, 120.0]]).cuda()"
     (tmp_path / "train.py").write_text(CHECKED.replace('torch.rand(2, 4, device="cuda")', given))
