@@ -37,8 +37,11 @@ signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
 sys.path[0] = {root!r}
 from traces.collecting import left_at_exit
 left_at_exit()
+import torch
+gc.collect()
+objects = len(gc.get_objects())
 from simulator.recording.process import main
-sys.exit(main({text!r}))
+sys.exit(main({text!r}, objects))
 """
 
 

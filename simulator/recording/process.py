@@ -61,8 +61,9 @@ _BASE: Final[types.CodeType] = runpy._run_code.__code__  # type: ignore[attr-def
 _DEVICES: Final = 8
 
 
-def main(text: str) -> int:
-    """Run what the request (`Request`, as JSON) asks for; the program's exit code."""
+def main(text: str, objects: int) -> int:
+    """Run what the request (`Request`, as JSON) asks for; the program's exit code. Importing torch made so many objects
+    that the collector looks at."""
     request = Request.parse(text)
     ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGTERM)
     card = profile(request.gpu, request.release, cudnn_sdp=True)
@@ -109,7 +110,7 @@ def main(text: str) -> int:
             arguments.followed(keeper.arguments),
         ):
             phases.settle = _settling(job, recorder, request.late)
-            as_if_on()
+            as_if_on(objects)
             code, error = _run(request)
             keeper.raised = "" if error is None else told(error)
         keeper.keep(code)  # what the error's frames hold is alive, as it is where Python tells of it

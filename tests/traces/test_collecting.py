@@ -22,11 +22,10 @@ import gc
 gc.disable()
 from traces.collecting import as_if_on
 
-cycle = []
-cycle.append(cycle)
-del cycle
-as_if_on()
+as_if_on(1000)
 assert gc.isenabled() and gc.get_count()[2] == 0 and not gc.collect()
+assert gc.get_freeze_count() > 1000  # what was there
+assert 1000 <= len(gc.get_objects()) < 1100  # what counts
 """
 #: Files in cycles and without, the module's own and not, one of a class with a method that fails.
 LEFT_OPEN = """
