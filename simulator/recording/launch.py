@@ -164,7 +164,7 @@ class _Processes:
             last = _last_line(Path(folder) / _SAID)
             facts = Path(folder) / FACTS
             if not facts.exists():
-                if self._signals:
+                if self._signals or code == -signal.SIGINT:  # which may be told here before it is to ourselves
                     return None
                 name = quoted(request.program[0])
                 end = f"was ended by signal {-code}" if code < 0 else f"ended with exit code {code}"

@@ -214,9 +214,18 @@ def _fused(args: Sequence[Any]) -> None:
             raise RuntimeError("params, grads, exp_avgs, and exp_avg_sqs must have same dtype, device, and layout")
 
 
+def _scaled_mm(args: Sequence[Any]) -> None:
+    """`_scaled_mm_allowed_device` of cuda/Blas.cpp."""
+    if torch.cuda.get_device_capability() < (8, 9):
+        raise RuntimeError(
+            "torch._scaled_mm is only supported on CUDA devices with compute capability >= 9.0 or 8.9, or ROCm MI300+"
+        )
+
+
 #: What raises as PyTorch does if an operator's kernel does not take its arguments.
 CHECKS: Final[Mapping[Any, Check]] = {
     **dict.fromkeys((_aten.mm.default, _aten.mm.out), _mm),
+    **dict.fromkeys((_aten._scaled_mm.default, _aten._scaled_mm.out), _scaled_mm),
     **dict.fromkeys((_aten.addmm.default, _aten.addmm.out), _addmm),
     _aten.addmm_.default: _addmm,
     _aten.bmm.default: _bmm,

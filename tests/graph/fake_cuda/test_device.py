@@ -177,15 +177,19 @@ def test_births_and_deaths_in_order(log: Log) -> None:
     assert log.events == ["+400", "+400", "-400", "+400", "-400", "-400"]
 
 
-def test_an_operator_that_writes_its_result_goes_by_the_one_that_makes_it(log: Log) -> None:
+def test_an_operator_that_writes_its_result_goes_by_the_one_that_makes_it() -> None:
     """PyTorch has a rule for `_scaled_mm`, none for `_scaled_mm.out`, which compiled programs call."""
-    first, second = (torch.empty(8192, 4096, device="cuda", dtype=torch.float8_e4m3fn) for _ in range(2))
-    scale, out = torch.ones((), device="cuda"), torch.empty(0, device="cuda", dtype=torch.bfloat16)
-    log.events.clear()
-    made = torch._scaled_mm(first, second.t(), scale, scale, out_dtype=torch.bfloat16, out=out)
-    assert made is out
-    assert made.shape == (8192, 8192)
-    assert log.events == [f"+{2 * 8192 * 8192}"]
+    with fake_cuda.fake_cuda(profile("H100", "2.13")) as runtime:
+        first, second = (torch.empty(8192, 4096, device="cuda", dtype=torch.float8_e4m3fn) for _ in range(2))
+        scale, out = torch.ones((), device="cuda"), torch.empty(0, device="cuda", dtype=torch.bfloat16)
+        log = Log(runtime)
+        runtime.observer = log
+        made = torch._scaled_mm(first, second.t(), scale, scale, out_dtype=torch.bfloat16, out=out)
+        assert made is out
+        assert made.shape == (8192, 8192)
+        assert log.events == [f"+{2 * 8192 * 8192}"]
+        runtime.observer = None
+        del first, second, scale, out, made
 
 
 def test_resizing_allocates_before_it_frees(log: Log) -> None:

@@ -31,6 +31,10 @@ def i(*sizes: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
     return torch.zeros(*sizes, device="cuda", dtype=dtype)
 
 
+def e(*sizes: int) -> torch.Tensor:
+    return f(*sizes).to(torch.float8_e4m3fn)
+
+
 def attended(mask: torch.Tensor) -> torch.Tensor:
     query, key, value = (b(1, 2, 8, 16) for _ in range(3))
     return functional.scaled_dot_product_attention(query, key, value, attn_mask=mask)
@@ -109,6 +113,10 @@ REFUSED: list[tuple[Callable[[], object], str]] = [
     (lambda: i(4).fill_(1e30), OVER.format("int64_t")),
     (lambda: f(4).fill_(1e300), OVER.format("float")),
     (lambda: f(4).to(torch.float8_e4m3fn).fill_(1e6), OVER.format("c10::Float8_e4m3fn")),
+    (
+        lambda: torch._scaled_mm(e(16, 16), e(16, 16).t(), f(1)[0], f(1)[0], out_dtype=BF16),
+        "torch._scaled_mm is only supported on CUDA devices with compute capability >= 9.0 or 8.9, or ROCm MI300+",
+    ),
     (lambda: i(4).add_(f(4)), "result type Float can't be cast to the desired output type Long"),
     (lambda: i(4).mul_(1.5), "result type Float can't be cast to the desired output type Long"),
     (lambda: i(4, dtype=torch.int32).div_(2), "result type Float can't be cast to the desired output type Int"),

@@ -168,13 +168,19 @@ def test_signals_end_all_and_keep_what_was_recorded(number: int, whole_group: bo
         assert f"the program ended with exit code {code}, and until then: fits" in told
 
 
-def test_ctrl_c_before_the_program_begins_ends_without_a_word_of_ours(tmp_path: Path) -> None:
+@pytest.mark.parametrize("alone", [False, True])
+def test_ctrl_c_before_the_program_begins_ends_without_a_word_of_ours(alone: bool, tmp_path: Path) -> None:
+    """`alone`: the program's process has it, and ours not yet."""
     process = begun(tmp_path, "sleeps")
     for _ in range(600):
         if len(running(process.pid)) > 1:  # it is there, and imports
             break
         time.sleep(0.02)
-    os.killpg(process.pid, signal.SIGINT)
+    if alone:
+        time.sleep(0.5)  # until it is there, Ctrl-C is held back
+        subprocess.run(["pkill", "-INT", "-P", str(process.pid)], check=True)
+    else:
+        os.killpg(process.pid, signal.SIGINT)
     said, told = process.communicate(timeout=60)
     assert (process.returncode, said) == (130, "")
     assert told.strip().endswith("interrupted")
