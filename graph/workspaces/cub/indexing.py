@@ -44,35 +44,31 @@ _NARROW: Final = ("int32", "uint8", "int16", "int8")
 
 
 def _with_copies(indices: Sequence[Any], *inside: Step) -> Plan:
-    """Indices go from the host to the device (`make_info`), 32-bit ones are widened, and broadcast ones whose strides
-    differ made contiguous (`AdvancedIndex`); all that as long as what is `inside`."""
+    """Indices go from the host to the device, 32-bit ones are widened (`make_info`), and broadcast ones whose strides
+    differ made contiguous (`AdvancedIndex`); the last copy of each lasts as long as what is `inside`."""
     given = [index for index in indices if index is not None]
     target = broadcast_shapes(*map(shape, given))
+    flat = tuple(prod(target[place + 1 :]) for place in range(len(target)))
     steps = [_expanded(index, target) for index in given]
     births: list[Step] = []
-    living: list[str] = []
-    flat = tuple(prod(target[place + 1 :]) for place in range(len(target)))
+    copies: dict[int, str] = {}  # what stands for an index, by its position
     for position, index in enumerate(given):
         if not on_device(index) and elements(index):
-            births.append(("alloc", f"moved index {position}", elements(index) * width(index)))
-            living.append(f"moved index {position}")
+            copies[position] = f"moved index {position}"
+            births.append(("alloc", copies[position], elements(index) * width(index)))
             steps[position] = steps[position] if is_dense(index) else flat
     for position, index in enumerate(given):
         if dtype(index) in _NARROW and elements(index):
             births.append(("alloc", f"wide index {position}", prod(target) * 8))
-            moved = f"moved index {position}"
-            if moved in living:
-                births.append(("free", moved))
-                living.remove(moved)
-            living.append(f"wide index {position}")
+            births += [("free", copies[position])] if position in copies else []
+            copies[position] = f"wide index {position}"
             steps[position] = steps[position] if shape(index) == target else flat
     if len(given) > 1 and any(step != steps[0] for step in steps):
-        spread = [position for position, step in enumerate(steps) if not in_order(target, step)]
-        births += [("alloc", f"index {position}", prod(target) * 8) for position in spread]
-        replaced = [key for key in living if int(key.split()[-1]) in spread and key.startswith("moved")]
-        births += [("free", key) for key in replaced]
-        living = [key for key in living if key not in replaced] + [f"index {position}" for position in spread]
-    return (*births, *inside, *(("free", key) for key in (reversed(living) if inside else living)))
+        spread = {place: f"index {place}" for place, step in enumerate(steps) if not in_order(target, step)}
+        births += [("alloc", key, prod(target) * 8) for key in spread.values()]
+        births += [("free", copies[place]) for place in spread if place in copies]
+        copies |= spread
+    return (*births, *inside, *(("free", copies[place]) for place in sorted(copies, reverse=bool(inside))))
 
 
 def _bool(indices: Sequence[Any]) -> bool:
