@@ -18,8 +18,6 @@ _MANY: Final = 20_000
 #: What all kinds of files are made of.
 _FILE: Final[Any] = io.IOBase.__base__
 _COMPRESSED: Final = frozenset({"bz2", "gzip", "lzma"})
-
-
 #: What counts in the place of what a program would have imported.
 _counted: Final[list[list[None]]] = []
 

@@ -193,12 +193,14 @@ def interpreted_groups() -> Iterator[None]:
     What a group keeps and gives is the same; what it makes in between is there for a moment.
     """
     bindings: Any = BINDINGS
-    before = bindings._jit_texpr_fallback_allowed()
-    bindings._jit_texpr_set_fallback_allowed(True)
+    with _needed():
+        allowed, allow = bindings._jit_texpr_fallback_allowed, bindings._jit_texpr_set_fallback_allowed
+    before = allowed()
+    allow(True)
     try:
         yield
     finally:
-        bindings._jit_texpr_set_fallback_allowed(before)
+        allow(before)
 
 
 def mark_zero(tensor: torch.Tensor) -> None:

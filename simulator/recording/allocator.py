@@ -206,9 +206,9 @@ class LiveAllocator:
                 self._switch(stream)
             status = self._serve(_ALLOC, ident, size, stream)
         if status == at.OUT_OF_MEMORY:
-            failure = self._failure()
+            failure, lacking = self._failure(), self._lacking()  # before an observer allocates
             for observer in self._observers:
-                observer(*self._lacking())
+                observer(*lacking)
             raise self._error(failure)
         return ident
 

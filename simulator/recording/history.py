@@ -59,14 +59,15 @@ class History:
         entries = rank.snapshot["device_traces"][-1]
         born = [one for one in entries if one["action"] == "alloc" and bisect_right(self._switched, one["time_us"]) % 2]
         _put_frames(bare, {one["addr"]: one.get("frames", []) for one in born})
+        made = {**bare, "device_traces": [*bare["device_traces"][:-1], self._kept(entries)]}
         if self._limits:
             self._made.append((self._place(event), allocated))
-        return {**bare, "device_traces": [*bare["device_traces"][:-1], self._kept(entries)]}
+        return made
 
     def _kept(self, entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Of the entries, and of the snapshots before this one, what there was room for."""
+        """Of the entries, and of the snapshots so far, what there was room for."""
         every = [((one["time_us"], sys.maxsize), one) for one in entries]
-        every += [(place, _mark(place, allocated)) for place, allocated in self._made[:-1]]
+        every += [(place, _mark(place, allocated)) for place, allocated in self._made]
         every.sort(key=lambda one: one[0])
         kept: list[dict[str, Any]] = []
         for (begin, most), (end, _) in pairwise((*self._limits, ((sys.maxsize, 0), 0))):

@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 
 _ROOT: Final = str(Path(__file__).resolve().parents[2])
 #: Our folder comes first until our own modules are there: the program's may have their names. Ctrl-C, which is blocked
-#: when the process starts, ends it without a word until the program begins, unless it is ignored.
+#: when the process starts, ends it without a word until the program begins, unless it is ignored. torch comes before
+#: what else is ours: as much of the collector's work is the program's own.
 _START: Final = """
 import gc, signal, sys
 gc.disable()  # until the program begins

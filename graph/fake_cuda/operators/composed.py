@@ -45,11 +45,15 @@ def succeeding(runtime: Runtime, func: Operator, kernel: Callable[..., Any]) -> 
     def called(*args: object, **kwargs: object) -> Any:
         made = kernel(*args, **kwargs)
         info = made[places[0]]
-        runtime.assume("whether a matrix could not be factorized", False)
+        _factorized(runtime)
         runtime.values.put(info, torch.zeros(info.shape, dtype=info.dtype))
         return made
 
     return called
+
+
+def _factorized(runtime: Runtime) -> None:
+    runtime.assume("whether a matrix could not be factorized", False)
 
 
 #: Operators whose last result, or only one, are places along a dimension: which argument that is, and what it is where
@@ -279,7 +283,7 @@ def _histc(runtime: Runtime, source: torch.Tensor, bins: int = 100, low: float =
 def _no_errors(runtime: Runtime, info: torch.Tensor, name: str, *, is_matrix: bool) -> None:
     """BatchLinearAlgebra.cpp, `_linalg_check_errors`: the host reads whether a matrix could not be factorized."""
     _aten.any.default(info)
-    runtime.assume("whether a matrix could not be factorized", False)
+    _factorized(runtime)
     runtime.synchronized()
 
 

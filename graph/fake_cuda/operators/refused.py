@@ -217,8 +217,9 @@ def _fused(args: Sequence[Any]) -> None:
 def _scaled_mm(args: Sequence[Any]) -> None:
     """`_scaled_mm_allowed_device` of cuda/Blas.cpp."""
     if torch.cuda.get_device_capability() < (8, 9):
+        name = _aten._scaled_mm.__name__
         raise RuntimeError(
-            "torch._scaled_mm is only supported on CUDA devices with compute capability >= 9.0 or 8.9, or ROCm MI300+"
+            f"torch.{name} is only supported on CUDA devices with compute capability >= 9.0 or 8.9, or ROCm MI300+"
         )
 
 

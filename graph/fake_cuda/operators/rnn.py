@@ -76,8 +76,11 @@ def _in_half(
     with torch.autocast("cuda", enabled=False):
         if _to_cast(weights[0] if buffer is None else buffer):
             buffer, weights = _halves(weights)
-        states = (each.half() if each is not None and _to_cast(each) else each for each in (hidden, cell))
-        return cudnn_rnn(data.half() if _to_cast(data) else data, weights, stride, buffer, *states, *options)
+        return cudnn_rnn(_half(data), weights, stride, buffer, _half(hidden), _half(cell), *options)
+
+
+def _half(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    return tensor.half() if tensor is not None and _to_cast(tensor) else tensor
 
 
 def _to_cast(tensor: torch.Tensor) -> bool:
@@ -86,7 +89,7 @@ def _to_cast(tensor: torch.Tensor) -> bool:
 
 def _halves(weights: Sequence[torch.Tensor]) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """Weights in a buffer of float16, for autograd their copies (`copy_weights_to_flat_buf_views`)."""
-    buffer = torch.zeros(sum(weight.numel() for weight in weights), dtype=torch.float16, device=weights[0].device)
+    buffer = _buffer(weights, torch.float16)
     parts = [torch.ops.aten.set_.source_Tensor(buffer.new_empty(0), part) for part in _parts(buffer, weights)]
     return buffer, [part.copy_(weight, non_blocking=True) for part, weight in zip(parts, weights, strict=True)]
 
@@ -100,9 +103,14 @@ def _flat(weights: Sequence[torch.Tensor]) -> torch.Tensor | None:
     return None
 
 
+def _buffer(weights: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+    """Room for all weights."""
+    return torch.zeros(sum(weight.numel() for weight in weights), dtype=dtype, device=weights[0].device)
+
+
 def flatten_weight(runtime: Runtime, weights: Sequence[torch.Tensor], *args: object) -> torch.Tensor:
     """`_cudnn_rnn_flatten_weight`: the weights become parts of one new buffer."""
-    buffer = torch.zeros(sum(weight.numel() for weight in weights), dtype=weights[0].dtype, device=weights[0].device)
+    buffer = _buffer(weights, weights[0].dtype)
     for weight, part in zip(weights, _parts(buffer, weights), strict=True):
         torch.ops.aten.set_.source_Tensor(weight, part)
     return buffer
@@ -143,8 +151,7 @@ def forward(
     out = torch.empty((*steps.shape[:-1], width), dtype=source.dtype, device=source.device)
     last = torch.empty_like(hidden)
     end = torch.empty(0, device=out.device) if cell is None else torch.empty_like(cell)
-    if buffer is None:
-        buffer = torch.zeros(sum(weight.numel() for weight in weights), dtype=source.dtype, device=source.device)
+    buffer = _buffer(weights, source.dtype) if buffer is None else buffer
     units = prod(steps.shape[:-1]) * size * (1 + both) * layers
     least = units * _KEPT[mode] * source.itemsize
     reserve = torch.empty(least if train else 0, dtype=torch.uint8, device=source.device)

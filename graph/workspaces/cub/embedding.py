@@ -44,7 +44,8 @@ def embedding_bag_dense_backward(call: Call) -> Plan | None:
     rows, scaled, mode = int(call.args[5]), bool(call.args[6]), call.args[7]
     count = elements(indices)
     if mode == _MAX or not count:
-        return within(_copies(call)[:1], REST) if not is_contiguous(call.args[0]) else None
+        gradient = call.args[0]
+        return within([("gradient", size(gradient))], REST) if not is_contiguous(gradient) else None
     return within(_copies(call), *_sorted(call, count, rows, width(indices), scaled))
 
 

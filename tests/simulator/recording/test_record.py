@@ -68,16 +68,6 @@ def test_rare_parts_of_programs_take_what_they_take(tmp_path: Path) -> None:
     assert done.stdout == program.with_suffix(".txt").read_text(), done.stderr
 
 
-NUMBERED = """
-import torch
-weight = torch.ones(4, 4, device="cuda", requires_grad=True)
-result = (weight * weight).sin()
-(gradient,) = torch.autograd.grad(result.sum(), weight, create_graph=True)
-product = gradient.grad_fn.next_functions[0][0]
-print(product.name(), result.grad_fn._sequence_nr() - product._sequence_nr())
-"""
-
-
 def test_numbers_are_read_as_is_said(tmp_path: Path) -> None:
     program = "import torch; x = torch.rand(4).expand(4).cuda() @ torch.rand(4, device='cuda')\n"
     program += "print(x.item(), float(x > 0.5), x.cpu().tolist(), 1 / x.item())"
@@ -86,6 +76,16 @@ def test_numbers_are_read_as_is_said(tmp_path: Path) -> None:
     assert (failed.returncode, "record --floats 1 has them be 1" in failed.stderr) == (1, True)
     done = record(tmp_path, "--force", "--floats", "2", "train.py")
     assert done.stdout == "2.0 1.0 2.0 0.5\n", done.stderr
+
+
+NUMBERED = """
+import torch
+weight = torch.ones(4, 4, device="cuda", requires_grad=True)
+result = (weight * weight).sin()
+(gradient,) = torch.autograd.grad(result.sum(), weight, create_graph=True)
+product = gradient.grad_fn.next_functions[0][0]
+print(product.name(), result.grad_fn._sequence_nr() - product._sequence_nr())
+"""
 
 
 def test_nodes_that_a_backward_makes_have_the_numbers_that_they_have_on_a_gpu(tmp_path: Path) -> None:
