@@ -126,7 +126,10 @@ def changes(allocator: Allocator) -> list[tuple[Any, str, Any]]:
     def record(
         enabled: str | None, context: object, stacks: object, most: int, clear: bool = False, *rest: object
     ) -> None:
-        allocator.record_history({"all": most, "state": 1}.get(enabled or "", 0), clear=clear)
+        limits = {"all": most, "state": 1, None: 0}
+        if enabled not in limits:
+            raise RuntimeError("expected state to be 'state', 'all', or None")
+        allocator.record_history(limits[enabled], clear=clear)
 
     def record_legacy(
         enabled: bool, context: object, most: int, stacks: object, native: object, clear: bool = False, *rest: object

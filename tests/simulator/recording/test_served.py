@@ -64,6 +64,11 @@ def test_snapshot_has_the_blocks(runtime: Runtime) -> None:
     del kept
 
 
+def test_a_history_is_asked_for_in_words_that_are_known(runtime: Runtime) -> None:
+    with pytest.raises(RuntimeError, match="expected state to be 'state', 'all', or None"):
+        torch.cuda.memory._record_memory_history("some")
+
+
 def test_a_fraction_limits_the_process(runtime: Runtime) -> None:
     torch.cuda.set_per_process_memory_fraction(0.25)
     assert torch.cuda.get_per_process_memory_fraction() == 0.25
