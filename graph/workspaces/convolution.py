@@ -1,8 +1,10 @@
 """Convolutions: copies of operands into the memory format that is computed in, and the bias gradient's sum.
 
 cuDNN's own workspace depends on the algorithm it chooses and is not known here; it is taken as zero. What is likely, of
-operands that do not have channels last, is each of them once more: the fastest kernels want them so.
-Source: aten/src/ATen/native/Convolution.cpp, cudnn/ConvShared.cpp, cuda/DepthwiseConv2d.cu,
+operands that do not have channels last, is each of them once more: the fastest kernels want them so. Where cuDNN is not
+taken (`torch.backends.cudnn.enabled`), PyTorch lays out the columns of one image and multiplies them.
+Source: aten/src/ATen/native/Convolution.cpp, cudnn/ConvShared.cpp, cuda/DepthwiseConv2d.cu, cuda/ConvolutionMM2d.cu,
+cuda/NaiveDilatedConvolution.cu, cuda/NaiveConvolutionTranspose2d.cu, cuda/NaiveConvolutionTranspose3d.cu,
 cuda/Im2Col.cu, cuda/Col2Im.cu and c10/core/MemoryFormat.h.
 """
 
@@ -12,9 +14,12 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from math import prod
 from typing import TYPE_CHECKING, Any
 
+from graph.workspaces.gemm import cublas
 from graph.workspaces.metadata import (
+    argument,
     dtype,
     elements,
     in_order,
@@ -28,7 +33,7 @@ from graph.workspaces.metadata import (
     width,
 )
 from graph.workspaces.reduction import merged, scratch
-from graph.workspaces.rules import EMPTY, REST, Call, Plan, Rule, after, within
+from graph.workspaces.rules import EMPTY, REST, Call, Plan, Rule, Step, after, within
 
 if TYPE_CHECKING:
     import torch
@@ -64,6 +69,10 @@ class _Operand:
     def put(self, channels_last: bool) -> _Operand:
         """Contiguous in a memory format (`Tensor.contiguous`): itself, where it is so already."""
         return self if self.lies(channels_last) else self.copied(channels_last)
+
+    def part(self, groups: int) -> _Operand:
+        """One of as many groups of its channels, where it lies."""
+        return _Operand((self.sizes[0], self.sizes[1] // groups, *self.sizes[2:]), self.steps, self.bytes // groups)
 
     def copied(self, channels_last: bool) -> _Operand:
         """A copy in a memory format."""
@@ -134,7 +143,10 @@ def convolution_backward(call: Call) -> Plan | None:
     source = source.put(False) if sequence else source
     wide = dtype(call.args[1]) == "float64"
     bias = _bias(call, sum(wanted[:2])) if wanted[2] else ()
-    if not _is_depthwise(call, source, weight):
+    by_filter = _is_depthwise(call, source, weight)
+    if not by_filter and _by_columns(call):
+        return _columns_backward(call, gradient, source, weight, wanted)
+    if not by_filter or _cudnn_depthwise(call, source, weight):
         way: Callable[..., Plan] = partial(_transposed_backward if call.args[7] else _cudnn_backward, call)
     elif len(source.sizes) == 4:
         way = _depthwise_backward
@@ -204,24 +216,30 @@ def _depthwise_backward(
 
 
 def _is_depthwise(call: Call, source: _Operand, weight: _Operand) -> bool:
-    """Whether a convolution goes around cuDNN: one filter a channel, channels first (`use_cudnn_depthwise`)."""
+    """Whether a convolution has filters of one channel each (`ConvParams::is_depthwise`)."""
     channels, groups = source.sizes[1], int(call.args[9])
-    if (
-        bool(call.args[7])
-        or len(source.sizes) not in (4, 5)
-        or not 1 < groups == channels
-        or weight.sizes[0] % channels
-    ):
+    return (
+        not call.args[7] and len(source.sizes) in (4, 5) and 1 < groups == channels and not weight.sizes[0] % channels
+    )
+
+
+def _cudnn_depthwise(call: Call, source: _Operand, weight: _Operand) -> bool:
+    """Whether such a convolution is cuDNN's: with channels last, and where it is fast (`use_cudnn_depthwise`)."""
+    if not _has_cudnn():
         return False
     if _last(source, weight, dtype(call.args[1]) == "float64"):
-        return False
-    if len(source.sizes) == 5:
         return True
     stride, dilation = ([*values] * 2 if len(values) == 1 else [*values] for values in (call.args[4], call.args[6]))
     even = stride[0] == stride[-1] or source.sizes[2] == 1
-    if dtype(call.args[1]) != "float16" or max(dilation) > 1 or not even or channels < 32:
-        return True
-    return not _fast_in_cudnn(source, weight, stride[-1])
+    if len(source.sizes) == 5 or dtype(call.args[1]) != "float16" or max(dilation) > 1 or not even:
+        return False
+    return source.sizes[1] >= 32 and _fast_in_cudnn(source, weight, stride[-1])
+
+
+def _has_cudnn() -> bool:
+    """Whether cuDNN may be taken (`torch.backends.cudnn.enabled`)."""
+    torch = sys.modules.get("torch")  # rules work without it
+    return torch is None or bool(torch.backends.cudnn.enabled)
 
 
 def _fast_in_cudnn(source: _Operand, weight: _Operand, stride: int) -> bool:
@@ -241,6 +259,127 @@ def _fast_in_cudnn(source: _Operand, weight: _Operand, stride: int) -> bool:
     return channels >= 512 or (channels >= 256 and wide >= 28)
 
 
+def _by_columns(call: Call) -> bool:
+    """Whether a convolution goes around cuDNN (`ConvParams::use_cudnn`)."""
+    if not _has_cudnn() or (dtype(call.args[1]) == "bfloat16" and call.profile.arch < (8, 0)):
+        return True
+    return any(more >= step for more, step in zip(call.args[8], call.args[4], strict=False))
+
+
+def _row(weight: _Operand) -> int:
+    """Elements of a column for one filter."""
+    return prod(weight.sizes[1:])
+
+
+def columns_forward(call: Call) -> Plan | None:
+    """`_slow_conv2d_forward`, `slow_conv_dilated2d`, `3d`: columns of an image; filters of one pixel need none."""
+    source, weight, out = (_Operand.of(tensor) for tensor in (*call.args[:2], next(tensors(call.out))))
+    stride, padding = argument(call, 4, "stride"), argument(call, 5, "padding")
+    plain = "2d_forward" in call.name and _row(weight) == weight.sizes[1] and max(stride) == 1 and max(padding) == 0
+    inside = [] if plain else [("columns", _row(weight) * prod(out.sizes[2:]) * width(call.args[0]))]
+    before, behind = cublas(call)
+    return within(_needed([("input", source), ("weight", weight)], False), REST, *within(inside, *before, *behind))
+
+
+def transposed_forward(call: Call) -> Plan | None:
+    """`slow_conv_transpose2d`, `3d`: columns of an image, and ones to add the bias with; the output of volumes begins
+    as large as the input."""
+    source, weight, out = (_Operand.of(tensor) for tensor in (*call.args[:2], next(tensors(call.out))))
+    item, operands = width(call.args[0]), [("input", source), ("weight", weight)]
+    inside = [("columns", _row(weight) * prod(source.sizes[2:]) * item)]
+    if argument(call, 3, "bias") is not None:
+        inside.append(("ones", prod(out.sizes[2:]) * item))
+    before, behind = cublas(call)
+    steps = within(_needed(operands, False), *within(inside, *before, *behind))
+    if len(source.sizes) == 4 or out.bytes <= source.bytes:
+        return (REST, *steps)
+    return (("alloc", "first", source.bytes), REST, ("free", "first"), *steps)
+
+
+@dataclass(frozen=True)
+class _Group:
+    """The gradients of a convolution by columns, or of one of its groups.
+
+    `births` are those of the gradients of input, weight and bias, None where it is not wanted; `gradient` is the copy
+    that a strided gradient needs.
+    """
+
+    call: Call
+    births: Sequence[Step | None]
+    gradient: Sequence[tuple[str, int]]
+    columns: Sequence[tuple[str, int]]
+    bias: Plan
+    bias_bytes: int
+
+    def born(self, *places: int) -> Plan:
+        """The births at these places, of those that are wanted."""
+        return tuple(step for place in places if (step := self.births[place]) is not None)
+
+    def product(self) -> Plan:
+        """A product of matrices."""
+        before, behind = cublas(self.call)
+        return (*before, *behind)
+
+    def flat(self) -> Plan:
+        """`_slow_conv2d_backward`: columns for the first gradient that needs them, which the next one has too."""
+        bias = (*self.born(2), *(self.bias if self.births[2] else ()))
+        made: Plan = ()
+        if self.births[0]:
+            made = (*self.born(0), *within(self.columns, *self.product(), *bias, *self.born(1)))
+        elif self.births[1]:
+            made = (*bias, *self.born(1), *within(self.columns, *self.product()))
+        return within(self.gradient, *(made or bias))
+
+    def dilated(self) -> Plan:
+        """`slow_conv_dilated2d_backward`, `3d`: all at once; the bias has a sum of each image added to it."""
+        products = self.births[0] or self.births[1]
+        sums = within([("sum", self.bias_bytes)], *self.bias) * shape(self.call.args[1])[0] if self.births[2] else ()
+        inside = (*self.product(), *sums) if products else sums
+        return within(self.gradient, *self.born(0, 1, 2), *within(self.columns if products else [], *inside))
+
+    def transposed(self) -> Plan:
+        """`slow_conv_transpose2d_backward`, `3d`: the input's gradient, then the others."""
+        made: Plan = ()
+        if self.births[0]:
+            made = within(self.gradient, *self.born(0), *within(self.columns, *self.product()))
+        if self.births[1] or self.births[2]:
+            bias = self.bias if self.births[2] else ()
+            inside = within(self.columns, *self.product(), *bias)
+            made += (*self.born(1, 2), *within(self.gradient, *inside))
+        return made
+
+
+def _columns_backward(
+    call: Call, gradient: _Operand, source: _Operand, weight: _Operand, wanted: Sequence[bool]
+) -> Plan:
+    """`convolution_backward` without cuDNN: group by group, whose results are put together at the end."""
+    transposed, groups, item = bool(call.args[7]), int(call.args[9]), width(call.args[1])
+    columns = [("columns", _row(weight) * prod((source if transposed else gradient).sizes[2:]) * item)]
+    sizes = source.bytes // groups, weight.bytes // groups, gradient.sizes[1] // groups * item
+    copies = _needed([("input", source), ("weight", weight)], False)
+
+    def way(births: Sequence[Step | None], copied: Sequence[tuple[str, int]]) -> Plan:
+        group = _Group(call, births, copied, columns, _bias(call, 0)[1:], sizes[2])
+        if transposed:
+            return group.transposed()
+        even = len(source.sizes) == 4 and max(call.args[6]) == 1
+        return group.flat() if even else group.dilated()
+
+    outs = [("out", sum(wanted[:place])) if flag else None for place, flag in enumerate(wanted)]
+    if groups == 1:
+        return within(copies, *way(outs, _needed([("gradient", gradient)], False)))
+    keys = [[(place, group) for group in range(groups)] for place in (2, 1, 0) if wanted[place]]
+    parts: Plan = ()
+    last, part, image = gradient.channels_last, gradient.part(groups), source.put(False).part(groups)
+    cut = _needed([("group's gradient", part)], last) + _needed([("group's input", image)], False)
+    copied = _needed([("gradient", part.put(last))], False)
+    for group in range(groups):
+        births = [("alloc", (place, group), sizes[place]) if flag else None for place, flag in enumerate(wanted)]
+        parts += within(cut, *way(births, copied))
+    ends = [("free", key) for of_place in keys for key in of_place]
+    return within(copies, *parts, *(step for step in outs if step is not None), *ends)
+
+
 def columns(call: Call) -> Plan | None:
     """`im2col` (`unfold`), `col2im` (`fold`): the output begins as large as the input, and is made again where it is
     larger; a strided input is copied before that."""
@@ -256,6 +395,11 @@ RULES: Mapping[str, Rule] = {
     "aten.cudnn_convolution_transpose.default": cudnn_convolution,
     "aten._conv_depthwise2d.default": depthwise_convolution,
     "aten.convolution_backward.default": convolution_backward,
+    "aten._slow_conv2d_forward.default": columns_forward,
+    "aten.slow_conv_dilated2d.default": columns_forward,
+    "aten.slow_conv_dilated3d.default": columns_forward,
+    "aten.slow_conv_transpose2d.default": transposed_forward,
+    "aten.slow_conv_transpose3d.default": transposed_forward,
     "aten.im2col.default": columns,
     "aten.col2im.default": columns,
 }

@@ -6,7 +6,10 @@ Source: aten/src/ATen/native/cuda/Loss.cu, NLLLoss2d.cu, aten/src/ATen/native/Bi
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import prod
 from typing import TYPE_CHECKING
+
+from numpy import broadcast_shapes
 
 from graph.workspaces.metadata import argument, elements, is_contiguous, is_half, shape, size, tensors, width
 from graph.workspaces.reduction import flat, scratch
@@ -22,11 +25,29 @@ def nll_loss_forward(call: Call) -> Plan | None:
     return None if is_contiguous(source) else after([("input", size(source))])
 
 
+def _broadcast(one: torch.Tensor, other: torch.Tensor) -> tuple[int, list[tuple[str, int]]]:
+    """Batches of two tensors of rows, and the copies of those that are strided or broadcast (native/Distance.cpp)."""
+    batch = broadcast_shapes(shape(one)[:-2], shape(other)[:-2])
+    copies = [
+        (f"rows {place}", prod(batch) * prod(shape(rows)[-2:]) * width(rows))
+        for place, rows in enumerate((one, other))
+        if shape(rows)[:-2] != batch or not is_contiguous(rows)
+    ]
+    return prod(batch), copies
+
+
+def cdist_forward(call: Call) -> Plan | None:
+    """`_cdist_forward`: rows that are strided or broadcast are copied."""
+    copies = _broadcast(call.args[0], call.args[1])[1] if elements(call.out) else []
+    return within(copies, REST) or None
+
+
 def cdist_backward(call: Call) -> Plan | None:
     """`_cdist_backward`: the gradient of each pair of rows, which is then summed (cuda/DistanceKernel.cu)."""
     one, other = call.args[1], call.args[2]
-    pairs = elements(one) * shape(other)[-2]
-    return after([("pairs", pairs * width(one))]) if pairs else None
+    batch, copies = _broadcast(one, other)
+    pairs = batch * prod(shape(one)[-2:]) * shape(other)[-2]
+    return within([*copies, *_strided(call, 4, 0)], REST, *within([("pairs", pairs * width(one))])) if pairs else None
 
 
 def nll_loss2d_forward(call: Call) -> Plan | None:
@@ -113,6 +134,7 @@ RULES: Mapping[str, Rule] = {
     "aten.multilabel_margin_loss_backward.default": multi_margin_loss_backward,
     "aten.nll_loss2d_forward.default": nll_loss2d_forward,
     "aten.nll_loss2d_backward.default": nll_loss2d_backward,
+    "aten._cdist_forward.default": cdist_forward,
     "aten._cdist_backward.default": cdist_backward,
     "aten.binary_cross_entropy.default": binary_cross_entropy,
     "aten.mse_loss.default": elementwise_loss,

@@ -104,7 +104,8 @@ def _output(call: Call) -> Any:
 
 
 def cumsum(call: Call) -> Plan | None:
-    """`cumsum`: the input is cast to the output's type, made contiguous; one single row is CUB's scan."""
+    """`cumsum`, `cumprod`, `_logcumsumexp`: the input is cast to the output's type, made contiguous; one single row is
+    CUB's scan."""
     source, out = call.args[0], _output(call)
     sizes = shape(source)
     if elements(source) == 0 or not sizes:
@@ -117,7 +118,7 @@ def cumsum(call: Call) -> Plan | None:
     along = sizes[dimension(int(argument(call, 1, "dim", 0)), len(sizes))]
     if call.deterministic and dtype(out) in FLOATING:
         return (REST, *within(made, *filled(call, width(out))))
-    if along == elements(source) and "cumsum" in call.name:
+    if along == elements(source):
         made.append(("scan", scan(call.profile, along, width(out))))
     return after(made)
 
@@ -181,4 +182,7 @@ RULES: Mapping[str, Rule] = {
     "aten.cumsum.default": cumsum,
     "aten.cumsum.out": cumsum,
     "aten.cumprod.default": cumsum,
+    "aten.cumprod.out": cumsum,
+    "aten._logcumsumexp.default": cumsum,
+    "aten._logcumsumexp.out": cumsum,
 }

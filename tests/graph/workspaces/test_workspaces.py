@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
+import torch
 
 from graph.hardware.profile import profile
 from graph.workspaces import Call, merge, plan, rules
@@ -14,6 +15,7 @@ from graph.workspaces.gemm import ENVIRONMENT, HANDLE_PER_THREAD, workspace_byte
 from tests.places import DATA as _DATA
 
 DATA = _DATA / "workspaces.json"
+WITHOUT_CUDNN = _DATA / "convolutions.json"
 WIDTHS = {"bool": 1, "int8": 1, "uint8": 1, "float8_e4m3fn": 1, "int16": 2, "float16": 2, "bfloat16": 2, "int32": 4}
 WIDTHS |= {"float32": 4, "int64": 8, "float64": 8, "complex64": 8}
 OPERATORS_BY_SOURCE = {  # variants with `out=` or in place take the rule of the operator that is recorded
@@ -40,6 +42,8 @@ OPERATORS_BY_SOURCE = {  # variants with `out=` or in place take the rule of the
     "aten.argmax.out",
     "aten.argmin.out",
     "aten.cumsum.out",
+    "aten.cumprod.out",
+    "aten._logcumsumexp.out",
     "aten.topk.values",
     "aten.median.dim_values",
     "aten.nanmedian.dim_values",
@@ -47,7 +51,6 @@ OPERATORS_BY_SOURCE = {  # variants with `out=` or in place take the rule of the
     *(
         "aten.index_select.default",
         "aten.nll_loss2d_backward.default",
-        "aten._cdist_backward.default",
     ),  # recorded as programs:
     *(f"aten.randperm.{name}" for name in ("default", "generator", "out", "generator_out")),  # test_deterministic
 }
@@ -138,21 +141,32 @@ def followed(steps: Any, outputs: list[int]) -> list[list[Any]]:
 
 RECORDS: list[list[Any]] = json.loads(DATA.read_text())["records"]
 NAMES = sorted({record[0] for record in RECORDS})
+CONVOLUTIONS: list[list[Any]] = json.loads(WITHOUT_CUDNN.read_text())["records"]
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_the_sequence_is_the_recorded_one(name: str) -> None:
-    records = [record for record in RECORDS if record[0] == name]
-    for _, gpu, release, thread, existing, args, kwargs, out, outputs, sequence in records:
+def check(records: list[list[Any]]) -> None:
+    """Each plan is what was recorded."""
+    for name, gpu, release, thread, existing, args, kwargs, out, outputs, sequence in records:
         state = {(kind, 0, 0): 1 for kind in existing}
         given = {key: tensor(value) for key, value in kwargs.items()}
         made = Call(name, tuple(tensor(args)), given, tensor(out), profile(gpu, release), 0, thread, False, state)
         assert followed(plan(made), outputs) == sequence, (gpu, release, args, kwargs)
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_the_sequence_is_the_recorded_one(name: str) -> None:
+    check([record for record in RECORDS if record[0] == name])
+
+
+@pytest.mark.parametrize("name", sorted({record[0] for record in CONVOLUTIONS}))
+def test_without_cudnn_the_sequence_is_the_recorded_one(name: str) -> None:
+    with torch.backends.cudnn.flags(enabled=False):
+        check([record for record in CONVOLUTIONS if record[0] == name])
+
+
 def test_every_rule_has_recordings() -> None:
     attention = {name for name in rules() if "scaled_dot_product" in name or "flash_attention" in name}
-    assert set(rules()) - attention - OPERATORS_BY_SOURCE <= set(NAMES)
+    assert set(rules()) - attention - OPERATORS_BY_SOURCE <= {*NAMES, *(record[0] for record in CONVOLUTIONS)}
     assert {record[2] for record in RECORDS} == {"2.7", "2.9", "2.11", "2.12", "2.13", "2.15"}
     assert len({record[1] for record in RECORDS}) >= 7
 
