@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import traces
-from simulator.recording.request import FACTS, TRACE, Request
+from simulator.recording.request import FACTS, FAULT, TRACE, Request
 from traces.errors import LLMemError
 from traces.model import Trace
 from traces.text import quoted
@@ -48,6 +50,8 @@ sys.exit(main({text!r}, objects))
 
 #: What a silent process says on stderr, in the request's folder.
 _SAID: Final = "said"
+#: Where packages are in the folder of Python's library.
+_PACKAGES: Final = "/site-packages/"
 #: After so many signals the program is killed.
 _PATIENCE: Final = 3
 
@@ -168,7 +172,9 @@ class _Processes:
                 if self._signals or code == -signal.SIGINT:  # which may be told here before it is to ourselves
                     return None
                 name = quoted(request.program[0])
-                end = f"was ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
+                end = f"ended with exit code {code}"
+                if code < 0:
+                    end = f"was ended by signal {-code}{_place(Path(folder) / FAULT)}"
                 raise RecordError(f"the process of {name} {end} before anything was recorded")
             found = json.loads(facts.read_text())
             trace = traces.read(Path(folder) / TRACE)
@@ -210,6 +216,17 @@ class _Processes:
             if process.poll() is None:
                 process.kill()
                 process.wait()
+
+
+def _place(file: Path) -> str:
+    """The innermost line outside Python's library and PyTorch where a fault came, if it is told, and a likely cause."""
+    found = re.findall(r'File "(.+)", line (\d+) in (.+)', file.read_text(errors="replace")) if file.exists() else []
+    library = sysconfig.get_path("stdlib")
+    places = [one for one in found if "/torch/" not in one[0] and (_PACKAGES in one[0] or library not in one[0])]
+    if not places:
+        return ""
+    path, line, name = places[0]
+    return f" in {name} ({path}, line {line}), where compiled code may have read a GPU's memory, which is not there,"
 
 
 def _last_line(file: Path) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import dataclasses
+import faulthandler
 import functools
 import json
 import os
@@ -45,7 +46,7 @@ from simulator.recording.durations import of_phases
 from simulator.recording.history import History
 from simulator.recording.prices import Prices
 from simulator.recording.repeats import Progress, Repeats
-from simulator.recording.request import FACTS, INTERRUPTED, REPEATS, TRACE, Request
+from simulator.recording.request import FACTS, FAULT, INTERRUPTED, REPEATS, TRACE, Request
 from simulator.recording.trace import trace_of
 from strategies.timing.clock import LAUNCH_NS, Clock
 from traces.collecting import as_if_on
@@ -66,6 +67,8 @@ def main(text: str, objects: int) -> int:
     that the collector looks at."""
     request = Request.parse(text)
     ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGTERM)
+    if not faulthandler.is_enabled():
+        faulthandler.enable(os.open(Path(request.folder) / FAULT, os.O_WRONLY | os.O_CREAT), all_threads=False)
     card = profile(request.gpu, request.release, cudnn_sdp=True)
     _stand_in(Path(request.folder))
     warm_up()

@@ -10,6 +10,8 @@ from typing import Final, Literal
 #: What that process leaves in the request's folder.
 TRACE: Final = "trace.npz"
 FACTS: Final = "facts.json"
+#: Where it was when a signal like SIGSEGV ended it (Python's faulthandler).
+FAULT: Final = "fault"
 #: The exit code of a program that was interrupted.
 INTERRUPTED: Final = 130
 #: Steps: as many as it takes until two of them do the same.

@@ -168,6 +168,14 @@ def test_signals_end_all_and_keep_what_was_recorded(number: int, whole_group: bo
         assert f"the program ended with exit code {code}, and until then: fits" in told
 
 
+def test_a_fault_of_compiled_code_is_told_with_its_place(tmp_path: Path) -> None:
+    program = "import ctypes, torch\nctypes.string_at(torch.ones(4, device='cuda').data_ptr())\n"
+    done = record(folder_of(tmp_path, {"train.py": program}), "train.py", run=warm.cold)
+    assert done.returncode == 1
+    assert f"was ended by signal {int(signal.SIGSEGV)} in <module> (" in done.stderr
+    assert "train.py, line 2), where compiled code may have read a GPU's memory" in done.stderr
+
+
 @pytest.mark.parametrize("alone", [False, True])
 def test_ctrl_c_before_the_program_begins_ends_without_a_word_of_ours(alone: bool, tmp_path: Path) -> None:
     """`alone`: the program's process has it, and ours not yet."""
