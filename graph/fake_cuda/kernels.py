@@ -16,13 +16,13 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from graph.fake_cuda.memory import Layout, contiguous, set_storage
-from graph.fake_cuda.operators import fits
+from graph.fake_cuda.operators import fits, iterated
 from graph.fake_cuda.operators.composed import COMPOSED
 from graph.fake_cuda.operators.native import operator
 from graph.fake_cuda.operators.refused import CHECKS
 from graph.fake_cuda.sdpa import corrected
-from graph.fake_cuda.shapes import Shapes, forgets_steps
-from graph.fake_cuda.torch_private import BY_CPU_KERNEL, elementwise_strides, is_dense, tree_leaves
+from graph.fake_cuda.shapes import Shapes
+from graph.fake_cuda.torch_private import BY_CPU_KERNEL, is_dense, tree_leaves
 from graph.fake_cuda.values import has_room, may_have_values
 from traces.release import version_of
 
@@ -63,28 +63,6 @@ _CONTIGUOUS: Final = frozenset(
         "aten::native_group_norm",
         "aten::_conv_depthwise2d",
     }
-)
-
-#: Elementwise operators whose results lie as operands do, the first of which counts most (`TensorIterator`); PyTorch's
-#: rules for shapes compute them otherwise.
-_ELEMENTWISE: Final = frozenset(
-    f"aten::{name}"
-    for name in (
-        "abs",
-        "copysign",
-        "elu_backward",
-        "hardsigmoid_backward",
-        "hardswish_backward",
-        "hardtanh_backward",
-        "isinf",
-        "logical_and",
-        "logical_not",
-        "logical_or",
-        "logical_xor",
-        "logit_backward",
-        "softplus_backward",
-        "xlogy",
-    )
 )
 
 #: Losses whose result keeps the storage that held the loss by element, and where their `reduction` stands: the output
@@ -184,10 +162,10 @@ def _as_on_cuda(
     if not isinstance(first, Layout):
         return made
     name = func._schema.name
-    if name in _CONTIGUOUS or forgets_steps(func, args):
+    if name in _CONTIGUOUS:
         return (Layout(first.shape, contiguous(first.shape), first.dtype), *made[1:])
-    if name in _ELEMENTWISE:
-        return (Layout(first.shape, _steps(args), first.dtype), *made[1:])
+    if iterated.is_iterated(func):
+        return (Layout(first.shape, iterated.steps(func, args), first.dtype), *made[1:])
     if name == _FLASH and version_of(torch.__version__) < (2, 7):
         return (*made[:6], *[_Host((), torch.int64)] * 2, *made[8:])
     place = _REDUCED_LOSSES.get(name)
@@ -195,14 +173,6 @@ def _as_on_cuda(
         elements = math.prod(_broadcast(args[0].shape, args[1].shape))
         return (Layout((), (), first.dtype, max(elements, 1) * first.dtype.itemsize),)
     return made
-
-
-def _steps(args: Sequence[object]) -> tuple[int, ...]:
-    """Strides of what an elementwise operator makes of these."""
-    tensors = [value for value in args if isinstance(value, _Tensor)]
-    shape = _broadcast(*(one.shape for one in tensors))
-    alike = (torch.empty_strided(one.shape, one.stride(), device="meta").expand(shape) for one in tensors)
-    return elementwise_strides(*alike)
 
 
 # ---------------------------------------------------------------------------------------------------- kernels
@@ -414,7 +384,7 @@ class Kernels:
             args, places = _distinct(args)
         fake, fakes = self.shapes.infer(func, args, kwargs)
         if schema.out:
-            steps = _steps(args) if func._schema.name in _ELEMENTWISE else None
+            steps = iterated.steps(func, args) if iterated.is_iterated(func) else None
             return tuple(
                 _Resized(name, tuple(fakes[name].shape), tuple(steps or fakes[name].stride()))
                 for name in schema.out

@@ -20,6 +20,7 @@ from graph.fake_cuda.torch_private import (
     FakeTensorMode,
     UnsupportedOperatorException,
     grouped_mm_output,
+    is_dense,
     is_excluded,
     of_two_devices,
     set_excluded,
@@ -222,26 +223,17 @@ def _as_large(func: Operator) -> Callable[..., torch.Tensor]:
 
 
 def _like_input(image: torch.Tensor, *rest: object) -> torch.Tensor:
-    return torch.empty_like(image)
+    """As `empty_like` on CUDA: `meta` forgets odd strides over extents of one element."""
+    return image.new_empty_strided(image.shape, image.stride()) if is_dense(image) else torch.empty_like(image)
+
+
+def _dropped(image: torch.Tensor, *rest: object) -> Any:
+    """The result and the mask of `native_dropout`, which lie as the input does (cuda/Dropout.cu)."""
+    made = _like_input(image)
+    return made, made.new_empty_strided(made.shape, made.stride(), dtype=torch.bool)
 
 
 _aten: Final = torch.ops.aten
-#: Elementwise operators that PyTorch does not tag so, and ones tagged so whose result lies as its input does.
-_UNTAGGED: Final = frozenset(
-    {
-        _aten.hardswish.default,
-        _aten.hardswish_backward.default,
-        _aten.leaky_relu_backward.default,
-        _aten.elu_backward.default,
-        _aten.softplus_backward.default,
-        _aten.mish_backward.default,
-        _aten.hardtanh_backward.default,
-        _aten.log_sigmoid_backward.default,
-    }
-)
-_LIKE_INPUT: Final = frozenset({_aten.clone.default, _aten.hardtanh.default})
-#: Overloads where a number stands for a tensor without dimensions.
-_OF_NUMBERS: Final = frozenset({"Tensor", "Tensor_mode", "Scalar", "Scalar_mode", "ScalarOther", "ScalarSelf"})
 #: Rules of our own. That of `_grouped_mm` refuses all dtypes but bfloat16; operators of SyncBatchNorm have none.
 _RULES: Final[dict[Any, Any]] = {
     **({_aten._grouped_mm.default: _grouped} if hasattr(_aten, "_grouped_mm") else {}),  # from 2.8 on
@@ -253,19 +245,9 @@ _RULES: Final[dict[Any, Any]] = {
     _aten.batch_norm_gather_stats_with_counts.default: _of_channels,
     _aten.batch_norm_elemt.default: _like_input,
     _aten.batch_norm_backward_reduce.default: _reduced,
-    _aten.batch_norm_backward_elemt.default: lambda grad, image, *rest: torch.empty_like(image),
+    _aten.batch_norm_backward_elemt.default: lambda grad, image, *rest: _like_input(image),
+    _aten.native_dropout.default: _dropped,
 }
-
-
-def forgets_steps(func: Operator, args: tuple[Any, ...]) -> bool:
-    """Whether a contiguous result has strides of its extents on CUDA, though operands step otherwise over extents of
-    one element: elementwise, of contiguous operands of one shape (`TensorIteratorBase::compute_fast_setup_type`)."""
-    if func not in _UNTAGGED and (torch.Tag.pointwise not in func.tags or func in _LIKE_INPUT):
-        return False
-    if func._overloadname in _OF_NUMBERS and any(value.__class__ in (int, float, bool) for value in args):
-        return False
-    operands = [value for value in args if isinstance(value, torch.Tensor)]
-    return all(operand.shape == operands[0].shape and operand.is_contiguous() for operand in operands)
 
 
 def _stand_in(

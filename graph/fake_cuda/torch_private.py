@@ -50,7 +50,6 @@ __all__ = [
     "alert_not_deterministic",
     "cudnn_rnn",
     "current_node",
-    "elementwise_strides",
     "fake_store",
     "fake_tensor",
     "finished_work",
@@ -112,7 +111,6 @@ with _needed():
     # installed.
     from torch._C._distributed_c10d import _create_work_from_future as finished_work  # type: ignore[attr-defined]
     from torch._prims_common import alert_not_deterministic
-    from torch._prims_common import compute_elementwise_output_strides as elementwise_strides
     from torch._subclasses import fake_tensor
     from torch._subclasses.fake_tensor import (
         DataDependentOutputException,

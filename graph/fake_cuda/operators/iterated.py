@@ -1,0 +1,111 @@
+"""How the result of an elementwise operator lies in memory: PyTorch's iterator over operands of any strides.
+
+PyTorch's rules for shapes (FakeTensorMode, `meta`) have their own way, which differs where operands step oddly over
+extents of one element; a later convolution or interpolation then takes another memory format. Source:
+aten/src/ATen/TensorIterator.cpp, `compute_fast_setup_type`, `reorder_dimensions` and `allocate_or_resize_outputs`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from numpy import broadcast_shapes
+
+from graph.fake_cuda.memory import contiguous
+from graph.workspaces.metadata import in_order, is_contiguous, is_dense, shape, strides
+
+if TYPE_CHECKING:
+    from graph.fake_cuda.torch_private import Operator
+
+_aten: Final = torch.ops.aten
+#: Elementwise operators that PyTorch does not tag so, and ones tagged so that make their result otherwise.
+_UNTAGGED: Final = frozenset(
+    getattr(_aten, name).default
+    for name in (
+        *("hardswish", "hardswish_backward", "leaky_relu_backward", "elu_backward", "softplus_backward"),
+        *("mish_backward", "hardtanh_backward", "logit_backward", "hardsigmoid_backward"),
+    )
+)
+_OTHERWISE: Final = frozenset({"clone", "hardtanh", "masked_fill", "native_dropout_backward", "_conj_physical"})
+#: Overloads where a number stands for a tensor without dimensions, but for those of `lerp`.
+_OF_NUMBERS: Final = frozenset(
+    {"Tensor", "Tensor_mode", "Scalar", "Scalar_mode", "ScalarOther", "ScalarSelf", "Scalar_Other", "Scalar_Self"}
+)
+
+
+def is_iterated(func: Operator) -> bool:
+    """Whether an operator makes its result as the iterator does."""
+    return func in _UNTAGGED or (torch.Tag.pointwise in func.tags and func._opname not in _OTHERWISE)
+
+
+def steps(func: Operator, args: Sequence[Any]) -> tuple[int, ...]:
+    """Strides in elements of what an elementwise operator makes of these arguments."""
+    operands = [value for value in args if isinstance(value, torch.Tensor)]
+    alike = all(one.shape == operands[0].shape for one in operands)
+    if func._overloadname in _OF_NUMBERS and func._opname != "lerp":
+        alike = alike and all(value.__class__ not in (int, float, bool) for value in args)
+    return (_fast(operands) if alike else None) or _ordered(operands)
+
+
+def _fast(operands: Sequence[torch.Tensor]) -> tuple[int, ...] | None:
+    """The strides that operands of one shape have in common."""
+    if all(not one.numel() or is_contiguous(one) for one in operands):
+        return contiguous(shape(operands[0]))
+    if all(map(_is_channels_last, operands)):
+        return torch.empty(operands[0].shape, device="meta", memory_format=torch.channels_last).stride()
+    if all(map(is_dense, operands)) and all(one.stride() == other.stride() for one, other in pairwise(operands)):
+        return strides(operands[0])
+    return None
+
+
+def _is_channels_last(tensor: torch.Tensor) -> bool:
+    order = (0, 2, 3, 1)
+    sizes, step = shape(tensor), strides(tensor)
+    return len(sizes) == 4 and in_order([sizes[place] for place in order], [step[place] for place in order])
+
+
+def _ordered(operands: Sequence[torch.Tensor]) -> tuple[int, ...]:
+    """Strides of a dense result whose dimensions lie as the operands' do, the first of which counts most."""
+    sizes = broadcast_shapes(*map(shape, operands))
+    every = [_expanded(one, sizes) for one in operands]
+    inward = list(range(len(sizes)))[::-1]
+    order = inward.copy()
+    for place in range(1, len(order)):
+        later = place
+        for earlier in range(place - 1, -1, -1):
+            found = _compared(order[earlier], order[later], every, sizes)
+            if found < 0:
+                break
+            if found > 0:
+                order[earlier], order[later] = order[later], order[earlier]
+                later = earlier
+    if order == inward:
+        return contiguous(sizes)
+    made, step = [0] * len(sizes), 1
+    for dimension in order:
+        made[dimension] = step
+        step *= sizes[dimension]
+    return tuple(made)
+
+
+def _expanded(tensor: torch.Tensor, sizes: Sequence[int]) -> list[int]:
+    """Strides over `sizes`, 0 where the tensor is broadcast."""
+    missing = len(sizes) - tensor.dim()
+    own = zip(tensor.shape, sizes[missing:], tensor.stride(), strict=True)
+    return [0] * missing + [0 if extent == 1 != full else step for extent, full, step in own]
+
+
+def _compared(one: int, other: int, every: Sequence[Sequence[int]], sizes: Sequence[int]) -> int:
+    """Above 0 where dimension `other` lies inside `one`, below where not, 0 where nothing says it (`should_swap`)."""
+    for steps_of in every:
+        first, second = steps_of[one], steps_of[other]
+        if not first or not second:
+            continue
+        if first != second:
+            return first - second
+        if sizes[one] > sizes[other]:
+            return 1
+    return 0

@@ -1,0 +1,63 @@
+"""Strides of elementwise results against PyTorch's own iterator, as its CPU kernels use it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from graph.fake_cuda.operators.iterated import steps
+
+_aten = torch.ops.aten
+
+
+@st.composite
+def strided(draw: st.DrawFn, sizes: tuple[int, ...]) -> torch.Tensor:
+    """A tensor of these sizes whose dimensions lie in any order, some with gaps, broadcast or of any stride where one
+    element does not show it."""
+    made, step = [0] * len(sizes), 1
+    for dimension in draw(st.permutations(range(len(sizes)))):
+        made[dimension] = step
+        step *= sizes[dimension] * draw(st.sampled_from((1, 1, 1, 2)))
+    odd = [draw(st.sampled_from((1, 3, 64, own))) if one == 1 else own for one, own in zip(sizes, made, strict=True)]
+    kept = [0 if draw(st.integers(0, 9)) == 0 else own for own in odd]
+    return torch.empty_strided(sizes, kept)
+
+
+@st.composite
+def operands(draw: st.DrawFn) -> tuple[torch.Tensor, ...]:
+    """Three tensors of one shape, and one that is broadcast to it."""
+    sizes = tuple(draw(st.lists(st.sampled_from((0, 1, 1, 2, 3, 4)), min_size=1, max_size=5)))
+    part = tuple(draw(st.sampled_from((1, size))) for size in sizes)[draw(st.integers(0, len(sizes) - 1)) :]
+    first = draw(strided(sizes))
+    second = first if draw(st.booleans()) else draw(strided(sizes))
+    return first, second, draw(strided(sizes)), draw(strided(part))
+
+
+CALLS: list[tuple[Any, Callable[..., tuple[Any, ...]]]] = [
+    (_aten.neg.default, lambda a, b, c, part: (a,)),
+    (_aten.abs.default, lambda a, b, c, part: (a,)),
+    (_aten.clamp.default, lambda a, b, c, part: (a, 0, 1)),
+    (_aten.pow.Tensor_Scalar, lambda a, b, c, part: (a, 3)),
+    (_aten.mul.Tensor, lambda a, b, c, part: (a, 2)),
+    (_aten.gt.Scalar, lambda a, b, c, part: (a, 1)),
+    (_aten.xlogy.Scalar_Other, lambda a, b, c, part: (a, 2)),
+    (_aten.mul.Tensor, lambda a, b, c, part: (a, torch.zeros(()))),
+    (_aten.mul.Tensor, lambda a, b, c, part: (a, part)),
+    (_aten.hypot.default, lambda a, b, c, part: (part, b)),
+    (_aten.hypot.default, lambda a, b, c, part: (a, b)),
+    (_aten.lerp.Scalar, lambda a, b, c, part: (a, b, 0.5)),
+    (_aten.where.ScalarOther, lambda a, b, c, part: (a > 0, b, 1.0)),
+    (_aten.addcmul.default, lambda a, b, c, part: (a, b, c)),
+    (_aten.addcmul.default, lambda a, b, c, part: (a, part, c)),
+]
+
+
+@given(operands())
+def test_results_lie_as_pytorch_has_them(tensors: tuple[torch.Tensor, ...]) -> None:
+    for func, given_to in CALLS:
+        args = given_to(*tensors)
+        assert steps(func, args) == func(*args).stride(), func
