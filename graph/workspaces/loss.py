@@ -43,11 +43,13 @@ def cdist_forward(call: Call) -> Plan | None:
 
 
 def cdist_backward(call: Call) -> Plan | None:
-    """`_cdist_backward`: the gradient of each pair of rows, which is then summed (cuda/DistanceKernel.cu)."""
+    """`_cdist_backward`: the gradient of each pair of rows, which is then summed, but for that of the number of unequal
+    elements (p = 0), which is zero (cuda/DistanceKernel.cu)."""
     one, other = call.args[1], call.args[2]
     batch, copies = _broadcast(one, other)
-    pairs = batch * prod(shape(one)[-2:]) * shape(other)[-2]
-    return within([*copies, *_strided(call, 4, 0)], REST, *within([("pairs", pairs * width(one))])) if pairs else None
+    count = batch * prod(shape(one)[-2:]) * shape(other)[-2]
+    pairs = [("pairs", count * width(one))] if argument(call, 3, "p") else []
+    return within([*copies, *_strided(call, 4, 0)], REST, *within(pairs)) if count else None
 
 
 def nll_loss2d_forward(call: Call) -> Plan | None:
