@@ -31,7 +31,7 @@ from graph.fake_cuda import self_check as fake_check
 from graph.fake_cuda import stubs as fake_stubs
 from graph.fake_cuda.kernels import Kernels, Kind
 from graph.fake_cuda.memory import ADDRESS_BITS, Memory, ignore
-from graph.fake_cuda.operators import composed, rnn
+from graph.fake_cuda.operators import composed, rnn, sparse
 from graph.fake_cuda.operators.deterministic import deterministic
 from graph.fake_cuda.operators.native import names, operator
 from graph.fake_cuda.torch_private import interpreted_groups, next_sequence_number
@@ -275,6 +275,7 @@ def fake_cuda(
         stack.enter_context(_kernels(runtime))
         composed.install(runtime)
         rnn.install(runtime)
+        sparse.install(runtime)
         if not _verified:
             fake_check.verify(runtime, sum(_taken))
             _verified.append(True)

@@ -81,6 +81,19 @@ def segmented_sort(count: int, key: int, value: int) -> int:
     return storage(count * key, count * value)
 
 
+def merge_sort_pairs(profile: Profile, count: int, key: int, value: int) -> int:
+    """Bytes for `thrust::sort_by_key` with an order of its own: a merge sort, with tiles of 2048 of 16 bytes."""
+    place = 4 if profile.release >= (2, 10) else 8
+    return storage(count * key, count * value, (up(count, 2048) + 1) * place)
+
+
+def unique_by_key_of_thrust(profile: Profile, count: int) -> int:
+    """Bytes for `thrust::unique_by_key` with keys of 8 bytes; the tile of compute capability 9.0 lies between 9375 and
+    11764 by the recordings, those of others were read on an A100."""
+    tile = 10240 if profile.arch >= (9, 0) else 2816
+    return storage((up(count, tile) + 32) * 16, 1, *extra(profile))
+
+
 def extra(profile: Profile) -> tuple[int, ...]:
     """A further part that CUB has with CUDA 13."""
     return (1,) if profile.release >= (2, 10) else ()

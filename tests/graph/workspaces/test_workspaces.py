@@ -11,6 +11,7 @@ import torch
 
 from graph.hardware.profile import profile
 from graph.workspaces import Call, merge, plan, rules
+from graph.workspaces.cub.temporary import merge_sort_pairs, unique_by_key_of_thrust
 from graph.workspaces.gemm import ENVIRONMENT, HANDLE_PER_THREAD, workspace_bytes
 from tests.places import DATA as _DATA
 
@@ -213,6 +214,27 @@ def test_the_workspace_of_a_product_is_freed_with_it_from_2_15() -> None:
     one, other, out = (Tensor("float32", [16, 16]) for _ in range(3))
     made = plan(call("aten.mm.default", one, other, out=out, release="2.15"))
     assert made == (("alloc", "cublas", 8_519_680), ("free", "cublas"))
+
+
+@pytest.mark.parametrize(
+    ("gpu", "release", "count", "sort", "unique"),
+    [
+        ("A100", "2.13", 2, 1023, 1535),
+        ("A100", "2.13", 5000, 80895, 1535),
+        ("A100", "2.13", 100_000, 1_600_511, 2047),
+        ("A100", "2.13", 300_000, 4_801_023, 3071),
+        ("H100", "2.13", 200, 4095, 1535),
+        ("H100", "2.13", 300_000, 4_801_023, 1791),
+        ("A100", "2.9", 200, 4095, 1279),
+        ("A100", "2.9", 300_000, 4_801_535, 2815),
+    ],
+)
+def test_indices_of_sparse_tensors_are_sorted_as_recorded(
+    gpu: str, release: str, count: int, sort: int, unique: int
+) -> None:
+    """As CUDA builds allocated in `coalesce` of `count` elements, of 2.13.0 (CUDA 13.0) and 2.9.1 (CUDA 12.8)."""
+    card = profile(gpu, release)
+    assert (merge_sort_pairs(card, count, 8, 8), unique_by_key_of_thrust(card, count)) == (sort, unique)
 
 
 def test_bias_gradient_is_staged_by_blocks() -> None:
