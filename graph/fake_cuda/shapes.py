@@ -222,6 +222,16 @@ def _as_large(func: Operator) -> Callable[..., torch.Tensor]:
     return made
 
 
+def _as_suggested(func: Operator) -> Callable[..., torch.Tensor]:
+    """The rule of an operator whose result lies as the input suggests it, also of few channels (UpSampleBilinear2d.cpp,
+    UpSampleTrilinear3d.cpp)."""
+
+    def made(image: torch.Tensor, *rest: object) -> torch.Tensor:
+        return image.new_empty(func(image, *rest).shape).contiguous(memory_format=_suggested(image))
+
+    return made
+
+
 def _like_input(image: torch.Tensor, *rest: object) -> torch.Tensor:
     """As `empty_like` on CUDA: `meta` forgets odd strides over extents of one element."""
     return image.new_empty_strided(image.shape, image.stride()) if is_dense(image) else torch.empty_like(image)
@@ -239,6 +249,8 @@ _RULES: Final[dict[Any, Any]] = {
     **({_aten._grouped_mm.default: _grouped} if hasattr(_aten, "_grouped_mm") else {}),  # from 2.8 on
     _aten.im2col.default: _as_large(_aten.im2col.default),
     _aten.col2im.default: _as_large(_aten.col2im.default),
+    _aten.upsample_bilinear2d.default: _as_suggested(_aten.upsample_bilinear2d.default),
+    _aten.upsample_trilinear3d.default: _as_suggested(_aten.upsample_trilinear3d.default),
     _aten.native_batch_norm_backward.default: _batch_norm_gradients,
     _aten.cudnn_batch_norm_backward.default: _cudnn_batch_norm_gradients,
     _aten.batch_norm_stats.default: _of_channels,

@@ -391,6 +391,17 @@ def test_results_lie_as_the_first_operand(runtime: Runtime) -> None:
         assert (two(plain, last).stride(), two(last, plain).stride()) == (plain.stride(), last.stride())
 
 
+def test_interpolations_of_few_channels_keep_them_last(runtime: Runtime) -> None:
+    """As PyTorch 2.13.0+cu130 has them; its rules for shapes take fewer than 16 channels first."""
+    for mode, form, sizes, steps in (
+        ("bilinear", torch.channels_last, (2, 3, 8, 8), (768, 1, 48, 3)),
+        ("bilinear", torch.contiguous_format, (2, 3, 8, 8), (768, 256, 16, 1)),
+        ("trilinear", torch.channels_last_3d, (1, 15, 4, 4, 4), (7680, 1, 960, 120, 15)),
+    ):
+        image = torch.ones(sizes, device="cuda").contiguous(memory_format=form)
+        assert functional.interpolate(image, scale_factor=2.0, mode=mode).stride() == steps
+
+
 def test_operators_with_kernels_of_their_own() -> None:
     known = set(cuda_operators())
     assert {"mm", "add.Tensor", "add_.Tensor", "add.out", "silu_backward", "_fused_rms_norm", "native_dropout"} <= known
