@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-import torch
 
 from graph.hardware.profile import profile
 from graph.workspaces import Call, merge, plan, rules
@@ -161,6 +160,7 @@ def test_the_sequence_is_the_recorded_one(name: str) -> None:
 
 @pytest.mark.parametrize("name", sorted({record[0] for record in CONVOLUTIONS}))
 def test_without_cudnn_the_sequence_is_the_recorded_one(name: str) -> None:
+    torch = pytest.importorskip("torch")
     with torch.backends.cudnn.flags(enabled=False):
         check([record for record in CONVOLUTIONS if record[0] == name])
 
