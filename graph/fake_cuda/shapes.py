@@ -227,7 +227,8 @@ def _as_suggested(func: Operator) -> Callable[..., torch.Tensor]:
     UpSampleTrilinear3d.cpp)."""
 
     def made(image: torch.Tensor, *rest: object) -> torch.Tensor:
-        return image.new_empty(func(image, *rest).shape).contiguous(memory_format=_suggested(image))
+        result: torch.Tensor = func(image, *rest)
+        return result.contiguous(memory_format=_suggested(image))
 
     return made
 

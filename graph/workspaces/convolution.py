@@ -19,12 +19,14 @@ from typing import TYPE_CHECKING, Any
 
 from graph.workspaces.gemm import cublas
 from graph.workspaces.metadata import (
+    CHANNELS_LAST,
     argument,
     dtype,
-    elements,
     in_order,
+    is_channels_last,
     is_contiguous,
     is_half,
+    packed,
     shape,
     size,
     strides,
@@ -59,12 +61,18 @@ class _Operand:
         """Whether channels come last in memory, as strides suggest it."""
         return suggests_channels_last(self.sizes, self.steps)
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Sizes, as reductions read them of a tensor."""
+        return self.sizes
+
+    def stride(self) -> tuple[int, ...]:
+        """Strides in elements, the same."""
+        return self.steps
+
     def lies(self, channels_last: bool) -> bool:
         """Whether it is contiguous in a memory format."""
-        if not channels_last:
-            return in_order(self.sizes, self.steps)
-        order = _order(len(self.sizes))[::-1]
-        return in_order([self.sizes[i] for i in order], [self.steps[i] for i in order])
+        return (is_channels_last if channels_last else in_order)(self.sizes, self.steps)
 
     def put(self, channels_last: bool) -> _Operand:
         """Contiguous in a memory format (`Tensor.contiguous`): itself, where it is so already."""
@@ -74,18 +82,16 @@ class _Operand:
         """One of as many groups of its channels, where it lies."""
         return _Operand((self.sizes[0], self.sizes[1] // groups, *self.sizes[2:]), self.steps, self.bytes // groups)
 
+    def image(self) -> _Operand:
+        """The first of its images."""
+        return _Operand((1, *self.sizes[1:]), self.steps, self.bytes // max(self.sizes[0], 1))
+
     def copied(self, channels_last: bool) -> _Operand:
         """A copy in a memory format."""
-        step, steps = 1, [0] * len(self.sizes)
-        for place in _order(len(self.sizes)) if channels_last else range(len(self.sizes))[::-1]:
-            steps[place] = step
-            step *= max(self.sizes[place], 1)
-        return _Operand(self.sizes, tuple(steps), self.bytes)
-
-
-def _order(rank: int) -> tuple[int, ...]:
-    """Dimensions of a tensor whose channels come last, the fastest first."""
-    return (1, *range(rank - 1, 1, -1), 0)
+        rank = len(self.sizes)
+        return _Operand(
+            self.sizes, packed(self.sizes, CHANNELS_LAST[rank] if channels_last else range(rank)[::-1]), self.bytes
+        )
 
 
 def _last(first: _Operand, second: _Operand, wide: bool) -> bool:
@@ -142,10 +148,10 @@ def convolution_backward(call: Call) -> Plan | None:
     sequence = _needed([("sequence", source)] if len(shape(call.args[1])) == 3 else [], False)
     source = source.put(False) if sequence else source
     wide = dtype(call.args[1]) == "float64"
-    bias = _bias(call, sum(wanted[:2])) if wanted[2] else ()
+    bias = (("out", sum(wanted[:2])), *_sum(call, gradient)) if wanted[2] else ()
     by_filter = _is_depthwise(call, source, weight)
     if not by_filter and _by_columns(call):
-        return _columns_backward(call, gradient, source, weight, wanted)
+        return within(sequence, *_columns_backward(call, gradient, source, weight, wanted))
     if not by_filter or _cudnn_depthwise(call, source, weight):
         way: Callable[..., Plan] = partial(_transposed_backward if call.args[7] else _cudnn_backward, call)
     elif len(source.sizes) == 4:
@@ -156,14 +162,13 @@ def convolution_backward(call: Call) -> Plan | None:
     return within(sequence, *way(gradient, source, weight, wanted, wide), *bias)
 
 
-def _bias(call: Call, number: int) -> Plan:
-    """The gradient of the bias, the output of this number: a sum over all but channels."""
-    given, births = call.args[0], (("out", number),)
-    if not elements(given):
-        return births
-    item = width(given)
-    loop = merged(given, [place for place in range(len(shape(given))) if place != 1], item, item)
-    return (*births, *scratch(call.profile, loop, item, max(item, 4), item, is_half(given)))
+def _sum(call: Call, gradient: _Operand) -> Plan:
+    """What it takes to sum a gradient over all but channels."""
+    if 0 in gradient.sizes:
+        return ()
+    item = width(call.args[0])
+    loop = merged(gradient, [place for place in range(len(gradient.sizes)) if place != 1], item, item)
+    return scratch(call.profile, loop, item, max(item, 4), item, is_half(call.args[0]))
 
 
 def _cudnn_backward(
@@ -300,16 +305,15 @@ def transposed_forward(call: Call) -> Plan | None:
 class _Group:
     """The gradients of a convolution by columns, or of one of its groups.
 
-    `births` are those of the gradients of input, weight and bias, None where it is not wanted; `gradient` is the copy
-    that a strided gradient needs.
+    `births` are those of the gradients of input, weight and bias, None where it is not wanted; `copied` is the copy
+    that a strided gradient needs, `gradient` what it is then.
     """
 
     call: Call
     births: Sequence[Step | None]
-    gradient: Sequence[tuple[str, int]]
+    copied: Sequence[tuple[str, int]]
+    gradient: _Operand
     columns: Sequence[tuple[str, int]]
-    bias: Plan
-    bias_bytes: int
 
     def born(self, *places: int) -> Plan:
         """The births at these places, of those that are wanted."""
@@ -320,32 +324,39 @@ class _Group:
         before, behind = cublas(self.call)
         return (*before, *behind)
 
+    def total(self) -> Plan:
+        """The sum that is the bias's gradient."""
+        return _sum(self.call, self.gradient) if self.births[2] else ()
+
     def flat(self) -> Plan:
         """`_slow_conv2d_backward`: columns for the first gradient that needs them, which the next one has too."""
-        bias = (*self.born(2), *(self.bias if self.births[2] else ()))
-        made: Plan = ()
+        bias = (*self.born(2), *self.total())
+        made: Plan = bias
         if self.births[0]:
             made = (*self.born(0), *within(self.columns, *self.product(), *bias, *self.born(1)))
         elif self.births[1]:
             made = (*bias, *self.born(1), *within(self.columns, *self.product()))
-        return within(self.gradient, *(made or bias))
+        return within(self.copied, *made)
 
     def dilated(self) -> Plan:
         """`slow_conv_dilated2d_backward`, `3d`: all at once; the bias has a sum of each image added to it."""
-        products = self.births[0] or self.births[1]
-        sums = within([("sum", self.bias_bytes)], *self.bias) * shape(self.call.args[1])[0] if self.births[2] else ()
-        inside = (*self.product(), *sums) if products else sums
-        return within(self.gradient, *self.born(0, 1, 2), *within(self.columns if products else [], *inside))
+        inside: Plan = ()
+        if self.births[2]:
+            image = self.gradient.image()
+            one = within([("sum", image.sizes[1] * width(self.call.args[0]))], *_sum(self.call, image))
+            inside = one * self.gradient.sizes[0]
+        if self.births[0] or self.births[1]:
+            inside = within(self.columns, *self.product(), *inside)
+        return within(self.copied, *self.born(0, 1, 2), *inside)
 
     def transposed(self) -> Plan:
         """`slow_conv_transpose2d_backward`, `3d`: the input's gradient, then the others."""
         made: Plan = ()
         if self.births[0]:
-            made = within(self.gradient, *self.born(0), *within(self.columns, *self.product()))
+            made = within(self.copied, *self.born(0), *within(self.columns, *self.product()))
         if self.births[1] or self.births[2]:
-            bias = self.bias if self.births[2] else ()
-            inside = within(self.columns, *self.product(), *bias)
-            made += (*self.born(1, 2), *within(self.gradient, *inside))
+            inside = within(self.columns, *self.product(), *self.total())
+            made += (*self.born(1, 2), *within(self.copied, *inside))
         return made
 
 
@@ -358,8 +369,8 @@ def _columns_backward(
     sizes = source.bytes // groups, weight.bytes // groups, gradient.sizes[1] // groups * item
     copies = _needed([("input", source), ("weight", weight)], False)
 
-    def way(births: Sequence[Step | None], copied: Sequence[tuple[str, int]]) -> Plan:
-        group = _Group(call, births, copied, columns, _bias(call, 0)[1:], sizes[2])
+    def way(births: Sequence[Step | None], given: _Operand) -> Plan:
+        group = _Group(call, births, _needed([("gradient", given)], False), given.put(False), columns)
         if transposed:
             return group.transposed()
         even = len(source.sizes) == 4 and max(call.args[6]) == 1
@@ -367,15 +378,14 @@ def _columns_backward(
 
     outs = [("out", sum(wanted[:place])) if flag else None for place, flag in enumerate(wanted)]
     if groups == 1:
-        return within(copies, *way(outs, _needed([("gradient", gradient)], False)))
+        return within(copies, *way(outs, gradient))
     keys = [[(place, group) for group in range(groups)] for place in (2, 1, 0) if wanted[place]]
     parts: Plan = ()
     last, part, image = gradient.channels_last, gradient.part(groups), source.put(False).part(groups)
     cut = _needed([("group's gradient", part)], last) + _needed([("group's input", image)], False)
-    copied = _needed([("gradient", part.put(last))], False)
     for group in range(groups):
         births = [("alloc", (place, group), sizes[place]) if flag else None for place, flag in enumerate(wanted)]
-        parts += within(cut, *way(births, copied))
+        parts += within(cut, *way(births, part.put(last)))
     ends = [("free", key) for of_place in keys for key in of_place]
     return within(copies, *parts, *(step for step in outs if step is not None), *ends)
 

@@ -102,6 +102,25 @@ def in_order(sizes: Sequence[int], steps: Sequence[int]) -> bool:
     return True
 
 
+#: Dimensions of a tensor whose channels come last, by how many there are: the fastest first.
+CHANNELS_LAST: Final = {4: (1, 3, 2, 0), 5: (1, 4, 3, 2, 0)}
+
+
+def is_channels_last(sizes: Sequence[int], steps: Sequence[int]) -> bool:
+    """Whether elements lie in order without gaps where channels come last."""
+    order = CHANNELS_LAST[len(sizes)][::-1]
+    return in_order([sizes[place] for place in order], [steps[place] for place in order])
+
+
+def packed(sizes: Sequence[int], order: Sequence[int]) -> tuple[int, ...]:
+    """Strides without gaps of dimensions in this order, the fastest first."""
+    steps, step = [0] * len(sizes), 1
+    for place in order:
+        steps[place] = step
+        step *= sizes[place]
+    return tuple(steps)
+
+
 def suggests_channels_last(sizes: Sequence[int], steps: Sequence[int]) -> bool:
     """Whether channels come last in memory, as strides suggest it (`is_channels_last_strides_2d_s4`, `3d_s5`)."""
     least = 0

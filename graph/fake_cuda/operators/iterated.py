@@ -15,7 +15,7 @@ import torch
 from numpy import broadcast_shapes
 
 from graph.fake_cuda.memory import contiguous
-from graph.workspaces.metadata import in_order, is_contiguous, is_dense, shape, strides
+from graph.workspaces.metadata import CHANNELS_LAST, is_channels_last, is_contiguous, is_dense, packed, shape, strides
 
 if TYPE_CHECKING:
     from graph.fake_cuda.torch_private import Operator
@@ -54,17 +54,11 @@ def _fast(operands: Sequence[torch.Tensor]) -> tuple[int, ...] | None:
     """The strides that operands of one shape have in common."""
     if all(not one.numel() or is_contiguous(one) for one in operands):
         return contiguous(shape(operands[0]))
-    if all(map(_is_channels_last, operands)):
-        return torch.empty(operands[0].shape, device="meta", memory_format=torch.channels_last).stride()
+    if operands[0].dim() == 4 and all(is_channels_last(shape(one), strides(one)) for one in operands):
+        return packed(shape(operands[0]), CHANNELS_LAST[4])
     if all(map(is_dense, operands)) and all(one.stride() == other.stride() for one, other in pairwise(operands)):
         return strides(operands[0])
     return None
-
-
-def _is_channels_last(tensor: torch.Tensor) -> bool:
-    order = (0, 2, 3, 1)
-    sizes, step = shape(tensor), strides(tensor)
-    return len(sizes) == 4 and in_order([sizes[place] for place in order], [step[place] for place in order])
 
 
 def _ordered(operands: Sequence[torch.Tensor]) -> tuple[int, ...]:
@@ -82,13 +76,7 @@ def _ordered(operands: Sequence[torch.Tensor]) -> tuple[int, ...]:
             if found > 0:
                 order[earlier], order[later] = order[later], order[earlier]
                 later = earlier
-    if order == inward:
-        return contiguous(sizes)
-    made, step = [0] * len(sizes), 1
-    for dimension in order:
-        made[dimension] = step
-        step *= sizes[dimension]
-    return tuple(made)
+    return contiguous(sizes) if order == inward else packed(sizes, order)
 
 
 def _expanded(tensor: torch.Tensor, sizes: Sequence[int]) -> list[int]:

@@ -37,7 +37,7 @@ def _coalesced(runtime: Runtime, tensor: torch.Tensor) -> torch.Tensor:
     found = _different(runtime, indices)
     runtime.synchronized()
     made = values.new_empty((found, *values.shape[1:]))
-    values.contiguous()
+    values = values.contiguous()
     flat.resize_(1, found)
     if len(indices) > 1:
         flat = indices.new_empty((len(indices), found))
