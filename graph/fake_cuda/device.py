@@ -506,8 +506,9 @@ def _initialized() -> Iterator[None]:
 
 
 def _pinned(tensor: torch.Tensor, device: object = None) -> torch.Tensor:
-    """A copy in memory that is not pinned: pinning asks for the real device. What nobody reads has no values."""
-    return tensor.clone() if tensor.nbytes <= _COPIED else torch.empty_like(tensor)
+    """A copy in memory that counts as pinned. What nobody reads has no values."""
+    copy = torch.empty_like(tensor, pin_memory=True)
+    return copy.copy_(tensor) if tensor.nbytes <= _COPIED else copy
 
 
 @contextlib.contextmanager

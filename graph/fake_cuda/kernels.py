@@ -449,8 +449,9 @@ class Kernels:
         return kernel
 
     def _copy(self, func: Operator) -> Kernel:
-        """at::native::copy_ (ATen/native/cuda/Copy.cu, copy_requires_temporaries): across devices, a tensor that is not
-        contiguous, or of another dtype, goes through a temporary. To the host it is cast there, if the host waits."""
+        """at::native::copy_ (ATen/native/cuda/Copy.cu, copy_requires_temporaries): to the host, a tensor that is not
+        contiguous, or of another dtype, goes through a temporary, and is cast there, if the host waits. What the way to
+        the device takes is a workspace (`graph.workspaces.elementwise.copy_`)."""
         on_device = self._in_place(func, _schema(func))
         runtime = self.runtime
 
@@ -458,18 +459,15 @@ class Kernels:
             if target.is_cuda == source.is_cuda:
                 on_device(target, source, non_blocking)
                 return target
+            if target.is_cuda:
+                on_device(target, source, non_blocking)
+                if not non_blocking and runtime.allocator is not None:  # a step graph has its own waits
+                    runtime.synchronized()
+                return target
             plain = target.dtype == source.dtype and (
                 (target.is_contiguous() and source.is_contiguous())
                 or (target.stride() == source.stride() and is_dense(source))
             )
-            if target.is_cuda:
-                if plain or target.is_contiguous():
-                    on_device(target, source, non_blocking)
-                else:
-                    on_device(target, on_device(torch.empty_like(target), source), non_blocking)
-                if not non_blocking and runtime.allocator is not None:  # a step graph has its own waits
-                    runtime.synchronized()
-                return target
             cast = source.to(target.dtype) if non_blocking and not plain else source
             sent = cast if plain else cast.expand_as(target).contiguous()
             boolean = target.dtype is torch.bool

@@ -25,16 +25,22 @@ from graph.workspaces.rules import REST, Call, Plan, Rule, Step, after, within
 
 
 def copy_(call: Call) -> Plan | None:
-    """`copy_` between host and device: a strided side on the device goes through a contiguous one."""
+    """`copy_` between host and device: another dtype or other strides go through a contiguous tensor on the device.
+
+    The dtype changes on the device if the host does not wait, else on the host.
+    """
     target, source = call.args[0], call.args[1]
     if on_device(target) == on_device(source) or elements(target) == 0:
         return None
     same = dtype(target) == dtype(source)
-    alike = shape(target) == shape(source) and strides(target) == strides(source)
-    if same and ((is_contiguous(target) and is_contiguous(source)) or (alike and is_dense(target))):
+    alike = shape(target) == shape(source) and strides(target) == strides(source) and is_dense(target)
+    flat = elements(target) == elements(source) and is_contiguous(target) and is_contiguous(source)
+    if same and (alike or flat):
         return None
     if on_device(target):
-        nbytes = 0 if is_contiguous(target) else size(target)
+        waits = not (call.args[2] if len(call.args) > 2 else call.kwargs.get("non_blocking"))
+        sent = width(target if waits else source)
+        nbytes = 0 if is_contiguous(target) and (same or waits) else elements(target) * sent
     else:
         expanded = shape(source) != shape(target)
         nbytes = elements(target) * width(source) if expanded or not is_contiguous(source) else 0

@@ -256,6 +256,15 @@ def test_copies_to_the_host_are_cast_there(log: Log) -> None:
     assert log.events == ["+128", "-128"]
 
 
+def test_what_copies_to_the_device_take_is_a_workspace(log: Log) -> None:
+    """And not made here too: rows `aten.copy_.default` of tests/data/workspaces.json say how much it is."""
+    target = torch.empty(64, 64, dtype=torch.bfloat16, device="cuda").t()
+    log.events.clear()
+    target.copy_(torch.zeros(64, 64))
+    target.copy_(torch.zeros(64, 64), non_blocking=True)
+    assert log.events == []
+
+
 def _mask(size: int) -> torch.Tensor:
     return torch.ones(size, size, dtype=torch.bool).tril()
 

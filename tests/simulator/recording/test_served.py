@@ -55,6 +55,28 @@ def test_counters_follow_tensors(runtime: Runtime) -> None:
     assert "PyTorch CUDA memory summary, device ID 0" in cuda.memory_summary()
 
 
+def test_copies_of_another_dtype_are_cast_on_the_device_if_the_host_does_not_wait(runtime: Runtime) -> None:
+    """PyTorch 2.7.1 to 2.13 on the stand-in for CUDA: (peak, allocations)."""
+    host = torch.zeros(64, 64)
+    for waits, source, expected in (
+        (True, host, (8192, 1)),
+        (True, host.t(), (16384, 2)),
+        (False, host, (24576, 2)),
+        (False, host.t(), (24576, 2)),
+    ):
+        torch.cuda.reset_peak_memory_stats()
+        torch.cuda.reset_accumulated_memory_stats()
+        source.to("cuda", torch.bfloat16, non_blocking=not waits)
+        stats = torch.cuda.memory_stats()
+        assert (stats["allocated_bytes.all.peak"], stats["allocation.all.allocated"]) == expected
+
+
+def test_pinned_memory_says_so(runtime: Runtime) -> None:
+    pinned = torch.ones(4).pin_memory()
+    assert pinned.is_pinned()
+    assert pinned.tolist() == [1, 1, 1, 1]
+
+
 def test_snapshot_has_the_blocks(runtime: Runtime) -> None:
     kept = bytes_on_device(3 * MIB)
     (segment,) = torch.cuda.memory._snapshot()["segments"]
