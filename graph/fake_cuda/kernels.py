@@ -232,6 +232,7 @@ class Kernels:
             "empty.memory_format": self._empty,
             "empty_strided": self._empty_strided,
             "copy_": self._copy,
+            "_foreach_copy_": self._copies,
             "resize_": self._resize,
             "_local_scalar_dense": self._scalar,
             "equal": self._equal,
@@ -483,6 +484,19 @@ class Kernels:
             if not non_blocking:
                 runtime.synchronized()
             return target
+
+        return kernel
+
+    def _copies(self, func: Operator) -> Kernel:
+        """Where one is on the host, each is copied by itself (ATen/native/cuda/ForeachBinaryOpList.cu)."""
+        on_device = self._usual(func)
+
+        def kernel(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], non_blocking: bool = False) -> None:
+            if all(tensor.is_cuda for tensor in (*targets, *sources)):
+                on_device(targets, sources, non_blocking)
+            else:
+                for target, source in zip(targets, sources, strict=True):
+                    target.copy_(source, non_blocking)
 
         return kernel
 

@@ -71,6 +71,18 @@ def test_copies_of_another_dtype_are_cast_on_the_device_if_the_host_does_not_wai
         assert (stats["allocated_bytes.all.peak"], stats["allocation.all.allocated"]) == expected
 
 
+def test_lists_are_copied_one_by_one_from_the_host(runtime: Runtime) -> None:
+    """As recorded: a double for each of the two, one after the other; on the device alone, nothing."""
+    there, host = torch.ones(32, 24, device="cuda"), torch.full((32, 24), 7.0, dtype=torch.float64)
+    for source, expected in ((host, (2 * there.nbytes, 2)), (there.double(), (0, 0))):
+        torch.cuda.reset_peak_memory_stats()
+        torch.cuda.reset_accumulated_memory_stats()
+        before = torch.cuda.memory_allocated()
+        torch._foreach_copy_([there, there], [source, source], non_blocking=True)
+        stats = torch.cuda.memory_stats()
+        assert (stats["allocated_bytes.all.peak"] - before, stats["allocation.all.allocated"]) == expected
+
+
 def test_pinned_memory_says_so(runtime: Runtime) -> None:
     pinned = torch.ones(4).pin_memory()
     assert pinned.is_pinned()
