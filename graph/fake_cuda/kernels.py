@@ -24,6 +24,7 @@ from graph.fake_cuda.sdpa import corrected
 from graph.fake_cuda.shapes import Shapes
 from graph.fake_cuda.torch_private import BY_CPU_KERNEL, is_dense, tree_leaves
 from graph.fake_cuda.values import has_room, may_have_values
+from graph.workspaces import rules
 from traces.release import version_of
 
 if TYPE_CHECKING:
@@ -50,9 +51,12 @@ _METADATA_ONLY: Final = (
 )
 
 #: Operators whose one kernel for CPU and CUDA is made of others (LinearAlgebra.cpp, TensorAdvancedIndexing.cpp).
-_GENERIC: Final = ("linalg_matrix_exp", "_unsafe_masked_index", "_unsafe_masked_index_put_accumulate")
+_GENERIC: Final = (
+    *("linalg_matrix_exp", "_unsafe_masked_index", "_unsafe_masked_index_put_accumulate"),
+    *("addbmm", "addbmm_", "addbmm.out"),
+)
 
-#: Operators whose first result is contiguous on CUDA, whatever their operands are (SoftMax.cu, layer_norm_kernel.cu,
+#: Operators whose results are contiguous on CUDA, whatever their operands are (SoftMax.cu, layer_norm_kernel.cu,
 #: DepthwiseConv2d.cu, group_norm.cpp); PyTorch's rules for shapes have it lie as an operand does.
 _CONTIGUOUS: Final = frozenset(
     {
@@ -62,6 +66,7 @@ _CONTIGUOUS: Final = frozenset(
         "aten::native_layer_norm_backward",
         "aten::native_group_norm",
         "aten::_conv_depthwise2d",
+        "aten::mse_loss_backward",
     }
 )
 
@@ -154,6 +159,10 @@ def _described(value: object) -> Any:
     return value
 
 
+def _dense(layout: Layout) -> Layout:
+    return Layout(layout.shape, contiguous(layout.shape), layout.dtype)
+
+
 def _as_on_cuda(
     func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], made: tuple[Any, ...]
 ) -> tuple[Any, ...]:
@@ -163,7 +172,7 @@ def _as_on_cuda(
         return made
     name = func._schema.name
     if name in _CONTIGUOUS:
-        return (Layout(first.shape, contiguous(first.shape), first.dtype), *made[1:])
+        return tuple(_dense(one) if isinstance(one, Layout) else one for one in made)
     if iterated.is_iterated(func):
         return (Layout(first.shape, iterated.steps(func, args), first.dtype), *made[1:])
     if name == _FLASH and version_of(torch.__version__) < (2, 7):
@@ -308,10 +317,10 @@ class Kernels:
         return kernel
 
     def _in_place(self, func: Operator, schema: _Schema) -> Kernel:
-        """A kernel that only writes its arguments."""
+        """A kernel that only writes its arguments; numbers count where they may decide what it takes meanwhile."""
         runtime, kinds, written = self.runtime, dict[Any, Kind](), schema.written
         first = written[0] if len(written) == 1 else None
-        check = CHECKS.get(func)
+        check, exact = CHECKS.get(func), str(func) in rules()
 
         def kernel(*args: object, **kwargs: object) -> Any:
             if check is not None:
@@ -324,7 +333,7 @@ class Kernels:
             if out.__class__ is not _Tensor or may_have_values(out):
                 self._written(func, args, kwargs, out)
             if runtime.observer is not None:
-                key = (_kind(args, False), *kwargs, _kind(kwargs.values(), False)) if kwargs else _kind(args, False)
+                key = (_kind(args, exact), *kwargs, _kind(kwargs.values(), exact)) if kwargs else _kind(args, exact)
                 kind = kinds.get(key)
                 if kind is None:
                     fits.written(self.shapes, func, args, kwargs)
@@ -491,7 +500,9 @@ class Kernels:
         """Where one is on the host, each is copied by itself (ATen/native/cuda/ForeachBinaryOpList.cu)."""
         on_device = self._usual(func)
 
-        def kernel(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], non_blocking: bool = False) -> None:
+        def kernel(
+            targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], non_blocking: bool = False
+        ) -> None:
             if all(tensor.is_cuda for tensor in (*targets, *sources)):
                 on_device(targets, sources, non_blocking)
             else:

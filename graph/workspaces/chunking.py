@@ -6,12 +6,26 @@ recordings of 2.9, 2.11, 2.13 and 2.15 on A100, H100 and T4.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from math import isqrt, prod
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
-from graph.workspaces.metadata import argument, dimension, dtype, is_contiguous, shape, up, width
-from graph.workspaces.rules import Call, Plan, Rule, within
+from graph.workspaces.metadata import (
+    argument,
+    dimension,
+    dtype,
+    is_contiguous,
+    is_line,
+    shape,
+    strides,
+    up,
+    upper,
+    width,
+)
+from graph.workspaces.rules import REST, Call, Plan, Rule, within
+
+if TYPE_CHECKING:
+    import torch
 
 _THREADS: Final = 128
 _BLOCK_BYTES: Final = 16 * _THREADS
@@ -58,15 +72,29 @@ def chunk_cat(call: Call) -> Plan | None:
     """`_chunk_cat`: addresses and sizes by tensor, the tensor of each block of 2048 bytes of the output."""
     sources = list(call.args[0])
     out = call.kwargs.get("out", call.out)
-    if len({dtype(source) for source in sources}) != 1 or not all(is_contiguous(source) for source in sources):
-        return None
     along = dimension(int(argument(call, 1, "dim")), len(shape(sources[0])))
     count = int(argument(call, 2, "num_chunks"))
+    kinds = dtype(sources[0]), dtype(out)
+    if not all(map(is_contiguous, sources)) or (kinds[0] != kinds[1] and kinds != ("bfloat16", "float32")):
+        return _one_by_one(sources, along, count)
     blocks = 0
     for source in sources:
         sizes = shape(source)
         blocks += up(up(sizes[along], count) * prod(sizes[along + 1 :]) * width(out), _BLOCK_BYTES)
     return _described(6 * len(sources) + blocks + 2)
+
+
+def _one_by_one(sources: Sequence[torch.Tensor], along: int, count: int) -> Plan | None:
+    """Each tensor is padded, or copied where its chunks cannot be seen as rows (`_pad_chunk`, TensorShape.cpp)."""
+    made: list[tuple[str, int]] = []
+    for number, source in enumerate(sources):
+        sizes, steps = list(shape(source)), strides(source)
+        padded = upper(sizes[along], count)
+        nbytes = prod([*sizes[:along], padded, *sizes[along + 1 :]]) * width(source)
+        rows = [padded // count, *sizes[along + 1 :]]
+        if padded != sizes[along] or not is_line(rows, steps[along:]):
+            made.append((f"chunks {number}", nbytes))
+    return (*(("alloc", *one) for one in made), REST, *(("free", key) for key, _ in made)) if made else None
 
 
 RULES: Mapping[str, Rule] = {

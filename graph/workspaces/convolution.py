@@ -134,7 +134,9 @@ def _search(call: Call, operation: str, settings: Sequence[Any]) -> Plan:
 def depthwise_convolution(call: Call) -> Plan | None:
     """`_conv_depthwise2d`: contiguous operands, then the output (`conv_depthwise2d_cuda_out`)."""
     source, weight = (_Operand.of(tensor) for tensor in call.args[:2])
-    copies = _needed([("input", source), ("weight", weight)], False)
+    bias = argument(call, 3, "bias")
+    strided = [("bias", size(bias))] if bias is not None and not is_contiguous(bias) else []
+    copies = [*_needed([("input", source), ("weight", weight)], False), *strided]
     return within(copies, REST) if copies else None
 
 
@@ -153,7 +155,7 @@ def convolution_backward(call: Call) -> Plan | None:
     if not by_filter and _by_columns(call):
         return within(sequence, *_columns_backward(call, gradient, source, weight, wanted))
     if not by_filter or _cudnn_depthwise(call, source, weight):
-        way: Callable[..., Plan] = partial(_transposed_backward if call.args[7] else _cudnn_backward, call)
+        way: Callable[..., Plan] = partial(_cudnn_backward, call)
     elif len(source.sizes) == 4:
         way = _depthwise_backward
     else:  # of volumes: a strided gradient is copied when its results are there (DepthwiseConv3d.cu)
@@ -174,7 +176,10 @@ def _sum(call: Call, gradient: _Operand) -> Plan:
 def _cudnn_backward(
     call: Call, gradient: _Operand, source: _Operand, weight: _Operand, wanted: Sequence[bool], wide: bool
 ) -> Plan:
-    """`cudnn_convolution_backward`: each of the two gradients copies what it needs into its own memory format."""
+    """`cudnn_convolution_backward`: each of the two gradients copies what it needs into its own memory format.
+
+    Of a transposed convolution the gradient is put into the format of the input, once.
+    """
     steps: Plan = ()
     kept: list[tuple[str, int]] = []
     sizes = gradient.bytes, source.bytes, weight.bytes
@@ -182,7 +187,10 @@ def _cudnn_backward(
         last = _last(source, weight, wide)
         kept = _needed([("contiguous input", source)], last)
         source = source.put(last)
-    if gradient.channels_last != source.channels_last:
+    if call.args[7]:
+        kept += _needed([("gradient", gradient)], source.channels_last)
+        gradient = gradient.put(source.channels_last)
+    elif gradient.channels_last != source.channels_last:
         kept.append(("gradient", gradient.bytes))
         gradient = gradient.copied(source.channels_last)
     if wanted[0]:
@@ -196,17 +204,6 @@ def _cudnn_backward(
         own = (*_perhaps(last, *sizes), *_search(call, "weight", call.args[4:10]))
         steps += within(copies, ("out", int(wanted[0])), *own)
     return within(kept, *steps)
-
-
-def _transposed_backward(
-    call: Call, gradient: _Operand, source: _Operand, weight: _Operand, wanted: Sequence[bool], wide: bool
-) -> Plan:
-    """`cudnn_convolution_transpose_backward`: the gradient is put into the format of the input first."""
-    last = source.channels_last
-    return within(
-        _needed([("gradient", gradient)], last),
-        *_cudnn_backward(call, gradient.put(last), source, weight, wanted, wide),
-    )
 
 
 def _depthwise_backward(

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from graph.workspaces.metadata import (
+    WIDTHS,
+    argument,
     dimension,
     dtype,
     elements,
@@ -97,7 +99,23 @@ def modulus(call: Call) -> Plan | None:
 def pdist_backward(call: Call) -> Plan | None:
     """`_pdist_backward`: a part of the gradient for each other row (cuda/DistanceKernel.cu)."""
     source = call.args[1]
-    return after([("parts", (shape(source)[0] - 1) * size(source))]) if shape(source)[0] > 1 else None
+    parts = (shape(source)[0] - 1) * size(source)
+    return after([("parts", parts)]) if parts > 0 and argument(call, 2, "p") else None
+
+
+def bernoulli(call: Call) -> Plan | None:
+    """`bernoulli`, `bernoulli_(Tensor)`: probabilities are cast, for fp64 samples to fp64, else to fp32
+    (cuda/DistributionTemplates.h)."""
+    chances = call.args[1 if "_." in call.name else 0]
+    wanted = "float64" if dtype(next(tensors(call.out))) == "float64" else "float32"
+    count = elements(chances)
+    return after([("chances", count * WIDTHS[wanted])]) if count and dtype(chances) != wanted else None
+
+
+def rrelu(call: Call) -> Plan | None:
+    """`rrelu_with_noise` in training: a strided input is copied (cuda/RreluWithNoise.cu)."""
+    source, trains = call.args[0], argument(call, 4, "training", False)
+    return after([("input", size(source))]) if trains and not is_contiguous(source) else None
 
 
 def unfold_backward(call: Call) -> Plan | None:
@@ -118,5 +136,7 @@ RULES: Mapping[str, Rule] = {
     "aten.angle.out": modulus,
     "aten.angle.default": modulus,
     "aten._pdist_backward.default": pdist_backward,
+    "aten.rrelu_with_noise.default": rrelu,
+    **dict.fromkeys(("aten.bernoulli.default", "aten.bernoulli.out", "aten.bernoulli_.Tensor"), bernoulli),
     "aten.unfold_backward.default": unfold_backward,
 }

@@ -10,14 +10,18 @@ from collections.abc import Mapping
 from math import prod
 from typing import TYPE_CHECKING, Final
 
-from graph.workspaces.metadata import argument, elements, in_order, shape, size, strides
-from graph.workspaces.rules import REST, Call, Plan, Rule, Step, after
+from graph.workspaces.gemm import cublas
+from graph.workspaces.metadata import argument, elements, in_order, is_contiguous, shape, size, strides, tensors, width
+from graph.workspaces.rules import REST, Call, Plan, Rule, Step, within
 
 if TYPE_CHECKING:
     import torch
 
 _LOOPED_BATCH: Final = 8
 _LOOPED_SIZE: Final = 64
+#: Matrices of so many rows are factorized one by one; batches of so few are solved so.
+_LARGE_FACTORS: Final = 512
+_FEW: Final = 2
 
 
 def _batch(matrix: torch.Tensor) -> int:
@@ -33,25 +37,140 @@ def _pointers(matrix: torch.Tensor) -> list[tuple[str, int]]:
 
 
 def solve_triangular(call: Call) -> Plan | None:
-    """`linalg_solve_triangular`: the triangular matrices come first."""
-    return after(_pointers(call.args[0])) if elements(call.args[1]) else None
+    """`linalg_solve_triangular`: the triangular matrices come first; copied where they lie neither by rows nor by
+    columns."""
+    factors = call.args[0]
+    copied = [] if is_contiguous(factors) or _by_columns(factors) else [("factors", size(factors))]
+    return (REST, *_by_cublas(call, [*copied, *_pointers(factors)])) if elements(call.args[1]) else None
 
 
 def triangular_solve(call: Call) -> Plan | None:
     """`triangular_solve`: the triangular matrices come second."""
-    return after(_pointers(call.args[1])) if elements(call.args[0]) else None
+    return (REST, *_by_cublas(call, _pointers(call.args[1]))) if elements(call.args[0]) else None
+
+
+def _by_cublas(call: Call, scratch: list[tuple[str, int]]) -> Plan:
+    """What a kernel of cuBLAS is given, and cuBLAS's own workspace."""
+    before, behind = cublas(call)
+    return within(scratch, *before, *behind)
+
+
+def _by_columns(matrix: torch.Tensor) -> bool:
+    """Whether each matrix is contiguous when transposed."""
+    sizes, steps = shape(matrix), strides(matrix)
+    order = [*range(len(sizes) - 2), len(sizes) - 1, len(sizes) - 2]
+    return in_order([sizes[place] for place in order], [steps[place] for place in order])
 
 
 def lu_solve(call: Call) -> Plan | None:
     """`linalg_lu_solve`: factors that do not lie by columns are copied so."""
-    factors = call.args[0]
-    if not elements(call.args[2]):
+    factors, pivots, right = call.args[:3]
+    if not elements(right):
         return None
-    sizes, steps = shape(factors), strides(factors)
-    order = [*range(len(sizes) - 2), len(sizes) - 1, len(sizes) - 2]
-    by_columns = in_order([sizes[place] for place in order], [steps[place] for place in order])
-    pointers = [("pointers", 8 * _batch(factors)), ("other pointers", 8 * _batch(factors))]
-    return after([*([] if by_columns else [("factors", size(factors))]), *pointers])
+    copies = [] if _by_columns(factors) else [("factors", size(factors))]
+    copies += [] if is_contiguous(pivots) else [("pivots", size(pivots))]
+    left, adjoint = bool(call.kwargs.get("left", True)), bool(call.kwargs.get("adjoint", False))
+    columns = shape(right)[-1 if left else -2]
+    return (REST, *within(copies, *_solved(call, factors, columns, turned=adjoint == left)))
+
+
+def _factored(call: Call) -> Plan:
+    """LU of a batch of small matrices by cuBLAS, which takes an array of pointers; others are cuSOLVER's."""
+    matrix = call.args[0]
+    rows, columns = shape(matrix)[-2:]
+    batched = _batch(matrix) > 1 and rows == columns and rows < _LARGE_FACTORS
+    return _by_cublas(call, [("matrices", 8 * _batch(matrix))]) if batched and rows else ()
+
+
+def _solved(call: Call, factors: torch.Tensor, columns: int, *, turned: bool) -> Plan:
+    """Right sides of so many columns solved by factors (`lu_solve_kernel`), with the transposed ones if `turned`."""
+    batch, rows = _batch(factors), shape(factors)[-1]
+    if _together(batch, rows, columns):
+        return _by_cublas(call, [("pointers", 8 * batch), ("other pointers", 8 * batch)])
+    if (
+        rows != columns
+        and batch <= _FEW
+        and ((rows <= 64 and (columns <= 64 or turned or rows <= 32)) or (rows <= 128 and columns <= _FEW))
+    ):
+        return ()  # by cuSOLVER, one by one
+    right = batch * rows * columns * width(factors)
+    order = [("range", 8 * rows), ("permutation", 8 * rows * batch)] if batch > 1 else [("permutation", 8 * rows)]
+    births: Plan = (*(("alloc", *one) for one in order), *((("free", "range"),) if batch > 1 else ()))
+    solves = [_by_cublas(call, [(f"{name} {n}", nbytes) for name, nbytes in _pointers(factors)]) for n in range(2)]
+    if turned:
+        return (*births, *solves[0], *solves[1], *within([("copy", right)]), ("free", "permutation"))
+    inverse = [("places", 8 * rows), ("inverse", 8 * rows * batch), ("permuted", right)]
+    return (*births, *within(inverse, *solves[0], *solves[1]), ("free", "permutation"))
+
+
+def _together(batch: int, rows: int, columns: int) -> bool:
+    """Whether cuBLAS solves all matrices of a batch at once."""
+    if rows == columns or rows <= 8:
+        return rows <= 16
+    if batch <= _FEW and rows <= 64:
+        return False
+    return columns <= (8 if rows <= 64 else 2) and rows <= 128 and not (batch <= _FEW and columns <= _FEW)
+
+
+def lu_factor(call: Call) -> Plan | None:
+    """`linalg_lu_factor_ex`."""
+    steps = _factored(call)
+    return (REST, *steps) if steps else None
+
+
+def solve(call: Call) -> Plan | None:
+    """`_linalg_solve_ex`: factors, then solves; where right sides are vectors of a batch, of a copy of them."""
+    matrix, right = call.args[:2]
+    if not elements(matrix) or not elements(right):
+        return None
+    left = bool(call.kwargs.get("left", True))
+    vectors = shape(right) == shape(matrix)[:-1]
+    columns = 1 if vectors else shape(right)[-1 if left else -2]
+    result = next(tensors(call.out))
+    copied = [("vectors", size(result))] if vectors and _batch(matrix) > 1 else []
+    factors = _factored(call)
+    return (REST, *factors, *within(copied, *_solved(call, matrix, columns, turned=not left)))
+
+
+def inverse(call: Call) -> Plan | None:
+    """`linalg_inv_ex`: a copy of the matrices becomes their factors, and the identity is solved."""
+    matrix = call.args[0]
+    rows = shape(matrix)[-1]
+    if not elements(matrix):
+        return None
+    made = [("factors", size(matrix)), ("pivots", 4 * rows * _batch(matrix))]
+    return (REST, *within(made, *_factored(call), *_solved(call, matrix, rows, turned=False)))
+
+
+def determinant(call: Call) -> Plan | None:
+    """`_linalg_det`: of the factors, and of how many rows changed places."""
+    matrix = call.args[0]
+    batch, rows = _batch(matrix), shape(matrix)[-1]
+    product, swaps = [("product", batch * width(matrix))], _swaps(batch, rows)
+    steps = within([("info", 4 * batch)], *_factored(call), *within(product, *swaps, ("free", "swaps")))
+    return (REST, *_not_empty(steps))
+
+
+def log_determinant(call: Call) -> Plan | None:
+    """`_linalg_slogdet`: signs and logarithms of the factors' diagonals."""
+    matrix = call.args[0]
+    batch, rows = _batch(matrix), shape(matrix)[-1]
+    diagonals = batch * rows * width(matrix)
+    signs = within([("signs", diagonals), ("sign", batch * width(matrix))])
+    steps = (*_factored(call), *_swaps(batch, rows), *signs, ("free", "swaps"), *within([("logarithms", diagonals)]))
+    return (REST, *_not_empty(within([("info", 4 * batch)], *steps)))
+
+
+def _not_empty(steps: Plan) -> Plan:
+    """Without what takes no memory."""
+    empty = {step[1] for step in steps if step[0] == "alloc" and not step[2]}
+    return tuple(step for step in steps if step[1] not in empty)
+
+
+def _swaps(batch: int, rows: int) -> Plan:
+    """How many pivots are not their rows, which stays: compared with a range, and added up as 64 bits."""
+    compared = ("alloc", "range", 4 * rows), ("alloc", "moved", batch * rows), ("alloc", "swaps", 8 * batch)
+    return (*compared, *within([("numbers", 8 * batch * rows)]), ("free", "moved"), ("free", "range"))
 
 
 def lu_unpack(call: Call) -> Plan | None:
@@ -60,15 +179,22 @@ def lu_unpack(call: Call) -> Plan | None:
     if not argument(call, 3, "unpack_pivots", True) or not elements(call.args[1]):
         return None
     steps: list[Step] = [REST, ("alloc", "range", 8 * rows)]
+    pivots = call.args[1]
+    copied = within([] if is_contiguous(pivots) else [("pivots", size(pivots))])
     if len(shape(factors)) == 2:
-        return (*steps, ("free", "range"))
+        return (*steps, *copied, ("free", "range"))
     permutations = ("alloc", "permutations", 8 * rows * _batch(factors))
-    return (*steps, permutations, ("free", "range"), ("free", "permutations"))
+    return (*steps, permutations, ("free", "range"), *copied, ("free", "permutations"))
 
 
 RULES: Mapping[str, Rule] = {
     "aten.linalg_solve_triangular.default": solve_triangular,
     "aten.triangular_solve.default": triangular_solve,
     "aten.linalg_lu_solve.default": lu_solve,
+    "aten.linalg_lu_factor_ex.default": lu_factor,
+    "aten._linalg_solve_ex.default": solve,
+    "aten.linalg_inv_ex.default": inverse,
+    "aten._linalg_det.default": determinant,
+    "aten._linalg_slogdet.default": log_determinant,
     "aten.lu_unpack.default": lu_unpack,
 }

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from numpy import broadcast_shapes
 
-from graph.workspaces.metadata import argument, elements, is_contiguous, is_half, shape, size, tensors, width
+from graph.workspaces.metadata import argument, elements, is_contiguous, is_half, is_tensor, shape, size, tensors, width
 from graph.workspaces.reduction import flat, scratch
 from graph.workspaces.rules import REST, Call, Plan, Rule, after, within
 
@@ -20,9 +20,8 @@ if TYPE_CHECKING:
 
 
 def nll_loss_forward(call: Call) -> Plan | None:
-    """`nll_loss_forward`: strided log-probabilities are copied, after the outputs."""
-    source = call.args[0]
-    return None if is_contiguous(source) else after([("input", size(source))])
+    """`nll_loss_forward`: strided log-probabilities, targets and weights are copied, after the outputs."""
+    return after(_strided(call, 0, 1, 2))
 
 
 def _broadcast(one: torch.Tensor, other: torch.Tensor) -> tuple[int, list[tuple[str, int]]]:
@@ -38,8 +37,8 @@ def _broadcast(one: torch.Tensor, other: torch.Tensor) -> tuple[int, list[tuple[
 
 def cdist_forward(call: Call) -> Plan | None:
     """`_cdist_forward`: rows that are strided or broadcast are copied."""
-    copies = _broadcast(call.args[0], call.args[1])[1] if elements(call.out) else []
-    return within(copies, REST) or None
+    copies = _broadcast(call.args[0], call.args[1])[1]
+    return within(copies, REST) if copies else None
 
 
 def cdist_backward(call: Call) -> Plan | None:
@@ -63,13 +62,14 @@ def nll_loss2d_backward(call: Call) -> Plan | None:
 
 
 def nll_loss_backward(call: Call) -> Plan | None:
-    """`nll_loss_backward`: strided log-probabilities, then a strided gradient are copied."""
-    return after(_strided(call, 1, 0))
+    """`nll_loss_backward`: strided targets, log-probabilities, gradients and weights are copied, in this order."""
+    return after(_strided(call, 2, 1, 0, 3))
 
 
 def _strided(call: Call, *places: int) -> list[tuple[str, int]]:
     """Copies of the arguments at these places that are strided, in this order."""
-    return [(f"argument {i}", size(call.args[i])) for i in places if not is_contiguous(call.args[i])]
+    given = [(place, call.args[place]) for place in places if place < len(call.args)]
+    return [(f"argument {i}", size(one)) for i, one in given if is_tensor(one) and not is_contiguous(one)]
 
 
 def multi_margin_loss(call: Call) -> Plan | None:
@@ -80,12 +80,17 @@ def multi_margin_loss(call: Call) -> Plan | None:
     source = call.args[0]
     rows = elements(source) // max(shape(source)[-1], 1) if len(shape(source)) > 1 else 0
     reduced = [("loss", rows * width(source))] if argument(call, 5, "reduction", 1) and rows else []
-    return after([*_strided(call, 0), *reduced])
+    return after([*_strided(call, 0, 1, 4), *reduced])
 
 
 def multi_margin_loss_backward(call: Call) -> Plan | None:
-    """`multi_margin_loss_backward`, `multilabel_margin_loss_backward`: strided operands are copied."""
-    return after(_strided(call, 1, 0))
+    """`multi_margin_loss_backward`: strided scores, gradients, targets and weights are copied."""
+    return after(_strided(call, 1, 0, 2, 5))
+
+
+def multilabel_margin_loss_backward(call: Call) -> Plan | None:
+    """`multilabel_margin_loss_backward`: strided scores, targets and gradients are copied."""
+    return after(_strided(call, 1, 2, 0))
 
 
 def multilabel_margin_loss(call: Call) -> Plan | None:
@@ -133,7 +138,7 @@ RULES: Mapping[str, Rule] = {
     "aten.multi_margin_loss.default": multi_margin_loss,
     "aten.multi_margin_loss_backward.default": multi_margin_loss_backward,
     "aten.multilabel_margin_loss_forward.default": multilabel_margin_loss,
-    "aten.multilabel_margin_loss_backward.default": multi_margin_loss_backward,
+    "aten.multilabel_margin_loss_backward.default": multilabel_margin_loss_backward,
     "aten.nll_loss2d_forward.default": nll_loss2d_forward,
     "aten.nll_loss2d_backward.default": nll_loss2d_backward,
     "aten._cdist_forward.default": cdist_forward,

@@ -6,6 +6,7 @@ Rules see tensors without values and never run an operator on them; PyTorch is n
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from graph.workspaces.rules import Call
@@ -27,6 +28,12 @@ class Strided(Protocol):
 
 #: Names of the floating-point types that CUDA computes in.
 FLOATING: Final = frozenset({"float64", "float32", "float16", "bfloat16"})
+#: Bytes of an element, by type.
+WIDTHS: Final = {"float64": 8, "int64": 8, "float32": 4, "int32": 4, "float16": 2, "bfloat16": 2, "int16": 2} | {
+    "int8": 1,
+    "uint8": 1,
+    "bool": 1,
+}
 _HALF = frozenset({"torch.float16", "torch.bfloat16"})
 
 
@@ -74,6 +81,18 @@ def dtype(tensor: torch.Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
+def promoted(operands: Sequence[tuple[str, bool]]) -> str:
+    """The type that operands are cast to, of each one's type and whether it has dimensions (c10/core/ScalarType.h)."""
+    with_dimensions = [kind for kind, has in operands if has] or [kind for kind, _ in operands]
+    floating = [kind for kind, _ in operands if kind in FLOATING]
+    if floating and not FLOATING & {*with_dimensions}:
+        return "float32" if len(with_dimensions) < len(operands) else max(floating, key=WIDTHS.__getitem__)
+    chosen = [kind for kind in with_dimensions if kind in FLOATING] or with_dimensions
+    if {"float16", "bfloat16"} <= {*chosen}:
+        chosen.append("float32")
+    return max(chosen, key=WIDTHS.__getitem__)
+
+
 def is_half(tensor: torch.Tensor) -> bool:
     """Whether the type is one of the two 16-bit floating point types."""
     return str(tensor.dtype) in _HALF
@@ -100,6 +119,12 @@ def in_order(sizes: Sequence[int], steps: Sequence[int]) -> bool:
                 return False
             expected *= extent
     return True
+
+
+def is_line(sizes: Sequence[int], steps: Sequence[int]) -> bool:
+    """Whether all elements are one row with one stride, in order: `reshape(-1)` is a view."""
+    wide = [(extent, step) for extent, step in zip(sizes, steps, strict=True) if extent != 1]
+    return 0 in sizes or all(step == after * extent for (_, step), (extent, after) in pairwise(wide))
 
 
 #: Dimensions of a tensor whose channels come last, by how many there are: the fastest first.

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from math import prod
 from typing import TYPE_CHECKING, Final
 
-from graph.workspaces.metadata import elements, is_contiguous, is_half, size, up, width
+from graph.workspaces.metadata import elements, is_contiguous, is_half, size, tensors, up, width
 from graph.workspaces.reduction import merged, scratch
 from graph.workspaces.rules import REST, Call, Plan, Rule, Step, within
 
@@ -29,12 +29,18 @@ def _copied(steps: list[Step], sources: list[tuple[str, torch.Tensor | None]]) -
 
 
 def forward(call: Call) -> Plan | None:
-    """`native_layer_norm`, `_fused_rms_norm`: a strided input is copied before the outputs are made."""
-    return _copied([("rest",)], [("input", call.args[0])])
+    """`native_layer_norm`, `_fused_rms_norm`: what is strided of input and parameters is copied before the outputs."""
+    return _copied([("rest",)], [("input", call.args[0]), *_parameters(call, 2)])
+
+
+def _parameters(call: Call, first: int) -> list[tuple[str, torch.Tensor | None]]:
+    """Tensors from this argument on; statistics among them are never strided."""
+    return [(f"parameter {place}", given) for place, given in enumerate(tensors(call.args[first:]))]
 
 
 def backward(call: Call) -> Plan | None:
-    """`native_layer_norm_backward`, `_fused_rms_norm_backward`: a strided input is copied before the outputs.
+    """`native_layer_norm_backward`, `_fused_rms_norm_backward`: what is strided of the input and the
+    parameters is copied before the outputs.
 
     A strided gradient is copied after them. With more than 65536 rows that are narrow for the card, the parameters'
     gradients are summed by blocks of rows first, and those sums are then the outputs.
@@ -47,7 +53,7 @@ def backward(call: Call) -> Plan | None:
         steps = [*_by_blocks(call), *steps[1:]]
     if not is_contiguous(gradient):
         steps += [("free", "gradient")]
-    return _copied(steps, [("input", source)])
+    return _copied(steps, [("input", source), *_parameters(call, 3)])
 
 
 def _extent(call: Call) -> tuple[int, int]:

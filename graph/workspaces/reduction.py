@@ -25,6 +25,7 @@ from graph.workspaces.metadata import (
     is_contiguous,
     is_dense,
     is_half,
+    is_line,
     shape,
     size,
     strides,
@@ -398,8 +399,17 @@ def renormed(call: Call) -> Plan | None:
     wide = max(width(source), 4)
     count = shape(source)[kept]
     stage = scratch(call.profile, merged(source, dims, wide, width(source)), wide, wide, width(source), False)
+    if is_half(source) and count == elements(source):
+        stage = within([("values", count * wide)])  # the norm of one number is its absolute value
     factor = [("factor", count * width(source))] if is_half(source) else []
     return (REST, *within([("norm", count * wide)], *stage, *within(factor)))
+
+
+def dirichlet(call: Call) -> Plan | None:
+    """`_sample_dirichlet`: the sum of each row's samples (cuda/Distributions.cpp)."""
+    source = call.args[0]
+    sizes = shape(source)
+    return after([("sums", prod(sizes[:-1]) * width(source))]) if elements(source) else None
 
 
 def extreme_of_all(call: Call) -> Plan | None:
@@ -440,9 +450,7 @@ def index_of(call: Call) -> Plan | None:
         return extreme_at(call)
     item = width(source)
     steps = scratch(call.profile, flat(elements(source), item), 8, 16, item, True)
-    if is_contiguous(source):
-        return steps or None
-    return within([("flat", size(source))], *steps)
+    return within([] if is_line(shape(source), strides(source)) else [("flat", size(source))], *steps) or None
 
 
 def variance(call: Call) -> Plan | None:
@@ -464,7 +472,8 @@ RULES: Mapping[str, Rule] = {
     **dict.fromkeys(_names("amax amin", "default"), extreme),
     **dict.fromkeys(_names("max min aminmax", "default"), extreme_of_all),
     "aten.equal.default": equal,
-    "aten.renorm.default": renormed,
+    **dict.fromkeys(["aten.renorm.default", "aten.renorm_.default"], renormed),
+    "aten._sample_dirichlet.default": dirichlet,
     **dict.fromkeys(_names("any all", "default dim dims out all_out"), truth),
     **dict.fromkeys(_names("max min", "dim"), extreme_at),
     **dict.fromkeys(_names("argmax argmin", "default out"), index_of),

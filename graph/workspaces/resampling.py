@@ -63,6 +63,11 @@ def adaptive_average(call: Call) -> Plan | None:
     return within(copies, REST) if (copies := _copies(call, (0,), last)) else None
 
 
+def unpooled(call: Call) -> Plan | None:
+    """`max_unpool2d`, `3d`: strided values and places are copied before the output is made (MaxUnpooling.cu)."""
+    return within(copies, REST) if (copies := _copies(call, (0, 1), False)) else None
+
+
 def fractional_maximum_backward(call: Call) -> Plan | None:
     """`fractional_max_pool2d_backward`: a strided gradient is copied before the result is made."""
     return within(copies, REST) if (copies := _copies(call, (0,), False)) else None
@@ -113,6 +118,7 @@ RULES: Mapping[str, Rule] = {
         "_adaptive_avg_pool2d": adaptive_average,
         "_adaptive_avg_pool3d": adaptive_average,
         "_adaptive_avg_pool2d_backward": adaptive_average_backward,
+        **dict.fromkeys(("max_unpool2d", "max_unpool3d"), unpooled),
         "adaptive_max_pool2d": adaptive_maximum,
         "adaptive_max_pool3d": adaptive_maximum,
         "adaptive_max_pool2d_backward": copied(0, 2, _OUTPUTS),

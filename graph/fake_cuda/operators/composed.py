@@ -273,11 +273,12 @@ def jitted(function: Any, *tensors: torch.Tensor, **kwargs: object) -> Any:
 
 def _histc(runtime: Runtime, source: torch.Tensor, bins: int = 100, low: float = 0, high: float = 0) -> Any:
     """cuda/SummaryOps.cu, `_histc_cuda_template`: without limits, those of the numbers are read by the host."""
+    counts = torch.zeros(bins, dtype=source.dtype, device=source.device)
     if low == high and source.numel():
-        for extreme in (_aten.min.default, _aten.max.default):
-            extreme(source)
-            runtime.synchronized()
-    return torch.zeros(bins, dtype=source.dtype, device=source.device)
+        limits = _aten.min.default(source), _aten.max.default(source)
+        runtime.synchronized()
+        del limits
+    return counts
 
 
 def _no_errors(runtime: Runtime, info: torch.Tensor, name: str, *, is_matrix: bool) -> None:

@@ -27,8 +27,9 @@ _UNTAGGED: Final = frozenset(
     for name in (
         *("hardswish", "hardswish_backward", "leaky_relu_backward", "elu_backward", "softplus_backward"),
         *("mish_backward", "hardtanh_backward", "logit_backward", "hardsigmoid_backward"),
+        "floor_divide",
     )
-)
+) | {_aten.complex.out, _aten.polar.out}
 _OTHERWISE: Final = frozenset({"clone", "hardtanh", "masked_fill", "native_dropout_backward", "_conj_physical"})
 #: Overloads where a number stands for a tensor without dimensions, but for those of `lerp`.
 _OF_NUMBERS: Final = frozenset(
@@ -44,6 +45,8 @@ def is_iterated(func: Operator) -> bool:
 def steps(func: Operator, args: Sequence[Any]) -> tuple[int, ...]:
     """Strides in elements of what an elementwise operator makes of these arguments."""
     operands = [value for value in args if isinstance(value, torch.Tensor)]
+    if func is _aten.pow.Scalar:  # its meta function says nothing of strides (Pow.cpp)
+        return contiguous(shape(operands[0]))
     alike = all(one.shape == operands[0].shape for one in operands)
     if func._overloadname in _OF_NUMBERS and func._opname != "lerp":
         alike = alike and all(value.__class__ not in (int, float, bool) for value in args)

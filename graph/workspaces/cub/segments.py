@@ -33,12 +33,17 @@ def _checks(call: Call) -> Plan:
     if lengths is None or call.kwargs.get("unsafe", False):
         return ()
     rows = prod(shape(lengths)[:-1])
-    least: Plan = within([("least", 8)])
+    least: Plan = within([("least", 8), *_copied(("all lengths", lengths))])
     return (*least, *within([("total", 8 * rows), ("right", rows), ("all", 1)]))
 
 
 def _copied(*named: tuple[str, Any]) -> list[tuple[str, int]]:
-    return [(name, size(tensor)) for name, tensor in named if not is_contiguous(tensor)]
+    return [(name, size(tensor)) for name, tensor in named if tensor is not None and not is_contiguous(tensor)]
+
+
+def _segments(call: Call) -> list[tuple[str, int]]:
+    """Copies of strided lengths, or offsets."""
+    return _copied(*((f"given {name}", call.kwargs.get(name)) for name in ("lengths", "offsets")))
 
 
 def forward(call: Call) -> Plan | None:
@@ -48,14 +53,14 @@ def forward(call: Call) -> Plan | None:
         return None
     single = within([("reduction", 1)]) if len(shape(data)) == 1 else ()
     right = _checks(call)
-    return within(_copied(("data", data)), *right, REST, *_bounds(call, *single))
+    return within(_copied(("data", data)), *right, *within(_segments(call), REST, *_bounds(call, *single)))
 
 
 def backward(call: Call) -> Plan | None:
     """`_segment_reduce_backward`. Arguments: gradient, output, data, reduce."""
     gradient, output, data = call.args[:3]
     copies = _copied(("gradient", gradient), ("output", output), ("data", data))
-    return within(copies, REST, *_bounds(call))
+    return within([*copies, *_segments(call)], REST, *_bounds(call))
 
 
 RULES: Mapping[str, Rule] = {

@@ -14,12 +14,17 @@ from graph.workspaces.cub.indexing import filled
 from graph.workspaces.cub.temporary import scan, segmented_sort, sort_pairs, sort_rows, storage
 from graph.workspaces.metadata import (
     FLOATING,
+    WIDTHS,
     argument,
     dimension,
     dtype,
     elements,
     in_order,
     is_contiguous,
+    is_dense,
+    is_tensor,
+    packed,
+    promoted,
     shape,
     size,
     strides,
@@ -27,7 +32,8 @@ from graph.workspaces.metadata import (
     up,
     width,
 )
-from graph.workspaces.rules import REST, Call, Plan, Rule, after, within
+from graph.workspaces.reduction import flat, scratch
+from graph.workspaces.rules import REST, Call, Plan, Rule, Step, after, within
 
 _SMALL_SORT: Final = 4096
 _LARGE_ROW: Final = 1_000_000
@@ -47,20 +53,37 @@ def sort(call: Call) -> Plan | None:
     if elements(source) == 0 or not sizes:
         return None
     position = 2 if call.name.endswith("stable") else 1
-    along = sizes[dimension(int(argument(call, position, "dim", -1)), len(sizes))]
+    place = dimension(int(argument(call, position, "dim", -1)), len(sizes))
+    along = sizes[place]
     if along <= _SMALL_SORT:
         return (REST, *within([("places", along * 8)], *filled(call)))
-    rows = elements(source) // along
-    item = width(source)
+    return (REST, *within(_in_rows(call, place), *_radix(call.profile, elements(source), along, width(source))))
+
+
+def _radix(profile: Profile, count: int, along: int, item: int) -> Plan:
+    """Radix sorts of `count` values in rows of `along`."""
+    rows = count // along
     if rows == 1 or along >= _LARGE_ROW:
-        one = within([("sort", sort_pairs(call.profile, along, item, 8))])
-        return (REST, *within([("places", along * 8)], *(one * rows)))
-    count = elements(source)
+        return within([("places", along * 8)], *(within([("sort", sort_pairs(profile, along, item, 8))]) * rows))
     if rows >= _SEGMENTS:
-        return after([("places", count * 8), ("sort", segmented_sort(count, item, 8))])
-    together = within([("sorted values", count * item), ("sort", sort_pairs(call.profile, count, item, 8))])
-    apart = within([("sort", sort_rows(call.profile, count))])
-    return (REST, *within([("places", count * 8), ("sorted places", count * 8)], *together, *apart))
+        return within([("places", count * 8), ("sort", segmented_sort(count, item, 8))])
+    together = within([("sorted values", count * item), ("sort", sort_pairs(profile, count, item, 8))])
+    apart = within([("sort", sort_rows(profile, count))])
+    return within([("places", count * 8), ("sorted places", count * 8)], *together, *apart)
+
+
+def _in_rows(call: Call, place: int) -> list[tuple[str, int]]:
+    """Copies of the input where its rows are not dense, and of outputs that lie otherwise (cuda/Sort.cpp)."""
+    source, out = call.args[0], _output(call)
+    sizes, steps = shape(source), strides(source)
+    made: list[tuple[str, int]] = []
+    if not is_dense(source) or steps[place] != 1:
+        slowest = sorted((n for n in range(len(sizes)) if n != place), key=lambda n: -steps[n])
+        steps = packed(sizes, [place, *reversed(slowest)])  # infer_dense_strides_dim_last
+        made.append(("input", size(source)))
+    if strides(out) != steps:
+        made += [("values", size(source)), ("indices", elements(source) * 8)]
+    return made
 
 
 def _many_blocks(slices: int, extent: int) -> bool:
@@ -105,16 +128,19 @@ def _output(call: Call) -> Any:
 
 def cumsum(call: Call) -> Plan | None:
     """`cumsum`, `cumprod`, `_logcumsumexp`: the input is cast to the output's type, made contiguous; one single row is
-    CUB's scan."""
+    CUB's scan. An output that is not contiguous is written from a tensor that is."""
     source, out = call.args[0], _output(call)
     sizes = shape(source)
     if elements(source) == 0 or not sizes:
-        return None
+        return within([("value", width(source))]) if "_." in call.name and elements(source) else None
     made: list[tuple[str, int]] = []
-    if dtype(source) != dtype(out):
+    cast = dtype(source) != dtype(out)
+    if cast:
         made.append(("cast", elements(source) * width(out)))
-    if not is_contiguous(source):
+    if not is_contiguous(source) and (is_dense(source) or not cast):  # else the cast is contiguous
         made.append(("input", elements(source) * width(out)))
+    if not is_contiguous(out):
+        made.append(("output", size(out)))
     along = sizes[dimension(int(argument(call, 1, "dim", 0)), len(sizes))]
     if call.deterministic and dtype(out) in FLOATING:
         return (REST, *within(made, *filled(call, width(out))))
@@ -124,9 +150,56 @@ def cumsum(call: Call) -> Plan | None:
 
 
 def median(call: Call) -> Plan | None:
-    """`median(dim)`, `nanmedian(dim)`: a strided input is copied before the outputs are made (cuda/Sorting.cpp)."""
+    """`median(dim)`, `nanmedian(dim)`, `kthvalue`: a strided input is copied before the outputs (cuda/Sorting.cpp)."""
     source = call.args[0]
     return None if is_contiguous(source) else within([("input", size(source))], REST)
+
+
+def cummax(call: Call) -> Plan | None:
+    """`_cummax_helper`, `_cummin_helper`: a strided input is copied (cuda/ScanKernels.cpp)."""
+    source = call.args[0]
+    return None if is_contiguous(source) else within([("input", size(source))])
+
+
+def bucketize(call: Call) -> Plan | None:
+    """`bucketize`, `searchsorted`: strided operands are copied, then cast to one type (BucketizationUtils.h)."""
+    sides = (1, 0) if "searchsorted" in call.name else (0, 1)
+    values, bounds = (call.args[side] for side in sides)
+    if not is_tensor(values):
+        kind = "int64" if isinstance(values, int) else "float64"
+        number = ("alloc", "number", 8)
+        return (number, REST, *_alike((kind, (), 1, True), _operand(bounds)), ("free", "number"))
+    sorter = call.kwargs.get("sorter")
+    checks = _limits(call, elements(sorter)) if sorter is not None and elements(sorter) else ()
+    return (*checks, REST, *_alike(_operand(values), _operand(bounds))) if elements(values) else None
+
+
+def _limits(call: Call, count: int) -> Plan:
+    """The least and the largest of so many places of a `sorter`, which the host reads."""
+    stage = scratch(call.profile, flat(count, 8), 8, 16, 8, False)
+    return (("alloc", "least", 8), ("alloc", "most", 8), *stage, ("free", "least"), ("free", "most"))
+
+
+#: dtype, sizes, number of elements, whether contiguous.
+_Operand = tuple[str, tuple[int, ...], int, bool]
+
+
+def _operand(given: Any) -> _Operand:
+    return dtype(given), shape(given), elements(given), is_contiguous(given)
+
+
+def _alike(*operands: _Operand) -> Plan:
+    """Contiguous copies of strided operands, then those that are cast."""
+    kinds = [kind for kind, *_ in operands]
+    common = promoted([(kind, bool(sizes)) for kind, sizes, *_ in operands])
+    made = {place: f"copy {place}" for place, (*_, contiguous) in enumerate(operands) if not contiguous}
+    births: list[Step] = [("alloc", made[place], operands[place][2] * WIDTHS[kinds[place]]) for place in made]
+    for place, (kind, _, count, _) in enumerate(operands):
+        if kind != common:
+            births.append(("alloc", f"cast {place}", count * WIDTHS[common]))
+            births += [("free", made[place])] if place in made else []
+            made[place] = f"cast {place}"
+    return (*births, *(("free", made[place]) for place in sorted(made, reverse=True)))
 
 
 def mode(call: Call) -> Plan | None:
@@ -174,15 +247,16 @@ RULES: Mapping[str, Rule] = {
     **dict.fromkeys([f"aten.randperm.{name}" for name in ("default", "generator", "out", "generator_out")], randperm),
     "aten.isin.Tensor_Tensor": isin,
     **dict.fromkeys((f"aten.{name}.dim{out}" for name in ("median", "nanmedian") for out in ("", "_values")), median),
+    "aten.kthvalue.default": median,
+    **dict.fromkeys(("aten._cummax_helper.default", "aten._cummin_helper.default"), cummax),
+    **dict.fromkeys(("aten.bucketize.Tensor", "aten.bucketize.Scalar", "aten.searchsorted.Tensor"), bucketize),
     "aten.mode.default": mode,
     "aten.sort.stable": sort,
     "aten.sort.default": sort,
     "aten.topk.default": topk,
     "aten.topk.values": topk,
-    "aten.cumsum.default": cumsum,
-    "aten.cumsum.out": cumsum,
-    "aten.cumprod.default": cumsum,
-    "aten.cumprod.out": cumsum,
+    **dict.fromkeys((f"aten.{name}" for name in ("cumsum.default", "cumsum.out", "cumsum_.default")), cumsum),
+    **dict.fromkeys((f"aten.{name}" for name in ("cumprod.default", "cumprod.out", "cumprod_.default")), cumsum),
     "aten._logcumsumexp.default": cumsum,
     "aten._logcumsumexp.out": cumsum,
 }

@@ -265,6 +265,15 @@ def test_what_copies_to_the_device_take_is_a_workspace(log: Log) -> None:
     assert log.events == []
 
 
+def test_the_gradient_of_a_squared_error_is_contiguous(runtime: Runtime) -> None:
+    """Recorded, PyTorch 2.13: `mse_loss_backward` makes it so whatever the operands are (BinaryOps.cpp)."""
+    source = torch.ones(5, 6, device="cuda").t()
+    assert torch.ops.aten.mse_loss_backward(torch.ones((), device="cuda"), source, source, 1).stride() == (5, 1)
+    assert (2**source).stride() == (5, 1)  # pow.Scalar
+    assert torch.floor_divide(source, torch.ones((), device="cuda")).stride() == (1, 6)
+    assert torch.complex(source, torch.ones((), device="cuda")).stride() == (1, 6)
+
+
 def _mask(size: int) -> torch.Tensor:
     return torch.ones(size, size, dtype=torch.bool).tril()
 

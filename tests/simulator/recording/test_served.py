@@ -83,6 +83,22 @@ def test_lists_are_copied_one_by_one_from_the_host(runtime: Runtime) -> None:
         assert (stats["allocated_bytes.all.peak"] - before, stats["allocation.all.allocated"]) == expected
 
 
+def test_what_an_operator_in_place_takes_is_by_its_arguments(runtime: Runtime) -> None:
+    """As recorded: a mean counts what comes to each place, a sum does not; a scan along the one row is CUB's."""
+    target, source = torch.zeros(5, 5, device="cuda"), torch.zeros(5, 5, device="cuda")
+    places = torch.zeros(5, 5, dtype=torch.int64, device="cuda")
+    row = torch.zeros(1, 7, device="cuda")
+
+    def taken(method: Any, *args: Any) -> int:
+        torch.cuda.reset_accumulated_memory_stats()
+        method(*args)
+        return int(torch.cuda.memory_stats()["allocation.all.allocated"])
+
+    reductions = [taken(target.scatter_reduce_, 0, places, source, how) for how in ("mean", "sum", "amax")]
+    assert reductions == [3, 0, 0]
+    assert [taken(row.cumsum_, dim) for dim in (0, 1, 0)] == [0, 1, 0]
+
+
 def test_pinned_memory_says_so(runtime: Runtime) -> None:
     pinned = torch.ones(4).pin_memory()
     assert pinned.is_pinned()
