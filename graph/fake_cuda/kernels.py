@@ -66,6 +66,7 @@ _CONTIGUOUS: Final = frozenset(
         "aten::native_layer_norm_backward",
         "aten::native_group_norm",
         "aten::_conv_depthwise2d",
+        "aten::_fused_rms_norm_backward",
         "aten::mse_loss_backward",
     }
 )

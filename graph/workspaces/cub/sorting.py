@@ -247,7 +247,7 @@ RULES: Mapping[str, Rule] = {
     **dict.fromkeys([f"aten.randperm.{name}" for name in ("default", "generator", "out", "generator_out")], randperm),
     "aten.isin.Tensor_Tensor": isin,
     **dict.fromkeys((f"aten.{name}.dim{out}" for name in ("median", "nanmedian") for out in ("", "_values")), median),
-    "aten.kthvalue.default": median,
+    **dict.fromkeys(("aten.kthvalue.default", "aten.kthvalue.values"), median),
     **dict.fromkeys(("aten._cummax_helper.default", "aten._cummin_helper.default"), cummax),
     **dict.fromkeys(("aten.bucketize.Tensor", "aten.bucketize.Scalar", "aten.searchsorted.Tensor"), bucketize),
     "aten.mode.default": mode,

@@ -47,6 +47,7 @@ OPERATORS_BY_SOURCE = {  # variants with `out=` or in place take the rule of the
     "aten.topk.values",
     "aten.median.dim_values",
     "aten.nanmedian.dim_values",
+    "aten.kthvalue.values",
     *("aten.arange.start_step", "aten.arange.start_out", "aten.eye.out", "aten.eye.m_out"),
     *(
         "aten.index_select.default",
