@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from graph.hardware.profile import Profile
-from graph.workspaces.metadata import argument, in_order, size, up, upper, width
+from graph.workspaces.metadata import argument, in_order, is_contiguous, size, up, upper, width
 from graph.workspaces.rules import ENFORCED, REST, Call, Plan, Rule, Step, within
 
 if TYPE_CHECKING:
@@ -29,10 +29,6 @@ def _contiguous_by_token(tensor: torch.Tensor) -> bool:
     b, h, s, d = tensor.shape
     sb, sh, ss, sd = tensor.stride()
     return in_order((b, s, h, d), (sb, ss, sh, sd))
-
-
-def _contiguous(tensor: torch.Tensor) -> bool:
-    return tensor.is_contiguous()
 
 
 class _Steps:
@@ -101,17 +97,29 @@ def _flash_head(head: int, profile: Profile) -> int:
 
 
 def flash_forward(call: Call) -> Plan | None:
-    """aten::_scaled_dot_product_flash_attention (`mha_fwd`): output, logsumexp, split keys, random state.
+    """aten::_scaled_dot_product_flash_attention (`mha_fwd`) of tensors (batch, heads, rows, head)."""
+    query, key = (tuple(tensor.shape) for tensor in call.args[:2])
+    return _flash_forward(call, query, key, float(argument(call, 3, "dropout_p", 0.0)))
+
+
+def flash_by_token_forward(call: Call) -> Plan | None:
+    """aten::_flash_attention_forward of tensors (batch, rows, heads, head): the same. None of packed ones: no rule."""
+    if argument(call, 3, "cum_seq_q", None) is not None or len(call.args[0].shape) != 4:
+        return None
+    query, key = ((b, h, s, d) for b, s, h, d in (tensor.shape for tensor in call.args[:2]))
+    return _flash_forward(call, query, key, float(argument(call, 7, "dropout_p", 0.0)))
+
+
+def _flash_forward(call: Call, query: tuple[int, ...], key: tuple[int, ...], dropout: float) -> Plan | None:
+    """Output, logsumexp, split keys, random state.
 
     Keys are split, without dropout, where the row blocks of 64 fill few processors (twice their number is counted):
     accumulators are fp32 (splits, batch, heads, rows) and (splits, batch, heads, rows, head). A single query row of
     grouped heads counts as one row a group of the key's heads. With dropout the random state is made twice; up to 2.6
     there is none on the device.
     """
-    query, key = call.args[0], call.args[1]
-    dropout = float(argument(call, 3, "dropout_p", 0.0))
-    batch, heads, rows, head = query.shape
-    key_heads, columns = key.shape[1], key.shape[2]
+    batch, heads, rows, head = query
+    key_heads, columns = key[1], key[2]
     if batch == 0:
         return None
     steps = _Steps()
@@ -141,30 +149,39 @@ def flash_backward(call: Call) -> Plan | None:
     of the query first. Where the order of sums is to be the same each time, there is an accumulator for each part into
     which the keys are then split.
     """
-    query, key = call.args[1], call.args[2]
-    batch, _, rows, _ = query.shape
-    return _flash_backward(call, _contiguous_by_token, batch, batch * upper(rows, 128), batch * key.shape[2])
+    (batch, heads, rows, _), (_, key_heads, columns, _) = call.args[1].shape, call.args[2].shape
+    of = heads, key_heads
+    return _flash_backward(call, _contiguous_by_token, of, batch, batch * upper(rows, 128), batch * columns)
 
 
-def flash_packed_backward(call: Call) -> Plan | None:
-    """aten::_flash_attention_backward of packed sequences (`mha_varlen_bwd`), as varlen_attn and nested tensors call.
+def flash_by_token_backward(call: Call) -> Plan | None:
+    """aten::_flash_attention_backward: the same of tensors (batch, rows, heads, head).
 
-    The same of tensors (tokens, heads, head); rows are 128 more than tokens for each sequence (numbers of `cum_seq_q`
-    less one). None without packing: no rule.
+    Of packed sequences (`mha_varlen_bwd`; varlen_attn and nested tensors) tensors are (tokens, heads, head), and rows
+    are 128 more than tokens for each sequence (numbers of `cum_seq_q` less one).
     """
     query, key, starts = call.args[1], call.args[2], argument(call, 6, "cum_seq_q", None)
-    if starts is None or query.ndim != 3:
+    of = query.shape[-2], key.shape[-2]
+    if starts is not None and len(query.shape) == 3:
+        sequences = starts.shape[0] - 1
+        return _flash_backward(call, is_contiguous, of, sequences, query.shape[0] + 128 * sequences, key.shape[0])
+    if starts is not None or len(query.shape) != 4:
         return None
-    sequences = starts.shape[0] - 1
-    return _flash_backward(call, _contiguous, sequences, query.shape[0] + 128 * sequences, key.shape[0])
+    batch, rows = query.shape[:2]
+    return _flash_backward(call, is_contiguous, of, batch, batch * upper(rows, 128), batch * key.shape[1])
 
 
 def _flash_backward(
-    call: Call, contiguous: Callable[[torch.Tensor], bool], sequences: int, rows: int, key_rows: int
+    call: Call,
+    contiguous: Callable[[torch.Tensor], bool],
+    of: tuple[int, int],
+    sequences: int,
+    rows: int,
+    key_rows: int,
 ) -> Plan:
-    """The backward of so many sequences, of all of which are the rows; heads are the second axis."""
-    grad_out, query, key, out = call.args[0], call.args[1], call.args[2], call.args[4]
-    heads, head = query.shape[1], query.shape[-1]
+    """The backward of so many sequences, of all of which are the rows; `of` so many heads and heads of the keys."""
+    grad_out, query, out = call.args[0], call.args[1], call.args[4]
+    (heads, key_heads), head = of, query.shape[-1]
     steps = _Steps()
     for name, tensor in (("grad_out", grad_out), ("out", out)):
         if not contiguous(tensor):
@@ -173,7 +190,7 @@ def _flash_backward(
     steps.alloc("softmax_d", heads * rows * 4)
     splits = up(call.profile.sm_count, sequences * heads) if call.deterministic == ENFORCED else 1
     steps.alloc("dq_accum", splits * rows * heads * _flash_head(head, call.profile) * 4)
-    if key.shape[1] != heads:
+    if key_heads != heads:
         expanded = key_rows * heads * head * width(query)
         steps.alloc("dk_expanded", expanded)
         steps.alloc("dv_expanded", expanded)
@@ -313,7 +330,8 @@ def cudnn_backward(call: Call) -> Plan | None:
 RULES: Final[Mapping[str, Rule]] = {
     "aten._scaled_dot_product_flash_attention.default": flash_forward,
     "aten._scaled_dot_product_flash_attention_backward.default": flash_backward,
-    "aten._flash_attention_backward.default": flash_packed_backward,
+    "aten._flash_attention_forward.default": flash_by_token_forward,
+    "aten._flash_attention_backward.default": flash_by_token_backward,
     "aten._scaled_dot_product_efficient_attention.default": efficient_forward,
     "aten._scaled_dot_product_efficient_attention_backward.default": efficient_backward,
     "aten._scaled_dot_product_cudnn_attention.default": cudnn_forward,

@@ -17,7 +17,7 @@ from tests.places import DATA as _DATA
 DATA = _DATA / "workspaces.json"
 WITHOUT_CUDNN = _DATA / "convolutions.json"
 WIDTHS = {"bool": 1, "int8": 1, "uint8": 1, "float8_e4m3fn": 1, "int16": 2, "float16": 2, "bfloat16": 2, "int32": 4}
-WIDTHS |= {"float32": 4, "int64": 8, "float64": 8, "complex64": 8}
+WIDTHS |= {"float32": 4, "int64": 8, "uint64": 8, "float64": 8, "complex64": 8}
 OPERATORS_BY_SOURCE = {  # variants with `out=` or in place take the rule of the operator that is recorded
     "aten.mm.out",
     "aten.mm.dtype_out",
