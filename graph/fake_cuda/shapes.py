@@ -260,6 +260,7 @@ _RULES: Final[dict[Any, Any]] = {
     _aten.batch_norm_backward_reduce.default: _reduced,
     _aten.batch_norm_backward_elemt.default: lambda grad, image, *rest: _like_input(image),
     _aten.native_dropout.default: _dropped,
+    _aten.binary_cross_entropy_backward.default: lambda grad, source, *rest: torch.empty_like(source),  # Loss.cu
 }
 
 

@@ -269,6 +269,8 @@ def test_the_gradient_of_a_squared_error_is_contiguous(runtime: Runtime) -> None
     """Recorded, PyTorch 2.13: `mse_loss_backward` makes it so whatever the operands are (BinaryOps.cpp)."""
     source = torch.ones(5, 6, device="cuda").t()
     assert torch.ops.aten.mse_loss_backward(torch.ones((), device="cuda"), source, source, 1).stride() == (5, 1)
+    by_element = torch.ones((), device="cuda").expand(6, 5)
+    assert torch.ops.aten.binary_cross_entropy_backward(by_element, source, source).stride() == (1, 6)
     assert (2**source).stride() == (5, 1)  # pow.Scalar
     assert torch.floor_divide(source, torch.ones((), device="cuda")).stride() == (1, 6)
     assert torch.complex(source, torch.ones((), device="cuda")).stride() == (1, 6)
