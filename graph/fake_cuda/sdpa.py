@@ -302,7 +302,7 @@ def install(runtime: Runtime) -> None:
 
     Autocast has cast the arguments by then; what is called below records its own derivative.
     """
-    for name, kernel in (("scaled_dot_product_attention", attend), ("_fused_sdp_choice", _choice)):
+    for name, kernel in (("scaled_dot_product_attention", attend), ("_fused_sdp_choice", choice)):
         runtime.override(f"aten::{name}", partial(kernel, runtime.profile), ("AutogradCUDA", "CUDA"))
 
 
@@ -362,7 +362,7 @@ def attend(
     )
 
 
-def _choice(card: Profile, *args: Any, scale: float | None = None, **kwargs: Any) -> int:
+def choice(card: Profile, *args: Any, scale: float | None = None, **kwargs: Any) -> int:
     """`aten::_fused_sdp_choice` on the GPU of `card`."""
     return int(_chosen(card, *args, **kwargs)[0])
 

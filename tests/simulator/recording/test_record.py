@@ -68,6 +68,13 @@ def test_rare_parts_of_programs_take_what_they_take(tmp_path: Path) -> None:
     assert done.stdout == program.with_suffix(".txt").read_text(), done.stderr
 
 
+def test_layers_in_evaluation_take_what_their_fast_path_takes(tmp_path: Path) -> None:
+    """nn.TransformerEncoderLayer and nn.MultiheadAttention without gradients: as PyTorch 2.13.0+cu130 said."""
+    program = ROOT / "tests/data/programs/fast_path.py"
+    done = record(tmp_path, "-q", "--gpu", "A100", str(program))
+    assert done.stdout == program.with_suffix(".txt").read_text(), done.stderr
+
+
 def test_numbers_are_read_as_is_said(tmp_path: Path) -> None:
     program = "import torch; x = torch.rand(4).expand(4).cuda() @ torch.rand(4, device='cuda')\n"
     program += "print(x.item(), float(x > 0.5), x.cpu().tolist(), 1 / x.item())"
