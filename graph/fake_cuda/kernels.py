@@ -67,7 +67,6 @@ _CONTIGUOUS: Final = frozenset(
         "aten::native_group_norm",
         "aten::_conv_depthwise2d",
         "aten::_fused_rms_norm_backward",
-        "aten::mse_loss_backward",
     }
 )
 

@@ -260,8 +260,14 @@ _RULES: Final[dict[Any, Any]] = {
     _aten.batch_norm_backward_reduce.default: _reduced,
     _aten.batch_norm_backward_elemt.default: lambda grad, image, *rest: _like_input(image),
     _aten.native_dropout.default: _dropped,
+    _aten.mse_loss_backward.default: lambda grad, source, *rest: _plain(source),  # BinaryOps.cpp
     _aten.binary_cross_entropy_backward.default: lambda grad, source, *rest: torch.empty_like(source),  # Loss.cu
 }
+
+
+def _plain(source: torch.Tensor) -> torch.Tensor:
+    """A contiguous tensor of this one's type."""
+    return torch.empty_like(source, memory_format=torch.contiguous_format)
 
 
 def _stand_in(

@@ -6,9 +6,11 @@ Source: aten/src/ATen/native/cuda/ForeachReduceOp.cu.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import TYPE_CHECKING, Final
 
-from graph.workspaces.metadata import dtype, elements, is_dense, strides, up, width
+from graph.workspaces.metadata import dtype, elements, is_complex, is_dense, shape, strides, tensors, up, width
+from graph.workspaces.reduction import norm_of
 from graph.workspaces.rules import REST, Call, Plan, Rule, after, within
 
 if TYPE_CHECKING:
@@ -39,6 +41,10 @@ def foreach_norm(call: Call) -> Plan | None:
     Up to 2.14 every tensor has room for as many chunks as the largest; then its own, and offsets say where they begin.
     """
     sources = call.args[0]
+    if is_complex(sources[0]):  # one by one
+        made = zip(sources, tensors(call.out), strict=True)
+        apart = [norm_of(call, source, range(len(shape(source))), out) or () for source, out in made]
+        return tuple(chain.from_iterable((("out", place), *steps) for place, steps in enumerate(apart)))
     if not _fast(sources):
         return None
     item = max(4, width(sources[0]))

@@ -197,7 +197,7 @@ def _takes_lt(call: Call, bias: torch.Tensor, second: torch.Tensor, result: torc
     columns = shape(second)[1]
     if call.name.startswith("aten.addmm_."):
         return False
-    if float(call.kwargs.get("beta", 1)) != 1.0 or dtype(second) not in FLOATING:
+    if call.kwargs.get("beta", 1) != 1 or dtype(second) not in FLOATING:
         return False
     if shape(second)[0] <= 1 or columns <= 1 or not (is_contiguous(bias) and is_contiguous(result)):
         return False

@@ -98,6 +98,11 @@ def is_half(tensor: torch.Tensor) -> bool:
     return str(tensor.dtype) in _HALF
 
 
+def is_complex(tensor: torch.Tensor) -> bool:
+    """Whether the type is one of complex numbers."""
+    return dtype(tensor).startswith("complex")
+
+
 def on_device(tensor: torch.Tensor) -> bool:
     """Whether the tensor is not on the host."""
     return str(tensor.device.type) != "cpu"

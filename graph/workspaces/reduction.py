@@ -22,6 +22,7 @@ from graph.workspaces.metadata import (
     dimension,
     dtype,
     elements,
+    is_complex,
     is_contiguous,
     is_dense,
     is_half,
@@ -357,11 +358,15 @@ def sum_dims(call: Call) -> Plan | None:
 
 
 def vector_norm(call: Call) -> Plan | None:
-    """`linalg_vector_norm`: as sum, 16-bit input is read as it is (ReduceNormKernel.cu)."""
-    source = call.args[0]
-    dims = _dims(call, 2)
-    out = _out(call)
-    cast = None if is_half(source) and dtype(out) == "float32" else dtype(out)
+    """`linalg_vector_norm`: as sum, 16-bit and complex input is read as it is (ReduceNormKernel.cu)."""
+    source, out = call.args[0], _out(call)
+    return norm_of(call, source, _dims(call, 2), out)
+
+
+def norm_of(call: Call, source: torch.Tensor, dims: Sequence[int], out: torch.Tensor) -> Plan | None:
+    """The norm of `source` over these dimensions."""
+    read = is_complex(source) or (is_half(source) and dtype(out) == "float32")
+    cast = None if read else dtype(out)
     accumulator = _ACCUMULATOR[dtype(out)]
     if elements(source) == 1:
         return after([("cast", size(out))]) if dtype(out) != dtype(source) else None
@@ -396,12 +401,12 @@ def renormed(call: Call) -> Plan | None:
     source = call.args[0]
     kept = dimension(int(call.args[2]), len(shape(source)))
     dims = [place for place in range(len(shape(source))) if place != kept]
-    wide = max(width(source), 4)
+    wide = width(source) // 2 if is_complex(source) else max(width(source), 4)
     count = shape(source)[kept]
     stage = scratch(call.profile, merged(source, dims, wide, width(source)), wide, wide, width(source), False)
     if is_half(source) and count == elements(source):
         stage = within([("values", count * wide)])  # the norm of one number is its absolute value
-    factor = [("factor", count * width(source))] if is_half(source) else []
+    factor = [("factor", count * width(source))] if is_half(source) or is_complex(source) else []
     return (REST, *within([("norm", count * wide)], *stage, *within(factor)))
 
 
@@ -456,6 +461,9 @@ def index_of(call: Call) -> Plan | None:
 def variance(call: Call) -> Plan | None:
     """`var`, `std`, `var_mean`, `std_mean`: Welford's four numbers, two values at a time (ReduceMomentKernel.cu)."""
     source = call.args[0]
+    if is_complex(source):  # of both parts, added up (ReduceOps.cpp)
+        sizes = [size(_out(call))] * (4 if "mean" in call.name else 2)
+        return within([(f"part {place}", nbytes) for place, nbytes in enumerate(sizes)], REST)
     dims = _dims(call)
     return _extreme(call, dims, 32 if dtype(source) == "float64" else 16, unroll=2, lossy=True)
 

@@ -91,6 +91,12 @@ def _layer_norm(args: Sequence[Any]) -> None:
     _expected(args[0], *args[2:4])
 
 
+def _huber_loss_backward(args: Sequence[Any]) -> None:
+    source, target = args[1:3]
+    if target.dtype != source.dtype:
+        raise RuntimeError(f"Found dtype {_scalar(target)} but expected {_scalar(source)}")
+
+
 def _group_norm(args: Sequence[Any]) -> None:
     source = args[0]
     if source.dtype in _HALF:
@@ -235,6 +241,7 @@ CHECKS: Final[Mapping[Any, Check]] = {
     _aten.addmv.default: _addmv,
     _aten.addmv_.default: _addmv,
     _aten.native_layer_norm.default: _layer_norm,
+    _aten.huber_loss_backward.out: _huber_loss_backward,
     _aten.native_group_norm.default: _group_norm,
     _aten.native_batch_norm.default: _batch_norm,
     _aten.cudnn_batch_norm.default: _batch_norm,
