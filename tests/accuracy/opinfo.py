@@ -1,6 +1,8 @@
 """PyTorch's own operator database (OpInfo) on the fake device, beside what a CUDA build allocated.
 
-    python -m tests.accuracy opinfo [NAME]... [--dtype float32|bfloat16] [--recorded FILE] [--results FILE]
+    python -m tests.accuracy opinfo [NAME]... [--dtype float32|bfloat16] [--strided] [--recorded FILE] [--results FILE]
+
+`--strided`: of operands with gaps between their elements, as slices of larger tensors have them (float32).
 
 Four samples an operator, forward and backward: bytes (each allocation rounded up to 512) and number of allocations.
 The recordings are tests/data/opinfo (README there); every value that was read back from the device was 0 in them. What
@@ -102,17 +104,34 @@ def tensors(value: object) -> Iterator[torch.Tensor]:
         yield from tensors(list(value.values()))
 
 
-def run(name: str, op: Any, dtype: torch.dtype, counter: Counter) -> list[Outcome] | None:
+def run(name: str, op: Any, dtype: torch.dtype, counter: Counter, *, strided: bool) -> list[Outcome] | None:
     """What the first samples of an operator allocate; None where it does not run on CUDA."""
     differentiable = op.supports_autograd and dtype in op.supported_backward_dtypes("cuda")
     if not op.supports_dtype(dtype, "cuda"):
+        if strided:
+            return None
         dtype, differentiable = torch.int64, False
         if not op.supports_dtype(dtype, "cuda"):
             return None
     torch.manual_seed(0)
     samples = op.sample_inputs("cpu", dtype, requires_grad=False)
     chosen = [sample for _, sample in zip(range(SAMPLES), samples, strict=False)]
-    return [_sample(op, sample, differentiable, counter, checked=name in BY_VALUE) for sample in chosen]
+    given = [gaps for sample in chosen if (gaps := _with_gaps(sample)) is not None] if strided else chosen
+    return [_sample(op, sample, differentiable, counter, checked=name in BY_VALUE) for sample in given]
+
+
+def _with_gaps(sample: Any) -> Any:
+    """The sample with operands that are not contiguous; None where the database cannot make them."""
+    with contextlib.suppress(Exception):
+        return sample.noncontiguous()
+    return None
+
+
+def _there(value: torch.Tensor) -> torch.Tensor:
+    """A copy on the device with the same strides."""
+    if value.is_contiguous() or value.layout is not torch.strided or not all(value.stride()):
+        return value.detach().cuda()
+    return torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device="cuda")
 
 
 def _sample(op: Any, sample: Any, differentiable: bool, counter: Counter, *, checked: bool) -> Outcome:
@@ -121,7 +140,7 @@ def _sample(op: Any, sample: Any, differentiable: bool, counter: Counter, *, che
     def moved(value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
             return value
-        there = value.detach().cuda()
+        there = _there(value)
         return there.requires_grad_(True) if differentiable and there.is_floating_point() else there
 
     given = sample.transform(moved)
@@ -158,7 +177,7 @@ def _limited() -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-def measured(names: frozenset[str], dtype: torch.dtype) -> dict[str, Any]:
+def measured(names: frozenset[str], dtype: torch.dtype, *, strided: bool = False) -> dict[str, Any]:
     """What every operator (of `names`, if any are given) allocates on the fake device, by name."""
     found: dict[str, Any] = {}
     with warnings.catch_warnings(), fake.fake_cuda(profile("A100-80GB", "2.13")) as runtime:
@@ -170,7 +189,7 @@ def measured(names: frozenset[str], dtype: torch.dtype) -> dict[str, Any]:
         operators = [(name, op) for name, op in database() if not names or name in names]
         for name, op in operators:
             with _limited():
-                found[name] = run(name, op, dtype, counter)
+                found[name] = run(name, op, dtype, counter, strided=strided)
     return found
 
 
@@ -199,9 +218,9 @@ def _told(figures: list[int]) -> str:
     return f"{figures[0]:,} bytes in {figures[1]}"
 
 
-def recording(dtype: str) -> dict[str, Any]:
-    """What the recorder said, by operator."""
-    samples: dict[str, Any] = json.loads(gzip.decompress((FOLDER / f"{dtype}.json.gz").read_bytes()))
+def recording(name: str) -> dict[str, Any]:
+    """What the recorder said, by operator: `name` is that of a dtype, perhaps with `-strided`."""
+    samples: dict[str, Any] = json.loads(gzip.decompress((FOLDER / f"{name}.json.gz").read_bytes()))
     return samples
 
 
@@ -210,11 +229,13 @@ def main(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.accuracy opinfo", description=__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--strided", action="store_true", help="operands with gaps")
     parser.add_argument("--recorded", type=Path, help="another recording, JSON")
     parser.add_argument("--results", type=Path, help="where to write what was found here")
     options = parser.parse_args(arguments)
-    theirs = recording(options.dtype) if options.recorded is None else json.loads(options.recorded.read_text())
-    ours = measured(frozenset(options.names), getattr(torch, options.dtype))
+    name = options.dtype + ("-strided" if options.strided else "")
+    theirs = recording(name) if options.recorded is None else json.loads(options.recorded.read_text())
+    ours = measured(frozenset(options.names), getattr(torch, options.dtype), strided=options.strided)
     if options.results is not None:
         options.results.write_text(json.dumps(ours))
     found = compared(theirs, ours)

@@ -66,6 +66,20 @@ def test_operators_allocate_what_a_cuda_build_did(dtype: str) -> None:
     assert found.by_value <= 4  # masked_select: its mask was read as zeros
 
 
+STRIDED = frozenset(
+    f"nn.functional.{name}"
+    for name in ("layer_norm", "rms_norm", "cross_entropy", "embedding", "max_unpool2d", "multilabel_margin_loss")
+) | {"sort", "argsort", "cummax", "kthvalue", "bucketize", "searchsorted", "_chunk_cat", "lu_unpack", "argmax", "histc"}
+
+
+def test_operands_with_gaps_take_what_a_cuda_build_took() -> None:
+    recorded = recording("float32-strided")
+    assert recorded.keys() >= STRIDED
+    found = compared(recorded, measured(STRIDED, torch.float32, strided=True))
+    assert not found.lines
+    assert found.equal > 50
+
+
 def test_samples_are_judged_by_figures_and_then_by_shapes() -> None:
     recorded = {"add": [[512, 1], [1024, 2], "an error"], "nonzero": [[512, 1], [512, 1]], "lost": [[512, 1]]}
     assert "nonzero" in BY_VALUE
