@@ -127,35 +127,40 @@ def encoder_layer(
     gelu: bool,
     norm_first: bool,
     eps: float,
-    *rest: Any,
+    norm_weight_1: torch.Tensor,
+    norm_bias_1: torch.Tensor,
+    norm_weight_2: torch.Tensor,
+    norm_bias_2: torch.Tensor,
+    weight_1: torch.Tensor,
+    bias_1: torch.Tensor,
+    weight_2: torch.Tensor,
+    bias_2: torch.Tensor,
+    mask: torch.Tensor | None = None,
+    mask_type: int | None = None,
 ) -> torch.Tensor:
-    """`_transformer_encoder_layer_fwd` of tensors (batch, tokens, size).
-
-    `rest`: weight and bias of the two norms and of the two linear layers, then the mask and what it says.
-    """
+    """`_transformer_encoder_layer_fwd` of tensors (batch, tokens, size)."""
     if not source.numel():
         return source.clone()
-    (norm_1, norm_2, wide, narrow), given = list(zip(rest[:8:2], rest[1:8:2], strict=True)), rest[8:]
-    mask, mask_type = (*given, None, None)[:2]
 
-    def norm(x: torch.Tensor, parameters: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    def norm(x: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:
         made: torch.Tensor = _aten.layer_norm(x, [size], *parameters, eps, True)
         return made
 
-    x = norm(source, norm_1) if norm_first else source
+    norm_1, norm_2 = (norm_weight_1, norm_bias_1), (norm_weight_2, norm_bias_2)
+    x = norm(source, *norm_1) if norm_first else source
     layer = (size, heads, weight, bias, out_weight, out_bias, mask, False, True, mask_type)
     x = attention(runtime, x, x, x, *layer)[0]
     x.add_(source)
-    x = x if norm_first else norm(x, norm_1)
+    x = x if norm_first else norm(x, *norm_1)
     before = x
-    x = norm(x, norm_2) if norm_first else x
+    x = norm(x, *norm_2) if norm_first else x
     flat = x.view(-1, size)
-    inner = _aten._addmm_activation(wide[1], flat, wide[0].t(), beta=1, alpha=1, use_gelu=gelu)
+    inner = _aten._addmm_activation(bias_1, flat, weight_1.t(), beta=1, alpha=1, use_gelu=gelu)
     del flat
-    x = _aten.addmm(narrow[1], inner, narrow[0].t()).view(source.shape)
+    x = _aten.addmm(bias_2, inner, weight_2.t()).view(source.shape)
     x.add_(before)
     del inner
-    return x if norm_first else norm(x, norm_2)
+    return x if norm_first else norm(x, *norm_2)
 
 
 FAST_PATH: Final[Mapping[str, Callable[..., Any]]] = {

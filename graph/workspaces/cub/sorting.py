@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from math import ceil, log, log2
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from graph.hardware.profile import Profile
 from graph.workspaces.cub.indexing import filled
@@ -34,6 +34,9 @@ from graph.workspaces.metadata import (
 )
 from graph.workspaces.reduction import flat, scratch
 from graph.workspaces.rules import REST, Call, Plan, Rule, Step, after, within
+
+if TYPE_CHECKING:
+    import torch
 
 _SMALL_SORT: Final = 4096
 _LARGE_ROW: Final = 1_000_000
@@ -184,7 +187,7 @@ def _limits(call: Call, count: int) -> Plan:
 _Operand = tuple[str, tuple[int, ...], int, bool]
 
 
-def _operand(given: Any) -> _Operand:
+def _operand(given: torch.Tensor) -> _Operand:
     return dtype(given), shape(given), elements(given), is_contiguous(given)
 
 
