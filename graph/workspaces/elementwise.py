@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from graph.dtypes import SIZES
 from graph.workspaces.metadata import (
-    WIDTHS,
     argument,
     dimension,
     dtype,
@@ -109,7 +109,7 @@ def bernoulli(call: Call) -> Plan | None:
     chances = call.args[1 if "_." in call.name else 0]
     wanted = "float64" if dtype(next(tensors(call.out))) == "float64" else "float32"
     count = elements(chances)
-    return after([("chances", count * WIDTHS[wanted])]) if count and dtype(chances) != wanted else None
+    return after([("chances", count * SIZES[wanted])]) if count and dtype(chances) != wanted else None
 
 
 def rrelu(call: Call) -> Plan | None:

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
+from graph.dtypes import SIZES
 from graph.workspaces.rules import Call
 
 if TYPE_CHECKING:
@@ -28,12 +29,6 @@ class Strided(Protocol):
 
 #: Names of the floating-point types that CUDA computes in.
 FLOATING: Final = frozenset({"float64", "float32", "float16", "bfloat16"})
-#: Bytes of an element, by type.
-WIDTHS: Final = {"float64": 8, "int64": 8, "float32": 4, "int32": 4, "float16": 2, "bfloat16": 2, "int16": 2} | {
-    "int8": 1,
-    "uint8": 1,
-    "bool": 1,
-}
 _HALF = frozenset({"torch.float16", "torch.bfloat16"})
 
 
@@ -86,11 +81,11 @@ def promoted(operands: Sequence[tuple[str, bool]]) -> str:
     with_dimensions = [kind for kind, has in operands if has] or [kind for kind, _ in operands]
     floating = [kind for kind, _ in operands if kind in FLOATING]
     if floating and not FLOATING & {*with_dimensions}:
-        return "float32" if len(with_dimensions) < len(operands) else max(floating, key=WIDTHS.__getitem__)
+        return "float32" if len(with_dimensions) < len(operands) else max(floating, key=SIZES.__getitem__)
     chosen = [kind for kind in with_dimensions if kind in FLOATING] or with_dimensions
     if {"float16", "bfloat16"} <= {*chosen}:
         chosen.append("float32")
-    return max(chosen, key=WIDTHS.__getitem__)
+    return max(chosen, key=SIZES.__getitem__)
 
 
 def is_half(tensor: torch.Tensor) -> bool:

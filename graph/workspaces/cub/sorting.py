@@ -9,12 +9,12 @@ from collections.abc import Mapping
 from math import ceil, log, log2
 from typing import TYPE_CHECKING, Any, Final
 
+from graph.dtypes import SIZES
 from graph.hardware.profile import Profile
 from graph.workspaces.cub.indexing import filled
 from graph.workspaces.cub.temporary import scan, segmented_sort, sort_pairs, sort_rows, storage
 from graph.workspaces.metadata import (
     FLOATING,
-    WIDTHS,
     argument,
     dimension,
     dtype,
@@ -196,10 +196,10 @@ def _alike(*operands: _Operand) -> Plan:
     kinds = [kind for kind, *_ in operands]
     common = promoted([(kind, bool(sizes)) for kind, sizes, *_ in operands])
     made = {place: f"copy {place}" for place, (*_, contiguous) in enumerate(operands) if not contiguous}
-    births: list[Step] = [("alloc", made[place], operands[place][2] * WIDTHS[kinds[place]]) for place in made]
+    births: list[Step] = [("alloc", made[place], operands[place][2] * SIZES[kinds[place]]) for place in made]
     for place, (kind, _, count, _) in enumerate(operands):
         if kind != common:
-            births.append(("alloc", f"cast {place}", count * WIDTHS[common]))
+            births.append(("alloc", f"cast {place}", count * SIZES[common]))
             births += [("free", made[place])] if place in made else []
             made[place] = f"cast {place}"
     return (*births, *(("free", made[place]) for place in sorted(made, reverse=True)))
