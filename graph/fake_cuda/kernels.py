@@ -255,7 +255,7 @@ class Kernels:
             "_use_cudnn_ctc_loss": self._never,
             "_use_cudnn_ctc_loss.Tensor": self._never,
             "_use_miopen_ctc_loss": self._never,
-            "_nested_tensor_from_mask_left_aligned": self._never,  # evaluation goes on with padded tensors
+            "_nested_tensor_from_mask_left_aligned": self._padded,
             "_use_miopen_ctc_loss.Tensor": self._never,
         }
 
@@ -662,6 +662,13 @@ class Kernels:
                 runtime.observer.operator(func, (source, *args), kwargs, out, born, kind)
             runtime.synchronized()
             return out
+
+        return kernel
+
+    def _padded(self, func: Operator) -> Kernel:
+        def kernel(*_: object) -> bool:
+            self.runtime.assume("whether padding comes last, where nested tensors leave it out", False)
+            return False
 
         return kernel
 

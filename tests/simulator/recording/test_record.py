@@ -75,6 +75,21 @@ def test_layers_in_evaluation_take_what_their_fast_path_takes(tmp_path: Path) ->
     assert done.stdout == program.with_suffix(".txt").read_text(), done.stderr
 
 
+PADDED = """
+import torch
+layer = torch.nn.TransformerEncoderLayer(16, 2, 16, batch_first=True, device="cuda")
+encoder = torch.nn.TransformerEncoder(layer, 1).eval()
+with torch.no_grad():
+    encoder(torch.ones(2, 4, 16, device="cuda"), src_key_padding_mask=torch.zeros(2, 4, device="cuda") > 0)
+"""
+
+
+def test_that_padding_is_kept_is_said(tmp_path: Path) -> None:
+    """On a GPU nested tensors leave it out where it comes last, which is not known here."""
+    done = record(folder_of(tmp_path, {"train.py": PADDED}), "train.py")
+    assert "(TransformerEncoder.forward) asks for whether padding comes last" in done.stderr
+
+
 def test_numbers_are_read_as_is_said(tmp_path: Path) -> None:
     program = "import torch; x = torch.rand(4).expand(4).cuda() @ torch.rand(4, device='cuda')\n"
     program += "print(x.item(), float(x > 0.5), x.cpu().tolist(), 1 / x.item())"
