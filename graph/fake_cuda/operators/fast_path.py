@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from graph.fake_cuda.device import Runtime
 
 _aten: Final = torch.ops.aten
+#: Before this release only heads of a multiple of so many values were attended to by a fused kernel.
+_ANY_HEAD: Final = (2, 12)
+_ALIGNED: Final = 8
 #: What masks say (`mask_type`): one of pairs of tokens, one of padded tokens.
 _OF_PAIRS: Final = 0
 _OF_PADDING: Final = 1
@@ -44,9 +47,9 @@ def attention(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """`_native_multi_head_attention` of tensors (batch, tokens, size): the result, and weights if they are needed."""
     of_itself = query is key and key is value
-    head = size // heads
-    if of_itself and mask is None and not need_weights:
-        card = runtime.profile
+    head, card = size // heads, runtime.profile
+    aligned = card.release >= _ANY_HEAD or not head % _ALIGNED
+    if of_itself and mask is None and aligned and not need_weights:
         seen = query.view(query.shape[0], -1, heads, head).transpose(1, 2)
         if sdpa.choice(card, seen, seen, seen) in (sdpa.Backend.FLASH, sdpa.Backend.EFFICIENT):
             projected = _aten.linear(query, weight, bias)
