@@ -22,6 +22,8 @@ _LOOPED_SIZE: Final = 64
 #: Matrices of so many rows are factorized one by one; batches of so few are solved so.
 _LARGE_FACTORS: Final = 512
 _FEW: Final = 2
+#: Since when matrices are factorized as they are; before, contiguous ones were transposed (2.10 is not recorded).
+_AS_THEY_ARE: Final = (2, 11)
 
 
 def _batch(matrix: torch.Tensor) -> int:
@@ -129,7 +131,13 @@ def solve(call: Call) -> Plan | None:
     result = next(tensors(call.out))
     copied = [("vectors", size(result))] if vectors and _batch(matrix) > 1 else []
     factors = _factored(call)
-    return (REST, *factors, *within(copied, *_solved(call, matrix, columns, turned=not left)))
+    return (REST, *factors, *within(copied, *_solved(call, matrix, columns, turned=_turned(call, left))))
+
+
+def _turned(call: Call, left: bool) -> bool:
+    """Whether the transposed factors are used, of matrices to the left of what is sought, or to the right."""
+    transposed = call.profile.release < _AS_THEY_ARE and is_contiguous(call.args[0])
+    return transposed == left
 
 
 def inverse(call: Call) -> Plan | None:
@@ -139,7 +147,7 @@ def inverse(call: Call) -> Plan | None:
     if not elements(matrix):
         return None
     made = [("factors", size(matrix)), ("pivots", 4 * rows * _batch(matrix))]
-    return (REST, *within(made, *_factored(call), *_solved(call, matrix, rows, turned=False)))
+    return (REST, *within(made, *_factored(call), *_solved(call, matrix, rows, turned=_turned(call, True))))
 
 
 def determinant(call: Call) -> Plan | None:

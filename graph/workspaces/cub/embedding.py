@@ -10,12 +10,12 @@ from collections.abc import Mapping
 from typing import Final
 
 from graph.workspaces.cub.indexing import filled
+from graph.workspaces.cub.sorting import SMALL_SORT, radix
 from graph.workspaces.cub.temporary import scan, scan_by_key, selected, sort_pairs, unique_by_key
 from graph.workspaces.metadata import elements, is_contiguous, is_line, shape, size, strides, up, upper, width
 from graph.workspaces.rules import REST, Call, Plan, Rule, within
 
 _UNSORTED: Final = 3072
-_SMALL_SORT: Final = 4096
 _ROWS_PER_THREAD: Final = 10
 _BLOCK: Final = 1024
 _WARP: Final = 32
@@ -104,18 +104,21 @@ def embedding(call: Call) -> Plan | None:
 def embedding_renorm(call: Call) -> Plan | None:
     """`embedding_renorm_` (`max_norm`): indices are sorted, and the different ones taken (`embedding_renorm_cuda_`).
 
-    Of 70,000 indices of 64 bits the last step was recorded with 256 bytes more.
+    Before 2.13 each row of them was sorted by itself. Of 70,000 indices of 64 bits the last step was recorded with 256
+    bytes more.
     """
-    indices = call.args[1]
+    indices, whole = call.args[1], call.profile.release >= (2, 13)
     count, nbytes = elements(indices), size(indices)
     if not count:
         return None
-    large = [("sort", sort_pairs(call.profile, count, width(indices), 8))] if count > _SMALL_SORT else []
-    sort = within([*large]) if large else ()
-    copied = [] if is_contiguous(indices) else [("indices", nbytes)]
-    order = within([("order", 8 * count), ("range", 8 * count)], *sort)
+    along = count if whole else (shape(indices) or (1,))[-1]
+    short = within([("range", 8 * along)])
+    sort = short if along <= SMALL_SORT else radix(call.profile, count, along, width(indices))
+    copied = [] if is_contiguous(indices) or not (whole or along > SMALL_SORT) else [("indices", nbytes)]
+    order = within([("order", 8 * count), *([] if whole else copied)], *sort)
+    kept = [*copied, ("kept", nbytes)] if whole else []
     unique = within([("different", nbytes), ("count", 8), ("select", selected(call.profile, count))])
-    return within([*copied, ("kept", nbytes), ("sorted", nbytes)], *order, *unique)
+    return within([*kept, ("sorted", nbytes)], *order, *unique)
 
 
 RULES: Mapping[str, Rule] = {

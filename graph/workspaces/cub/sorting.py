@@ -38,7 +38,8 @@ from graph.workspaces.rules import REST, Call, Plan, Rule, Step, after, within
 if TYPE_CHECKING:
     import torch
 
-_SMALL_SORT: Final = 4096
+#: Longest rows that are sorted in shared memory.
+SMALL_SORT: Final = 4096
 _LARGE_ROW: Final = 1_000_000
 _SEGMENTS: Final = 128
 _TOPK_THREADS: Final = 256
@@ -58,12 +59,12 @@ def sort(call: Call) -> Plan | None:
     position = 2 if call.name.endswith("stable") else 1
     place = dimension(int(argument(call, position, "dim", -1)), len(sizes))
     along = sizes[place]
-    if along <= _SMALL_SORT:
+    if along <= SMALL_SORT:
         return (REST, *within([("places", along * 8)], *filled(call)))
-    return (REST, *within(_in_rows(call, place), *_radix(call.profile, elements(source), along, width(source))))
+    return (REST, *within(_in_rows(call, place), *radix(call.profile, elements(source), along, width(source))))
 
 
-def _radix(profile: Profile, count: int, along: int, item: int) -> Plan:
+def radix(profile: Profile, count: int, along: int, item: int) -> Plan:
     """Radix sorts of `count` values in rows of `along`."""
     rows = count // along
     if rows == 1 or along >= _LARGE_ROW:
