@@ -7,9 +7,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import chain
+from math import inf
 from typing import TYPE_CHECKING, Final
 
-from graph.workspaces.metadata import dtype, elements, is_complex, is_dense, shape, strides, tensors, up, width
+from graph.workspaces.metadata import (
+    argument,
+    dtype,
+    elements,
+    is_complex,
+    is_dense,
+    shape,
+    strides,
+    tensors,
+    up,
+    width,
+)
 from graph.workspaces.reduction import norm_of
 from graph.workspaces.rules import REST, Call, Plan, Rule, after, within
 
@@ -17,6 +29,11 @@ if TYPE_CHECKING:
     import torch
 
 _CHUNK: Final = 65536
+#: Norms that one kernel computes of a list.
+_ORDERS: Final = (0, 1, 2, inf)
+#: Since when those of order 0 are among them, and the largest value only where no tensor is empty (2.10: no record).
+_OF_ZERO: Final = (2, 12)
+_LARGEST_OF_SOME: Final = (2, 11)
 
 
 def _fast(sources: Sequence[torch.Tensor]) -> bool:
@@ -45,12 +62,27 @@ def foreach_norm(call: Call) -> Plan | None:
         made = zip(sources, tensors(call.out), strict=True)
         apart = [norm_of(call, source, range(len(shape(source))), out) or () for source, out in made]
         return tuple(chain.from_iterable((("out", place), *steps) for place, steps in enumerate(apart)))
-    if not _fast(sources):
+    order = float(argument(call, 1, "ord", 2))
+    empty = [place for place, source in enumerate(sources) if not elements(source)]
+    given = [source for source in sources if elements(source)]
+    release = call.profile.release
+    known = order in _ORDERS and (order or release >= _OF_ZERO)
+    if not known or (order == inf and empty and release >= _LARGEST_OF_SOME) or (given and not _fast(given)):
         return None
     item = max(4, width(sources[0]))
+    if empty:
+        return _with_zeros(sources, empty, [("partials", _partials(sources, item))] if given else [])
     if call.profile.release < (2, 15):
         return within([("partials", _partials(sources, item))], REST)
     return within(_ragged(sources, item), REST)
+
+
+def _with_zeros(sources: Sequence[torch.Tensor], empty: Sequence[int], partials: Sequence[tuple[str, int]]) -> Plan:
+    """The norms of the others, then a zero for each empty tensor, which is copied."""
+    others = [("out", place) for place in range(len(sources)) if place not in empty]
+    zeros = [(f"zero {place}", width(sources[place])) for place in empty]
+    births, deaths = [("alloc", *zero) for zero in zeros], [("free", key) for key, _ in zeros]
+    return within(partials, *others, *births, *(("out", place) for place in empty), *deaths)
 
 
 def foreach_max(call: Call) -> Plan | None:
