@@ -1,5 +1,6 @@
 """Small parts of programs that few write: after each, the peak of allocated bytes in it and allocations so far."""
 import gc
+import time
 
 import torch
 from torch.ao.quantization import MovingAverageMinMaxObserver, MovingAveragePerChannelMinMaxObserver
@@ -42,6 +43,7 @@ def tangents():
     jvp(layers, (torch.randn(512, 64, device="cuda"),), (torch.randn(512, 64, device="cuda"),))
     jacfwd(layers)(torch.randn(64, device="cuda"))
     hessian(lambda one: layers(one).pow(2).sum())(torch.randn(64, device="cuda"))
+    time.sleep(0.5)  # the thread of autograd lets go of what it computed with
     gc.collect()
     zeros = torch._efficientzerotensor((500, 500), device="cuda")
     kept = [zeros + 1, zeros * made(500, 500), zeros @ made(500, 500), zeros.t().clone(), zeros.to(torch.float16)]
