@@ -17,7 +17,7 @@ from functools import partial
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from graph.workspaces.gemm import cublas
+from graph.workspaces.gemm import by_cublas
 from graph.workspaces.metadata import (
     CHANNELS_LAST,
     argument,
@@ -279,8 +279,7 @@ def columns_forward(call: Call) -> Plan | None:
     stride, padding = argument(call, 4, "stride"), argument(call, 5, "padding")
     plain = "2d_forward" in call.name and _row(weight) == weight.sizes[1] and max(stride) == 1 and max(padding) == 0
     inside = [] if plain else [("columns", _row(weight) * prod(out.sizes[2:]) * width(call.args[0]))]
-    before, behind = cublas(call)
-    return within(_needed([("input", source), ("weight", weight)], False), REST, *within(inside, *before, *behind))
+    return within(_needed([("input", source), ("weight", weight)], False), REST, *by_cublas(call, inside))
 
 
 def transposed_forward(call: Call) -> Plan | None:
@@ -291,8 +290,7 @@ def transposed_forward(call: Call) -> Plan | None:
     inside = [("columns", _row(weight) * prod(source.sizes[2:]) * item)]
     if argument(call, 3, "bias") is not None:
         inside.append(("ones", prod(out.sizes[2:]) * item))
-    before, behind = cublas(call)
-    steps = within(_needed(operands, False), *within(inside, *before, *behind))
+    steps = within(_needed(operands, False), *by_cublas(call, inside))
     if len(source.sizes) == 4 or out.bytes <= source.bytes:
         return (REST, *steps)
     return (("alloc", "first", source.bytes), REST, ("free", "first"), *steps)
@@ -318,8 +316,7 @@ class _Group:
 
     def product(self) -> Plan:
         """A product of matrices."""
-        before, behind = cublas(self.call)
-        return (*before, *behind)
+        return by_cublas(self.call)
 
     def total(self) -> Plan:
         """The sum that is the bias's gradient."""

@@ -40,7 +40,7 @@ def copy_(call: Call) -> Plan | None:
     if same and (alike or flat):
         return None
     if on_device(target):
-        waits = not (call.args[2] if len(call.args) > 2 else call.kwargs.get("non_blocking"))
+        waits = not argument(call, 2, "non_blocking")
         sent = width(target if waits else source)
         nbytes = 0 if is_contiguous(target) and (same or waits) else elements(target) * sent
     else:

@@ -15,7 +15,7 @@ there. Sizes and life times by release, checked against recordings of the CUDA b
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from graph.hardware.profile import Profile
@@ -110,6 +110,12 @@ def cublas(call: Call) -> tuple[list[Step], list[Step]]:
     if call.profile.release >= (2, 15):
         return _taken("cublas", nbytes)
     return _stays(call, "cublas", nbytes), []
+
+
+def by_cublas(call: Call, scratch: Iterable[tuple[str, int]] = ()) -> Plan:
+    """A kernel that uses a cuBLAS handle, and what it is given."""
+    before, after = cublas(call)
+    return within(scratch, *before, *after)
 
 
 def cublaslt(call: Call) -> tuple[list[Step], list[Step]]:

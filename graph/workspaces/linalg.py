@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from math import prod
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Literal
 
-from graph.workspaces.gemm import cublas
+from graph.workspaces.gemm import by_cublas
 from graph.workspaces.metadata import argument, elements, in_order, is_contiguous, shape, size, strides, tensors, width
 from graph.workspaces.rules import REST, Call, Plan, Rule, Step, within
 
@@ -43,18 +43,12 @@ def solve_triangular(call: Call) -> Plan | None:
     columns."""
     factors = call.args[0]
     copied = [] if is_contiguous(factors) or _by_columns(factors) else [("factors", size(factors))]
-    return (REST, *_by_cublas(call, [*copied, *_pointers(factors)])) if elements(call.args[1]) else None
+    return (REST, *by_cublas(call, [*copied, *_pointers(factors)])) if elements(call.args[1]) else None
 
 
 def triangular_solve(call: Call) -> Plan | None:
     """`triangular_solve`: the triangular matrices come second."""
-    return (REST, *_by_cublas(call, _pointers(call.args[1]))) if elements(call.args[0]) else None
-
-
-def _by_cublas(call: Call, scratch: list[tuple[str, int]]) -> Plan:
-    """What a kernel of cuBLAS is given, and cuBLAS's own workspace."""
-    before, behind = cublas(call)
-    return within(scratch, *before, *behind)
+    return (REST, *by_cublas(call, _pointers(call.args[1]))) if elements(call.args[0]) else None
 
 
 def _by_columns(matrix: torch.Tensor) -> bool:
@@ -81,37 +75,41 @@ def _factored(call: Call) -> Plan:
     matrix = call.args[0]
     rows, columns = shape(matrix)[-2:]
     batched = _batch(matrix) > 1 and rows == columns and rows < _LARGE_FACTORS
-    return _by_cublas(call, [("matrices", 8 * _batch(matrix))]) if batched and rows else ()
+    return by_cublas(call, [("matrices", 8 * _batch(matrix))]) if batched and rows else ()
 
 
 def _solved(call: Call, factors: torch.Tensor, columns: int, *, turned: bool) -> Plan:
     """Right sides of so many columns solved by factors (`lu_solve_kernel`), with the transposed ones if `turned`."""
     batch, rows = _batch(factors), shape(factors)[-1]
-    if _together(batch, rows, columns):
-        return _by_cublas(call, [("pointers", 8 * batch), ("other pointers", 8 * batch)])
-    if (
-        rows != columns
-        and batch <= _FEW
-        and ((rows <= 64 and (columns <= 64 or turned or rows <= 32)) or (rows <= 128 and columns <= _FEW))
-    ):
-        return ()  # by cuSOLVER, one by one
+    way = _way(batch, rows, columns, turned)
+    if way == "together":
+        return by_cublas(call, [("pointers", 8 * batch), ("other pointers", 8 * batch)])
+    if way == "apart":
+        return ()
     right = batch * rows * columns * width(factors)
     order = [("range", 8 * rows), ("permutation", 8 * rows * batch)] if batch > 1 else [("permutation", 8 * rows)]
     births: Plan = (*(("alloc", *one) for one in order), *((("free", "range"),) if batch > 1 else ()))
-    solves = [_by_cublas(call, [(f"{name} {n}", nbytes) for name, nbytes in _pointers(factors)]) for n in range(2)]
+    solves = [by_cublas(call, [(f"{name} {n}", nbytes) for name, nbytes in _pointers(factors)]) for n in range(2)]
     if turned:
         return (*births, *solves[0], *solves[1], *within([("copy", right)]), ("free", "permutation"))
     inverse = [("places", 8 * rows), ("inverse", 8 * rows * batch), ("permuted", right)]
     return (*births, *within(inverse, *solves[0], *solves[1]), ("free", "permutation"))
 
 
-def _together(batch: int, rows: int, columns: int) -> bool:
-    """Whether cuBLAS solves all matrices of a batch at once."""
-    if rows == columns or rows <= 8:
-        return rows <= 16
-    if batch <= _FEW and rows <= 64:
-        return False
-    return columns <= (8 if rows <= 64 else 2) and rows <= 128 and not (batch <= _FEW and columns <= _FEW)
+def _way(batch: int, rows: int, columns: int, turned: bool) -> Literal["together", "apart", "triangular"]:
+    """Who solves: cuBLAS all matrices of a batch at once, cuSOLVER one by one, or two triangular solves."""
+    if rows == columns:
+        return "together" if rows <= 16 else "triangular"
+    few = batch <= _FEW
+    if rows <= 8:
+        return "together"
+    if rows <= 64:
+        if few and (columns <= 64 or turned or rows <= 32):
+            return "apart"
+        return "together" if columns <= 8 else "triangular"
+    if rows <= 128 and columns <= 2:
+        return "apart" if few else "together"
+    return "triangular"
 
 
 def lu_factor(call: Call) -> Plan | None:

@@ -233,6 +233,8 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--recorded", type=Path, help="another recording, JSON")
     parser.add_argument("--results", type=Path, help="where to write what was found here")
     options = parser.parse_args(arguments)
+    if options.strided and options.dtype != "float32" and options.recorded is None:
+        parser.error("--strided is recorded with --dtype float32 alone: name another recording by --recorded")
     name = options.dtype + ("-strided" if options.strided else "")
     theirs = recording(name) if options.recorded is None else json.loads(options.recorded.read_text())
     ours = measured(frozenset(options.names), getattr(torch, options.dtype), strided=options.strided)

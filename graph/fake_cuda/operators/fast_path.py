@@ -64,17 +64,15 @@ def attention(
     scores = _aten.bmm(queries, keys.transpose(1, 2)).view(batch, heads, tokens, -1)
     scores = _normalized(runtime, scores, mask, mask_type)
     _aten.bmm.out(scores.view(batch * heads, tokens, -1), values, out=queries)
-    if not need_weights:
-        del scores
+    kept = scores if need_weights else None
+    del scores
     rows = queries.view(batch, heads, tokens, head).permute(0, 2, 1, 3).contiguous().view(batch * tokens, size)
     result = _aten.linear(rows, out_weight, out_bias).view(batch, tokens, -1)
     del rows
-    if not need_weights:
-        return result, None
-    if average:
-        scores = scores.sum(1)
-        scores /= heads
-    return result, scores
+    if kept is not None and average:
+        kept = kept.sum(1)
+        kept /= heads
+    return result, kept
 
 
 def _projected(
