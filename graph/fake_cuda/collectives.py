@@ -316,11 +316,17 @@ def _finished(tensors: list[torch.Tensor]) -> Any:
     return finished_work(future)
 
 
-class _Silent:
-    """DDP's logger, which would ask a CUDA build for a timer."""
+class _Untimed:
+    """DDP's logger, but for times: it would ask a CUDA build for a timer."""
 
-    def __getattr__(self, name: str) -> Callable[..., None]:
-        return lambda *args, **kwargs: None
+    def __init__(self, real: Any) -> None:
+        self._real = real
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._real, name)
+
+    def set_runtime_stats_and_log(self) -> None:
+        """No times of an iteration."""
 
 
 @contextlib.contextmanager
@@ -330,7 +336,7 @@ def lone_replicas() -> Iterator[None]:
 
     def made(self: parallel.DistributedDataParallel, *args: object, **kwargs: object) -> None:
         plain(self, *args, **kwargs)
-        self.logger = _Silent()
+        self.logger = _Untimed(self.logger)
 
     with (
         mock.patch.object(parallel, "_verify_param_shape_across_processes", return_value=None),

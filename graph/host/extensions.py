@@ -43,6 +43,10 @@ _WAYS_OUT: Final = (
         "numbers that the program reads of the GPU are 0 (`assumptions` of --json): record --floats 1 has them be 1",
     ),
     (
+        r"your machine only has|invalid device ordinal",
+        "record --nproc-per-node says how many GPUs the machine has, each with a rank of the program",
+    ),
+    (
         r"libcu\w+\.so|libnv\w+\.so|No CUDA runtime|CUDA_HOME|Unable to find CUDA|CUDAExtension",
         "an extension in C++ needs CUDA itself, and what it would do on the GPU cannot be recorded. Use its "
         "implementation in Python or Triton, or PyTorch's own operators, if it has such a switch",
@@ -58,7 +62,11 @@ def _ready(module: object) -> None:
 def launching_nothing(runtime: Runtime) -> Iterator[None]:
     """Inside, bitsandbytes, flash-attn, Apex and Triton run when they are imported: what they launch does nothing."""
     logging.getLogger("bitsandbytes.cextension").setLevel(logging.CRITICAL)  # it says that CUDA's libraries are absent
-    changes: dict[str, Change] = {"bitsandbytes.cextension": quantization.loaded, "bitsandbytes": _ready}
+    changes: dict[str, Change] = {
+        "bitsandbytes.cuda_setup.main": quantization.set_up,
+        "bitsandbytes.cextension": quantization.loaded,
+        "bitsandbytes": _ready,
+    }
     changes |= triton_installed.changes(runtime)
     standing = _standing()
     sys.modules.update(standing)
@@ -84,7 +92,8 @@ def _standing() -> Mapping[str, ModuleType]:
 
 def way_out(error: BaseException) -> str:
     """A word for the user where a program fails for what is not here, an extension or a number; else nothing."""
-    if not isinstance(error, ImportError | OSError | RuntimeError | AssertionError | ArithmeticError | ValueError):
+    known = ImportError | OSError | RuntimeError | AssertionError | ArithmeticError | ValueError
+    if not isinstance(error, known) and type(error).__name__ != "MisconfigurationException":  # Lightning's
         return ""
     found = (way for pattern, way in _WAYS_OUT if re.search(pattern, f"{getattr(error, 'name', '')} {error}"))
     return next(found, "")

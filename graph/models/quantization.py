@@ -90,6 +90,22 @@ def loaded(extension: Any) -> None:
         extension.lib = _Library(extension.lib if getattr(extension.lib, "compiled_with_cuda", False) else None)
 
 
+def set_up(main: Any) -> None:
+    """To be called once `bitsandbytes.cuda_setup.main`, which releases up to 0.42 have, has been imported.
+
+    It looks for CUDA's libraries, and where they are absent `bitsandbytes.cextension` raises.
+    """
+    real = main.CUDASetup.run_cuda_setup
+
+    def run_cuda_setup(self: Any) -> None:
+        if fake_cuda._active:
+            self.initialized, self.lib = True, _Library(None)
+        else:
+            real(self)
+
+    main.CUDASetup.run_cuda_setup = run_cuda_setup
+
+
 def _before_backends() -> bool:
     """Releases before 0.46 have no backends: their functions call the compiled library where they stand."""
     return importlib.util.find_spec("bitsandbytes.backends") is None

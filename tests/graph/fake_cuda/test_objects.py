@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -113,6 +114,21 @@ def test_a_program_that_spawns_its_ranks_is_the_first_of_them(runtime: Runtime) 
         dist.destroy_process_group()
         assert torch.multiprocessing.spawn(seen.append, nprocs=2, join=False).join()
     assert seen == [(0, 0, 4, torch.device("cuda", 0)), 0]
+
+
+def test_what_lightning_asks_of_a_job(runtime: Runtime) -> None:
+    """Its barriers are gloo's monitored ones (fabric/utilities/distributed.py), and it reads DDP's log at the end."""
+    with joined(runtime, _Untold()):
+        dist.init_process_group("nccl", rank=0, world_size=2)
+        group = dist.new_group(backend="gloo")
+        group.monitored_barrier()
+        dist.monitored_barrier(group, timeout=timedelta(seconds=5), wait_all_ranks=True)
+        model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(6, 2, device="cuda"))
+        for _ in range(2):
+            model(torch.ones(3, 6, device="cuda")).sum().backward()
+        told = model._get_ddp_logging_data()
+    assert (told["module_name"], told["world_size"], told["iteration"]) == ("Linear", 2, 0)
+    assert told["total_parameter_size_bytes"] == 4 * (2 * 6 + 2)
 
 
 def test_batches_are_normalized_over_all_ranks(runtime: Runtime) -> None:

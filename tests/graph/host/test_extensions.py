@@ -67,6 +67,44 @@ def test_what_a_library_wrote_takes_no_memory_of_the_host(tmp_path: Path) -> Non
     assert int(done.stdout) < 100  # of 192 MiB that the 12 are
 
 
+#: As bitsandbytes up to 0.42 looks for CUDA when it is imported (cuda_setup/main.py, cextension.py).
+OLD_BITSANDBYTES = {
+    "bitsandbytes/cuda_setup/__init__.py": "",
+    "bitsandbytes/cuda_setup/main.py": """
+class CUDASetup:
+    initialized, lib = False, None
+
+    def run_cuda_setup(self):
+        raise OSError("libcudart.so: cannot open shared object file")
+""",
+    "bitsandbytes/cextension.py": """
+import ctypes
+from bitsandbytes.cuda_setup.main import CUDASetup
+setup = CUDASetup()
+if not setup.initialized:
+    setup.run_cuda_setup()
+lib = setup.lib
+lib.get_context.restype = ctypes.c_void_p
+""",
+    "bitsandbytes/functional.py": "from bitsandbytes.cextension import lib\n\ndef get_paged(): ...\n",
+    "bitsandbytes/__init__.py": "from bitsandbytes import functional\n",
+    "train.py": "import bitsandbytes\nprint(bitsandbytes.functional.lib.cquantize_blockwise_fp16(0))\n",
+}
+
+
+def test_bitsandbytes_that_looks_for_cuda_when_it_is_imported(tmp_path: Path) -> None:
+    for name, text in OLD_BITSANDBYTES.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    done = record(tmp_path, "train.py")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "0\n"
+
+
+class MisconfigurationException(Exception):  # noqa: N818
+    """Lightning's."""
+
+
 @pytest.mark.parametrize(
     ("error", "told"),
     [
@@ -80,6 +118,8 @@ def test_what_a_library_wrote_takes_no_memory_of_the_host(tmp_path: Path) -> Non
             PYTHON_SIDE,
         ),
         (ModuleNotFoundError("No module named 'xformers'", name="xformers"), "scaled_dot_product_attention"),
+        (MisconfigurationException("You requested gpu: [0, 1]\n But your machine only has: [0]"), "--nproc-per-node"),
+        (RuntimeError("CUDA error: invalid device ordinal"), "--nproc-per-node"),
         (OSError("libcudart.so.12: cannot open shared object file"), "an extension in C++ needs CUDA"),
         (ModuleNotFoundError("No module named 'numpyy'", name="numpyy"), ""),
         (ZeroDivisionError("float division by zero"), "--floats 1"),
