@@ -85,6 +85,7 @@ class Runtime:
         self.allocator = allocator
         self.device = torch.device("cuda", index)
         self.count = count
+        self.initialized = False  # whether the program has asked for what initializes CUDA; its tensors do, too
         self.memory = Memory()
         self.memory.index = index
         self._observer: Observer | None = None
@@ -205,6 +206,7 @@ class Runtime:
         """Count storages from 1 again; there must be none."""
         self.memory.restart()
         self.values.restart()
+        self.initialized = False
         self.assumptions.clear()
 
     def synchronized(self, point: int = 0) -> None:

@@ -109,6 +109,8 @@ def _passed(group: Group = None, timeout: object = None, wait_all_ranks: bool = 
 class _Ended:
     """What `spawn` gives to those who wait themselves."""
 
+    processes: tuple[object, ...] = ()
+
     def join(self, *args: object, **kwargs: object) -> bool:
         """All has ended."""
         return True
@@ -117,8 +119,14 @@ class _Ended:
 def _own_rank(
     fn: Callable[..., Any], args: tuple[Any, ...] = (), nprocs: int = 1, join: bool = True, *how: object, **also: object
 ) -> _Ended | None:
-    """`torch.multiprocessing.spawn` and `start_processes`: one process's work, that of this rank, done in this one."""
-    fn(int(os.environ.get("RANK", "0")) % nprocs, *args)
+    """`torch.multiprocessing.spawn` and `start_processes`: one process's work, that of this rank, done in this one.
+
+    Those who wait themselves may wait for what only the first process gives: another one ends here.
+    """
+    own = int(os.environ.get("RANK", "0")) % nprocs
+    fn(own, *args)
+    if own and not join:
+        raise SystemExit(0)
     return None if join else _Ended()
 
 

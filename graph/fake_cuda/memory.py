@@ -171,6 +171,11 @@ class Memory:
         self.lock: AbstractContextManager[Any]
         locking(self)
 
+    @property
+    def used(self) -> bool:
+        """Whether a storage has been born."""
+        return self._next > 1
+
     def restart(self) -> None:
         """Number from 1 again."""
         assert not self.live

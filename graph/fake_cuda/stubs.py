@@ -288,8 +288,29 @@ def _each(names: str, answer: Callable[..., Any]) -> dict[str, Callable[..., Any
     return {name: lambda *args, **kwargs: answer(*args, **kwargs) for name in names.split()}
 
 
+#: Functions of `torch.cuda` that initialize CUDA (torch/cuda/__init__.py, torch/csrc/cuda/Module.cpp).
+_INITIALIZING: Final = (
+    *("_lazy_init", "init", "set_device", "current_device", "synchronize", "current_stream", "default_stream"),
+    *("set_stream", "get_device_name", "get_device_capability", "get_device_properties", "get_rng_state"),
+    *("set_rng_state", "ipc_collect", "can_device_access_peer"),
+)
+
+
+def _initializing(runtime: Runtime, function: Callable[..., Any]) -> Callable[..., Any]:
+    def called(*args: object, **kwargs: object) -> Any:
+        runtime.initialized = True
+        return function(*args, **kwargs)
+
+    return called
+
+
 def attributes(runtime: Runtime) -> dict[str, Any]:
     """What replaces the attributes of these names in `torch.cuda`."""
+    found = _attributes(runtime)
+    return found | {name: _initializing(runtime, found[name]) for name in _INITIALIZING}
+
+
+def _attributes(runtime: Runtime) -> dict[str, Any]:
     card = runtime.profile
     Stream.runtime, Stream._made = runtime, 0
     default, index = Stream(number=0), runtime.device.index
@@ -300,7 +321,7 @@ def attributes(runtime: Runtime) -> dict[str, Any]:
     return {
         **_each(quiet, _nothing),
         "is_available": lambda: True,
-        "is_initialized": lambda: True,
+        "is_initialized": lambda: runtime.initialized or runtime.memory.used,
         "_is_in_bad_fork": lambda: False,
         "is_current_stream_capturing": lambda: runtime.stream.stream_id in runtime.captured,
         "device_count": lambda: runtime.count,

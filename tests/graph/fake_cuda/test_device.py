@@ -128,6 +128,18 @@ def test_gradients_that_accumulate_out_of_place_are_noticed(runtime: Runtime) ->
 # -------------------------------------------------------------------------------------------------------------- tensors
 
 
+@pytest.mark.parametrize(
+    "first", [lambda: torch.cuda.get_device_name(), lambda: torch.ones(2, device="cuda")], ids=["asked", "made"]
+)
+def test_cuda_is_initialized_by_what_needs_it(runtime: Runtime, first: Callable[[], object]) -> None:
+    assert (torch.cuda.is_available(), torch.cuda.device_count()) == (True, 1)
+    initialized: Callable[[], bool] = torch.cuda.is_initialized
+    torch.cuda.manual_seed_all(1)
+    assert not initialized()
+    first()
+    assert initialized()
+
+
 def test_tensors_are_plain_and_on_the_gpu(runtime: Runtime) -> None:
     tensor = torch.empty(3, 4, device="cuda")
     assert type(tensor) is torch.Tensor

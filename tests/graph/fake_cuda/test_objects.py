@@ -116,6 +116,20 @@ def test_a_program_that_spawns_its_ranks_is_the_first_of_them(runtime: Runtime) 
     assert seen == [(0, 0, 4, torch.device("cuda", 0)), 0]
 
 
+def test_of_ranks_that_are_waited_for_elsewhere_the_others_end(
+    runtime: Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Lightning waits for what the first rank puts in a queue, and looks at the processes it started."""
+    seen: list[int] = []
+    with joined(runtime, _Untold()):
+        started = torch.multiprocessing.start_processes(seen.append, nprocs=2, join=False)
+        assert (started.join(), list(started.processes)) == (True, [])
+        monkeypatch.setenv("RANK", "1")
+        with pytest.raises(SystemExit) as ended:
+            torch.multiprocessing.start_processes(seen.append, nprocs=2, join=False)
+    assert (seen, ended.value.code) == ([0, 1], 0)
+
+
 def test_what_lightning_asks_of_a_job(runtime: Runtime) -> None:
     """Its barriers are gloo's monitored ones (fabric/utilities/distributed.py), and it reads DDP's log at the end."""
     with joined(runtime, _Untold()):
