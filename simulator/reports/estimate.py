@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
@@ -22,8 +22,10 @@ if TYPE_CHECKING:
 
 #: What needs a larger share of what the case needs saves nothing worth a word.
 _SAVES: Final = 0.99
-#: Changes that are not enough, of which a report speaks.
+#: Changes that would fit, of which a sentence speaks.
 _MOST: Final = 8
+#: Changes that are not enough, and those not tried, of which a report speaks.
+_FEW: Final = 3
 #: Plans that a report shows.
 _SHOWN: Final = 12
 #: Keys of a case that the headline does not repeat: the report shows them elsewhere, or the model begins the line.
@@ -118,10 +120,16 @@ def _not_enough(found: Plans) -> Iterator[str]:
     """What saves something, but not enough, and what there was no time for."""
     saving = [one for one in found.short if (one.judged.needs or found.needs) < found.needs * _SAVES]
     if saving:
-        said = (f"{one.options} ({format_bytes(one.judged.needs or 0)})" for one in saving[:_MOST])
-        yield f"Not enough: {'; '.join(said)}."
+        said = [f"{one.options} ({format_bytes(one.judged.needs or 0)})" for one in saving]
+        yield f"Not enough: {_first(said, ' (--json has all)')}."
     if found.untried:
-        yield f"Not tried, for want of time: {'; '.join(found.untried)}."
+        yield f"Not tried, for want of time: {_first(found.untried)}."
+
+
+def _first(said: Sequence[str], elsewhere: str = "") -> str:
+    """The first few of a list, in words, and where the others are."""
+    more = f"; and {len(said) - _FEW} more{elsewhere}" if len(said) > _FEW else ""
+    return "; ".join(said[:_FEW]) + more
 
 
 def _extra(estimate: Estimate) -> Iterator[Block]:
