@@ -25,7 +25,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from tests.accuracy import galvatron, pipelines, sft, trainers
+from tests.accuracy import galvatron, litgpt, pipelines, sft, trainers
 from tests.places import DATA, ROOT
 
 #: The whole collection, where it stands beside the project, and the part of it that the project has.
@@ -372,6 +372,8 @@ def read(row: Row) -> Reading:
     """A row as a case; LeftOutError says why it cannot be one."""
     if _has(row["optimizer"], "hybrid"):
         raise LeftOutError("LLMem's own runs: `python -m tests.accuracy table2`, `python -m tests.accuracy.choice`")
+    if row["source"].startswith(("LitGPT config_hub", "LitGPT tutorials")):
+        raise LeftOutError("LitGPT's own programs: `python -m tests.accuracy litgpt`")
     if not _counter(row) or not row["peak_bytes"]:
         raise LeftOutError("no peak was printed")
     reading = Reading(row)
@@ -509,7 +511,5 @@ def main(arguments: list[str]) -> None:
             found.append(one)
             print(told(one), flush=True)
     print("\n" + "\n".join(summary(found)))
-    print(
-        "\nkept from runs of their own programs (`python -m tests.accuracy sft`, `trainers`, `pipelines`, `galvatron`):"
-    )
-    print("\n".join([*sft.kept(), *trainers.kept(), *pipelines.kept(), *galvatron.kept()]))
+    print("\nkept from runs of their own programs (`python -m tests.accuracy NAME`):")
+    print("\n".join(line for table in (sft, litgpt, trainers, pipelines, galvatron) for line in table.kept()))

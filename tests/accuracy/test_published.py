@@ -145,6 +145,7 @@ def test_every_row_is_a_case_or_has_a_reason() -> None:
             left_out.append(str(reason))
     assert len(left_out) == 3
     assert all(len(reason) > 10 for reason in left_out)
+    assert any("tests.accuracy litgpt" in reason for reason in left_out)
 
 
 def test_rows_are_chosen_by_columns_and_keys() -> None:
