@@ -167,6 +167,7 @@ import torch
 import torch.distributed as dist
 
 dist.init_process_group(*sys.argv[1:])
+torch.cuda.init()  # before it memory_stats() is empty
 names = [f"{name}_bytes.all.{value}" for name, value in (("allocated", "current"), ("requested", "current"))]
 
 
