@@ -319,7 +319,7 @@ def _finished(tensors: list[torch.Tensor]) -> Any:
 class _Untimed:
     """DDP's logger, but for times: it would ask a CUDA build for a timer."""
 
-    def __init__(self, real: Any) -> None:
+    def __init__(self, real: object) -> None:
         self._real = real
 
     def __getattr__(self, name: str) -> Any:

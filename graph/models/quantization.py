@@ -10,7 +10,7 @@ import functools
 import importlib.util
 import sys
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import torch
 
@@ -90,14 +90,21 @@ def loaded(extension: Any) -> None:
         extension.lib = _Library(extension.lib if getattr(extension.lib, "compiled_with_cuda", False) else None)
 
 
-def set_up(main: Any) -> None:
+class _Setup(Protocol):
+    """`CUDASetup` of bitsandbytes up to 0.42."""
+
+    initialized: bool
+    lib: object
+
+
+def set_up(main: ModuleType) -> None:
     """To be called once `bitsandbytes.cuda_setup.main`, which releases up to 0.42 have, has been imported.
 
     It looks for CUDA's libraries, and where they are absent `bitsandbytes.cextension` raises.
     """
     real = main.CUDASetup.run_cuda_setup
 
-    def run_cuda_setup(self: Any) -> None:
+    def run_cuda_setup(self: _Setup) -> None:
         if fake_cuda._active:
             self.initialized, self.lib = True, _Library(None)
         else:
