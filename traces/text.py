@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from typing import Final
 
 _LIMIT: Final = 60
@@ -35,6 +36,12 @@ def one_line(text: object) -> str:
     line = " ".join(str(text).split())
     line = "".join(c if c.isprintable() else "?" for c in line)
     return line if len(line) <= 160 else line[:157] + "..."
+
+
+def first_of(said: Sequence[str], most: int, elsewhere: str = "") -> str:
+    """The first `most` of several things to say, and how many more there are, with a word on where."""
+    more = f"; and {len(said) - most} more{elsewhere}" if len(said) > most else ""
+    return "; ".join(said[:most]) + more
 
 
 def reason(error: BaseException) -> str:

@@ -86,7 +86,7 @@ def ready() -> Any:
 
 def loaded(extension: Any) -> None:
     """To be called once `bitsandbytes.cextension` has been imported, and nothing of bitsandbytes after it."""
-    if _before_backends():
+    if _before_backends() and not isinstance(extension.lib, _Library):
         extension.lib = _Library(extension.lib if getattr(extension.lib, "compiled_with_cuda", False) else None)
 
 

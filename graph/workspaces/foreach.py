@@ -72,7 +72,7 @@ def foreach_norm(call: Call) -> Plan | None:
     item = max(4, width(sources[0]))
     if empty:
         return _with_zeros(sources, empty, [("partials", _partials(sources, item))] if given else [])
-    if call.profile.release < (2, 15):
+    if release < (2, 15):
         return within([("partials", _partials(sources, item))], REST)
     return within(_ragged(sources, item), REST)
 

@@ -11,7 +11,7 @@ from simulator.reports.document import Bar, Block, Chart, Differences, Document,
 from simulator.reports.estimate import ways_out, what_fits
 from simulator.reports.markdown import blocks, body, escaped
 from simulator.reports.verdict import WORDS
-from traces.text import one_line
+from traces.text import first_of, one_line
 from traces.units import format_bytes
 
 if TYPE_CHECKING:
@@ -81,8 +81,7 @@ def verdict(comparison: Comparison) -> str:
         return f"peak reserved {growth(change)}"
     if not grown:
         return f"no regression over {comparison.limit}"
-    rest = f"; and {len(grown) - MOST_TOLD} more" if len(grown) > MOST_TOLD else ""
-    return f"regression over {comparison.limit}: {'; '.join(grown[:MOST_TOLD])}{rest}"
+    return f"regression over {comparison.limit}: {first_of(grown, MOST_TOLD)}"
 
 
 def shown(comparison: Comparison) -> tuple[list[Pair], int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
@@ -11,7 +11,7 @@ from simulator.estimator.step_time import StepTime
 from simulator.reports import markdown, run
 from simulator.reports.document import Block, Document, Lines, Size, Table
 from simulator.reports.verdict import WORDS
-from traces.text import one_line
+from traces.text import first_of, one_line
 from traces.units import format_bytes
 
 if TYPE_CHECKING:
@@ -121,15 +121,9 @@ def _not_enough(found: Plans) -> Iterator[str]:
     saving = [one for one in found.short if (one.judged.needs or found.needs) < found.needs * _SAVES]
     if saving:
         said = [f"{one.options} ({format_bytes(one.judged.needs or 0)})" for one in saving]
-        yield f"Not enough: {_first(said, ' (--json has all)')}."
+        yield f"Not enough: {first_of(said, _FEW, ' (--json has all)')}."
     if found.untried:
-        yield f"Not tried, for want of time: {_first(found.untried)}."
-
-
-def _first(said: Sequence[str], elsewhere: str = "") -> str:
-    """The first few of a list, in words, and where the others are."""
-    more = f"; and {len(said) - _FEW} more{elsewhere}" if len(said) > _FEW else ""
-    return "; ".join(said[:_FEW]) + more
+        yield f"Not tried, for want of time: {first_of(found.untried, _FEW)}."
 
 
 def _extra(estimate: Estimate) -> Iterator[Block]:

@@ -26,7 +26,7 @@ from simulator.reports.document import (
     cut,
 )
 from simulator.reports.verdict import WORDS, failure, label_of, summary
-from traces.text import one_line
+from traces.text import first_of, one_line
 from traces.units import format_bytes
 
 if TYPE_CHECKING:
@@ -433,6 +433,5 @@ def format_time(nanoseconds: int) -> str:
 
 def _reports(rank: RankResult) -> Iterator[Lines]:
     if reports := rank.reports:
-        kinds = "; ".join(f"{report.kind} at event {report.event}" for report in reports[:4])
-        more = f"; and {len(reports) - 4} more" if len(reports) > 4 else ""
-        yield Lines((f"Reports asked for by the trace ({kinds}{more}) are in the JSON document (--json).",))
+        kinds = first_of([f"{report.kind} at event {report.event}" for report in reports], 4)
+        yield Lines((f"Reports asked for by the trace ({kinds}) are in the JSON document (--json).",))

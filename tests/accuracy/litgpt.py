@@ -28,9 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-import numpy as np
-
-from tests.accuracy.sft import FOLDER, WORKSPACE, Run, arguments_of, compared, known, read, recorded
+from tests.accuracy.sft import FOLDER, WORKSPACE, Run, arguments_of, compared, known, read, recorded, spread
 
 TABLE: Final = FOLDER / "litgpt.csv"
 #: What our runs of the table's rows held (README there).
@@ -90,7 +88,7 @@ def command(row: Mapping[str, str], root: Path, folder: Path) -> list[str]:
 def prepare(row: Mapping[str, str], root: Path, folder: Path) -> str:
     """Set up LitGPT's files in `root` for a row, with the model in `folder`; the model's name, by LitGPT."""
     if not row["program"]:
-        return str(Path(_set(root / _SETTINGS / f"{row['id']}.yaml", checkpoint_dir=f": {folder}")).name)
+        return Path(_set(root / _SETTINGS / f"{row['id']}.yaml", checkpoint_dir=f": {folder}")).name
     if row["program"] != _INFERENCE:
         _set(_program(row, root), micro_batch_size=f" = {row['micro_batch']}", devices=f" = {row['gpus']}")
     return row["model"]
@@ -137,9 +135,8 @@ def ran(row: Mapping[str, str], repository: Path, python: str) -> Run:
 def summary(found: Sequence[Compared]) -> str:
     """Rows that ran, how far off they are, and whether they run out of memory."""
     ran = [one for one in found if not one.run.failure]
-    sizes = np.abs([one.error for one in ran if one.error is not None])
-    errors = f": median {np.median(sizes):.2%}, worst {sizes.max():.2%}" if len(sizes) else ""
     right = sum((one.ours is None) == (not one.row["gb"]) for one in ran)
+    errors = spread(one.error for one in ran)
     return f"{len(ran)} of {len(found)} rows ran{errors}; verdicts: {right} of {len(ran)} right"
 
 

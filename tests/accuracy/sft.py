@@ -305,6 +305,12 @@ def _bytes(text: str) -> int | None:
     return int(text) if text else None
 
 
+def spread(errors: Iterable[float | None]) -> str:
+    """Median and worst of relative errors, behind a colon; nothing where there are none."""
+    sizes = np.abs([error for error in errors if error is not None])
+    return f": median {np.median(sizes):.2%}, worst {sizes.max():.2%}" if len(sizes) else ""
+
+
 def arguments_of(table: str) -> argparse.ArgumentParser:
     """What every table takes whose rows are run by others' programs."""
     parser = argparse.ArgumentParser(prog=f"python -m tests.accuracy {table}")

@@ -31,10 +31,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-import numpy as np
-
 from tests.accuracy import checkpoints
-from tests.accuracy.sft import FOLDER, Run, arguments_of, compared, known, read, recorded
+from tests.accuracy.sft import FOLDER, Run, arguments_of, compared, known, read, recorded, spread
 
 TABLE: Final = FOLDER / "trainers.csv"
 #: What our runs of the table's rows held (README there).
@@ -171,9 +169,8 @@ def _active(folder: Path) -> int | None:
 
 def summary(found: Sequence[Compared]) -> str:
     """Rows that ran, and how far off they are."""
-    sizes = np.abs([one.error for one in found if one.error is not None])
-    errors = f": median {np.median(sizes):.2%}, worst {sizes.max():.2%}" if len(sizes) else ""
-    return f"{len(sizes)} of {len(found)} rows ran{errors}"
+    errors = [one.error for one in found if one.error is not None]
+    return f"{len(errors)} of {len(found)} rows ran{spread(errors)}"
 
 
 def kept() -> list[str]:
