@@ -292,7 +292,7 @@ def _each(names: str, answer: Callable[..., Any]) -> dict[str, Callable[..., Any
 _INITIALIZING: Final = (
     *("_lazy_init", "init", "set_device", "current_device", "synchronize", "current_stream", "default_stream"),
     *("set_stream", "get_device_name", "get_device_capability", "get_device_properties", "get_rng_state"),
-    *("set_rng_state", "ipc_collect", "can_device_access_peer"),
+    *("get_rng_state_all", "set_rng_state", "initial_seed", "ipc_collect", "can_device_access_peer"),
 )
 
 

@@ -129,9 +129,17 @@ def test_gradients_that_accumulate_out_of_place_are_noticed(runtime: Runtime) ->
 
 
 @pytest.mark.parametrize(
-    "first", [lambda: torch.cuda.get_device_name(), lambda: torch.ones(2, device="cuda")], ids=["asked", "made"]
+    "first",
+    [
+        lambda: torch.cuda.get_device_name(),
+        lambda: torch.cuda.get_rng_state_all(),
+        lambda: torch.cuda.initial_seed(),
+        lambda: torch.ones(2, device="cuda"),
+    ],
+    ids=["name", "states", "seed", "tensor"],
 )
 def test_cuda_is_initialized_by_what_needs_it(runtime: Runtime, first: Callable[[], object]) -> None:
+    """As PyTorch 2.13's CUDA build says."""
     assert (torch.cuda.is_available(), torch.cuda.device_count()) == (True, 1)
     initialized: Callable[[], bool] = torch.cuda.is_initialized
     torch.cuda.manual_seed_all(1)
