@@ -400,7 +400,7 @@ class Kernels:
                 for name in schema.out
                 if isinstance(kwargs[name], torch.Tensor) and kwargs[name].shape != fakes[name].shape
             )
-        outputs = corrected(str(func), fake, args, kwargs, bool(self.runtime.captured))
+        outputs = corrected(self.runtime.profile, str(func), fake, args, kwargs, bool(self.runtime.captured))
         if places is not None:
             outputs = [outputs[place] for place in places]
         made = tuple(

@@ -99,6 +99,8 @@ _CUDNN_VERSION: Final[Mapping[tuple[int, int], int]] = {
     (2, 11): 91900,
     (2, 12): 92000,
     (2, 13): 92000,
+    (2, 14): 92400,
+    (2, 15): 92600,
 }
 _HALF: Final = ("float16", "bfloat16")
 
@@ -189,13 +191,21 @@ def _mask_shape(request: Request) -> bool:
 def _cudnn_shapes(request: Request, profile: Profile) -> bool:
     """Head dimensions and lengths that cuDNN takes (`check_cudnn_tensor_shapes`)."""
     rows, columns = request.query.shape[2], request.key.shape[2]
-    inner, outer = request.query.shape[3], request.value.shape[3]
-    limit = 256 if profile.arch == (9, 0) else 128
-    if profile.release >= (2, 12) and profile.arch[0] == 10 and (inner, outer) == (192, 128):
-        limit = 192
-    if max(inner, outer) > limit or inner % 8 or outer % 8:
+    heads = request.query.shape[3], request.value.shape[3]
+    if max(heads) > 128 and not _cudnn_large_heads(heads, request, profile):
         return False
-    return columns != 1 and not (rows == 1 and request.dropout != 0.0)
+    if rows == 1 and (request.dropout != 0.0 or (profile.release == (2, 14) and profile.arch[0] == 10)):
+        return False
+    return columns != 1 and not any(head % 8 for head in heads)
+
+
+def _cudnn_large_heads(heads: tuple[int, int], request: Request, profile: Profile) -> bool:
+    """Head dimensions of query and value above 128: on sm90 and sm100 alone; from 2.14 on two pairs when training."""
+    if profile.release >= (2, 14) and profile.arch[0] in (9, 10):
+        return max(heads) <= 256 if not request.needs_grad else heads in ((192, 128), (256, 256))
+    if profile.arch == (9, 0):
+        return max(heads) <= 256
+    return profile.release >= (2, 12) and profile.arch[0] == 10 and heads == (192, 128)
 
 
 def _cudnn_dropout(request: Request, profile: Profile) -> bool:
@@ -279,7 +289,7 @@ def _efficient_can(request: Request, profile: Profile, flags: Flags) -> bool:
         and outer % alignment == 0
         and _nonzero_lengths(request)
         and _inner_strides(request, ignore_single=False)
-        and _heads(request, grouped=False)
+        and _heads(request, grouped=profile.release >= (2, 14))
         and _same_dtype(request, dtypes)
         and _efficient_offsets(request, profile)
     )
@@ -377,7 +387,7 @@ def _chosen(
     is_causal: bool = False,
     enable_gqa: bool = False,
 ) -> tuple[Backend, bool]:
-    """The kernel for a call, and whether it is to keep what its derivative needs."""
+    """The kernel for a call, and whether it is to keep what its derivative needs; from 2.14 on that of the mask too."""
     request = Request(
         Operand.of(query),
         Operand.of(key),
@@ -388,7 +398,8 @@ def _chosen(
         enable_gqa,
         torch.is_grad_enabled(),
     )
-    return choose(request, card, _flags(card)), request.needs_grad
+    of_mask = card.release >= (2, 14) and request.grad and request.mask is not None and request.mask.requires_grad
+    return choose(request, card, _flags(card)), request.needs_grad or of_mask
 
 
 def _flags(card: Profile) -> Flags:
@@ -441,13 +452,22 @@ def _aligned_bias(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) ->
 
 
 def corrected(
-    name: str, outputs: Sequence[torch.Tensor], args: Sequence[Any], kwargs: Mapping[str, Any], captured: bool
+    card: Profile,
+    name: str,
+    outputs: Sequence[torch.Tensor],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    captured: bool,
 ) -> Any:
     """What operator `name` (`aten._scaled_dot_product_efficient_attention.default`) returns on CUDA, where PyTorch's
     rules for shapes say something else: random state of the efficient kernel is on the host (but where a CUDA graph is
-    captured), and cuDNN's makes no logsumexp if not asked to. Any other `outputs` are returned as they are.
+    captured, and from 2.14 on without dropout), and cuDNN's makes no logsumexp if not asked to. Any other `outputs` are
+    returned as they are.
     """
     if name == "aten._scaled_dot_product_efficient_attention.default" and not captured:
+        dropout = args[5] if len(args) > 5 else kwargs.get("dropout_p", 0.0)
+        if card.release >= (2, 14) and not dropout:
+            return outputs
         host = torch.empty((), dtype=torch.long, device="cpu")
         return (*outputs[:2], host, host)
     if name == "aten._scaled_dot_product_cudnn_attention.default":

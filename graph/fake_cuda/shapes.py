@@ -238,6 +238,13 @@ def _like_input(image: torch.Tensor, *rest: object) -> torch.Tensor:
     return image.new_empty_strided(image.shape, image.stride()) if is_dense(image) else torch.empty_like(image)
 
 
+def _attention_gradients(grad: object, query: object, *rest: Any, **scale: object) -> Any:
+    """Gradients of grouped keys and values have their heads: PyTorch's rule says so from 2.14 on, which takes them."""
+    found = _aten._scaled_dot_product_efficient_attention_backward.default(grad, query, *rest, **scale)
+    of_keys = [torch.empty_permuted(one.shape, (0, 2, 1, 3), dtype=one.dtype, device=one.device) for one in rest[:2]]
+    return found[0], *of_keys, found[3]
+
+
 def _dropped(image: torch.Tensor, *rest: object) -> Any:
     """The result and the mask of `native_dropout`, which lie as the input does (cuda/Dropout.cu)."""
     made = _like_input(image)
@@ -260,6 +267,7 @@ _RULES: Final[dict[Any, Any]] = {
     _aten.batch_norm_backward_reduce.default: _reduced,
     _aten.batch_norm_backward_elemt.default: lambda grad, image, *rest: _like_input(image),
     _aten.native_dropout.default: _dropped,
+    _aten._scaled_dot_product_efficient_attention_backward.default: _attention_gradients,
     _aten.mse_loss_backward.default: lambda grad, source, *rest: _plain(source),  # BinaryOps.cpp
     _aten.binary_cross_entropy_backward.default: lambda grad, source, *rest: torch.empty_like(source),  # Loss.cu
 }

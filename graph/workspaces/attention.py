@@ -3,7 +3,8 @@
 The steps are read from flash_attn/flash_api.cpp, attention.cu and attention_backward.cu (all in PyTorch,
 aten/src/ATen/native/transformers/cuda), mem_eff_attention/kernel_backward.h and kernels/cutlassB.h, and
 native/cudnn/MHA.cpp with cuDNN's front end. They were compared, event by event, with what the allocator saw when the
-wheels of 2.9.1, 2.10.0, 2.11.0, 2.12.1 and 2.13.0 ran these operators; tests/data/attention.json holds a sample.
+wheels of 2.9.1, 2.10.0, 2.11.0, 2.12.1, 2.13.0, 2.14.1 and 2.15.0 ran these operators; tests/data/attention.json holds
+a sample.
 """
 
 from __future__ import annotations
@@ -205,7 +206,7 @@ def efficient_forward(call: Call) -> Plan | None:
     """aten::_scaled_dot_product_efficient_attention: output, logsumexp, and an fp32 output for half precision.
 
     The accumulator is there where a head dimension is above 128 (`kNeedsOutputAccumulatorBuffer`). Seed and offset are
-    on the host; where a CUDA graph is captured they come first on the device.
+    on the host; where a CUDA graph is captured, and from 2.14 on without dropout, they come first on the device.
     """
     query, value = call.args[0], call.args[2]
     logsumexp = bool(argument(call, 4, "compute_log_sumexp", False))
@@ -213,7 +214,7 @@ def efficient_forward(call: Call) -> Plan | None:
     value_head = value.shape[3]
     steps = _Steps()
     if isinstance(call.out, tuple) and call.out[2].device.type == "cuda":
-        steps.out(2, 3)
+        steps.out(*((2, 3) if logsumexp else (1, 2)))  # without a logsumexp they are the second and the third
     steps.out(0)
     if logsumexp:
         steps.out(1)
@@ -262,7 +263,8 @@ def efficient_backward(call: Call) -> Plan | None:
     """aten::_scaled_dot_product_efficient_attention_backward: delta and the kernel's workspace.
 
     Delta, the row sums of gradient times output, is made by PyTorch for fp32 (and, on V100, for large heads): products
-    in fp32, their sum by token, and its copy by head; else by the kernel.
+    in fp32, their sum by token, and its copy by head; else by the kernel. Grouped heads (from 2.14 on) get dK and dV by
+    head of the query first.
     """
     grad_out, query, key, value, bias, out = call.args[:6]
     dropout = float(argument(call, 9, "dropout_p", 0.0)) != 0.0
@@ -273,6 +275,9 @@ def efficient_backward(call: Call) -> Plan | None:
     if not _contiguous_by_token(grad_out):
         steps.alloc("grad_out", size(grad_out))
     steps.out(0, 1, 2)
+    if key.shape[1] != heads:
+        for name, tensor in (("dk_expanded", key), ("dv_expanded", value)):
+            steps.alloc(name, size(tensor) // key.shape[1] * heads)
     if bias is not None and bool(argument(call, 10, "grad_input_mask")[3]):
         steps.out(3)
     accumulates = efficient_blocks(call.profile, half, max(head, value_head), dropout)[2]
@@ -286,7 +291,7 @@ def efficient_backward(call: Call) -> Plan | None:
         "workspace",
         efficient_backward_workspace(call.profile, extents, key.shape[2], value_head, half, dropout),
     )
-    steps.free("delta", "workspace", "grad_out")
+    steps.free("delta", "workspace", "dv_expanded", "dk_expanded", "grad_out")
     return steps.plan()
 
 
@@ -316,15 +321,17 @@ def cudnn_backward(call: Call) -> Plan | None:
     """aten::_scaled_dot_product_cudnn_attention_backward: the front end's row sums and dQ in fp32, as one workspace.
 
     In 2.9 with rows, in 2.10 with columns that do not fill blocks of 128 also two lengths (int32) a sequence.
+    A gradient whose elements of a head do not follow one another is copied (`permute_to_matching_layout`).
     What cuDNN's own plan asks for besides is not known here.
     """
-    query = call.args[1]
+    grad_out, query = call.args[:2]
     batch, heads, rows, head = query.shape
     release = call.profile.release
     padded = 0 if release > (2, 10) else call.args[2].shape[2] if release == (2, 10) else rows
     lengths = 8 * batch if padded % 128 else 0
-    workspace = [("workspace", batch * heads * rows * (4 + head * 4) + lengths)]
-    return (("out", 0), ("out", 1), ("out", 2), *within(workspace), REST)
+    taken = [("grad_out", size(grad_out))] if grad_out.stride()[-1] != 1 else []
+    taken.append(("workspace", batch * heads * rows * (4 + head * 4) + lengths))
+    return (("out", 0), ("out", 1), ("out", 2), *within(taken), REST)
 
 
 RULES: Final[Mapping[str, Rule]] = {

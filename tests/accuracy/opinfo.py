@@ -129,7 +129,7 @@ def _with_gaps(sample: Any) -> Any:
 
 def _there(value: torch.Tensor) -> torch.Tensor:
     """A copy on the device with the same strides."""
-    if value.is_contiguous() or value.layout is not torch.strided or not all(value.stride()):
+    if value.layout is not torch.strided or value.is_contiguous() or not all(value.stride()):
         return value.detach().cuda()
     return torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device="cuda")
 
