@@ -16,23 +16,33 @@ Change = Callable[[Any], Callable[[], None] | None]
 
 
 class _AfterImport(MetaPathFinder):
-    """Finds the modules that are waited for as others do, and has them changed once they have run."""
+    """Finds the modules that are waited for as others do, and has them changed once they have run.
+
+    A program may ask first whether a module is there, as often as it likes (`importlib.util.find_spec`).
+    """
 
     def __init__(self, changes: Mapping[str, Change], restored: contextlib.ExitStack) -> None:
         self.changes = dict(changes)
         self.restored = restored
+        self.asked = set[str]()
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        change = self.changes.pop(fullname, None)
-        spec = None if change is None else importlib.util.find_spec(fullname)
-        if change is not None and spec is not None and spec.loader is not None:
+        if fullname not in self.changes or fullname in self.asked:
+            return None
+        self.asked.add(fullname)
+        try:
+            spec = importlib.util.find_spec(fullname)
+        finally:
+            self.asked.remove(fullname)
+        if spec is not None and spec.loader is not None:
             run = spec.loader.exec_module
 
             def ran(module: ModuleType) -> None:
                 run(module)
-                _change(module, change, self.restored)
+                if (change := self.changes.pop(fullname, None)) is not None:
+                    _change(module, change, self.restored)
 
             spec.loader.exec_module = ran  # type: ignore[method-assign]
         return spec
