@@ -12,7 +12,7 @@ import inspect
 import shutil
 import sys
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -90,13 +90,15 @@ _CLEARED = 1 << 26
 
 
 class Autotuned(Kernel):
-    """A kernel with several configurations: for new arguments each is measured, which takes a buffer, and no more."""
+    """A kernel with several configurations: for new arguments each is measured, which takes a buffer, and a copy of the
+    tensors that are to have their values again after a launch."""
 
-    def __init__(self, kernel: Kernel, configs: Sequence[object], key: Sequence[str]) -> None:
+    def __init__(self, kernel: Kernel, configs: Sequence[object], key: Sequence[str], restored: Sequence[str]) -> None:
         super().__init__(kernel.fn)
         self.kernel = kernel
         self.configs = configs
         self.keys = key
+        self.restored = restored
         self.known: set[tuple[str, ...]] = set()
 
     def run(self, *args: object, **kwargs: object) -> None:
@@ -108,12 +110,26 @@ class Autotuned(Kernel):
         if torch is not None and len(self.configs) > 1 and key not in self.known:
             self.known.add(key)
             for _ in self.configs:
-                torch.empty(_CLEARED, dtype=torch.int, device="cuda")
+                self.launched(named)
+                cleared = torch.empty(_CLEARED, dtype=torch.int, device="cuda")
+                self.launched(named)
+                del cleared
+
+    def launched(self, named: Mapping[str, Any]) -> None:
+        """A launch that is measured, once without the buffer and once with it."""
+        _ = [named[name].clone() for name in self.restored]
 
 
-def autotune(configs: Sequence[object], key: Sequence[str] = (), *args: object, **kwargs: object) -> Any:
+def autotune(
+    configs: Sequence[object],
+    key: Sequence[str] = (),
+    prune_configs_by: object = None,
+    reset_to_zero: object = None,
+    restore_value: Sequence[str] | None = None,
+    **kwargs: object,
+) -> Any:
     """`@triton.autotune(...)`."""
-    return lambda kernel: Autotuned(kernel, configs, key)
+    return lambda kernel: Autotuned(kernel, configs, key, restore_value or ())
 
 
 def heuristics(*args: object, **kwargs: object) -> Any:

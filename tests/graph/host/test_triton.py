@@ -50,6 +50,24 @@ def test_a_stand_in_measures_configurations_once_for_an_argument(
     assert births.bytes == [CLEARED] * measured * 2
 
 
+def test_a_measurement_copies_what_it_restores(births: Births) -> None:
+    """Triton clones before each launch the tensors that `restore_value` names (triton/runtime/autotuner.py): a launch
+    without the buffer, and one beside it."""
+
+    @triton_stand_in.autotune(
+        [triton_stand_in.Config({"BLOCK": size}) for size in (64, 128)], ["n"], restore_value=["x"]
+    )
+    @triton_stand_in.jit
+    def kernel(x: object, y: object, n: int) -> None: ...
+
+    x, y = torch.empty(1 << 20, device="cuda"), torch.empty(1 << 20, device="cuda")
+    births.bytes.clear()
+    kernel[(1,)](x, y, 1 << 20)
+    assert births.bytes == [4 << 20, CLEARED, 4 << 20] * 2
+    kernel[(1,)](x, y, 1 << 20)
+    assert len(births.bytes) == 6
+
+
 class _Settings:
     """As `DriverConfig` of triton/runtime/driver.py, where there is no driver."""
 
