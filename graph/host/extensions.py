@@ -43,6 +43,11 @@ _WAYS_OUT: Final = (
         "numbers that the program reads of the GPU are 0 (`assumptions` of --json): record --floats 1 has them be 1",
     ),
     (
+        r"No such file or directory: '(\S*/)?nvidia-smi'",
+        "nvidia-smi comes with the driver, which is not here: an executable file of that name in the PATH lets the "
+        "program go on, with whatever it prints",
+    ),
+    (
         r"your machine only has|invalid device ordinal",
         "record --nproc-per-node says how many GPUs the machine has, each with a rank of the program",
     ),
