@@ -1,5 +1,5 @@
-"""Compiled extensions of others: those of bitsandbytes, flash-attn and Apex do nothing, of the rest one line says the
-way out.
+"""Compiled extensions of others: those of bitsandbytes, flash-attn, Apex and DeepSpeed's optimizers do nothing, of the
+rest one line says the way out.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from types import ModuleType
 from typing import TYPE_CHECKING, Final
 
-from graph.host import apex, flash_attn, triton_installed
+from graph.host import apex, deepspeed_ops, flash_attn, triton_installed
 from graph.host.imports import Change, changed
 from graph.models import quantization
 
@@ -65,12 +65,15 @@ def _ready(module: object) -> None:
 
 @contextlib.contextmanager
 def launching_nothing(runtime: Runtime) -> Iterator[None]:
-    """Inside, bitsandbytes, flash-attn, Apex and Triton run when they are imported: what they launch does nothing."""
+    """Inside, bitsandbytes, flash-attn, Apex, DeepSpeed's optimizers and Triton run when they are imported: what they
+    launch does nothing.
+    """
     logging.getLogger("bitsandbytes.cextension").setLevel(logging.CRITICAL)  # it says that CUDA's libraries are absent
     changes: dict[str, Change] = {
         "bitsandbytes.cuda_setup.main": quantization.set_up,
         "bitsandbytes.cextension": quantization.loaded,
         "bitsandbytes": _ready,
+        "deepspeed.ops.op_builder.builder": deepspeed_ops.loaded,
     }
     changes |= triton_installed.changes(runtime)
     standing = _standing()

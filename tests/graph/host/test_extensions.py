@@ -257,3 +257,34 @@ def test_apex_and_flash_attns_norm_allocate_what_their_extensions_would(tmp_path
         (4 * wide + wide + 2 * wide + 2 * rows,) * 2,  # the sum in fp32, the mask, the norm
         (2 * wide + 2 * weight + 2 * blocks,) * 2,
     ]
+
+
+#: DeepSpeed's own classes make the states; LAMB's extension gives a coefficient, which it keeps until the next step.
+DEEPSPEED = """
+import torch
+from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
+from deepspeed.ops.lamb import FusedLamb
+from deepspeed.ops.lion import FusedLion
+
+for made, device in (FusedAdam, "cuda"), (FusedLion, "cuda"), (FusedLamb, "cuda"), (DeepSpeedCPUAdam, "cpu"):
+    weight = torch.nn.Parameter(torch.empty(1024, 1024, device=device))
+    weight.grad = torch.empty_like(weight)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    optimizer = made([weight])
+    optimizer.step()
+    print(torch.cuda.memory_allocated() - before, torch.cuda.max_memory_allocated() - before)
+    del optimizer
+"""
+
+
+def test_deepspeeds_optimizers_allocate_what_their_extensions_would(tmp_path: Path) -> None:
+    """Bytes by csrc/lamb/fused_lamb_cuda.cpp of DeepSpeed; its kernels of Adam and Lion make nothing. Where CUDA is
+    not, none can be built, not even that of the host."""
+    pytest.importorskip("deepspeed")
+    done = record(folder_of(tmp_path, {"train.py": DEEPSPEED}), "--steps", "all", "train.py")
+    assert done.returncode == 0, done.stderr
+    found = [tuple(map(int, line.split())) for line in done.stdout.splitlines() if line[0].isdigit()]
+    state, flag, coefficient, sums = 4 << 20, 512, 512, 2 * 2048
+    lamb = 2 * state + coefficient
+    assert found == [(2 * state + flag,) * 2, (state + flag,) * 2, (lamb, lamb + sums), (0, 0)]
