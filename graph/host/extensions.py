@@ -39,6 +39,11 @@ _WAYS_OUT: Final = (
         "xformers is compiled for CUDA. torch.nn.functional.scaled_dot_product_attention needs as much memory",
     ),
     (
+        r"'(Sparse|NestedTensor)\w*CUDA' backend",
+        "PyTorch's CPU build has no kernels for sparse and nested tensors on a GPU. Its CUDA build has, and it imports "
+        "where no GPU is",
+    ),
+    (
         r"^ (division by zero|float division|float modulo|math domain error)",
         "numbers that the program reads of the GPU are 0 (`assumptions` of --json): record --floats 1 has them be 1",
     ),

@@ -120,6 +120,10 @@ class MisconfigurationException(Exception):  # noqa: N818
         (ModuleNotFoundError("No module named 'xformers'", name="xformers"), "scaled_dot_product_attention"),
         (MisconfigurationException("You requested gpu: [0, 1]\n But your machine only has: [0]"), "--nproc-per-node"),
         (RuntimeError("CUDA error: invalid device ordinal"), "--nproc-per-node"),
+        (
+            NotImplementedError("Could not run 'aten::x' with arguments from the 'SparseCUDA' backend."),
+            "Its CUDA build has",
+        ),
         (OSError("libcudart.so.12: cannot open shared object file"), "an extension in C++ needs CUDA"),
         (ModuleNotFoundError("No module named 'numpyy'", name="numpyy"), ""),
         (ZeroDivisionError("float division by zero"), "--floats 1"),
