@@ -20,7 +20,7 @@ _BLOCKS: Final = 512
 
 def loaded(builder: ModuleType) -> Callable[[], None]:
     """`deepspeed.ops.op_builder.builder` has built these already; gives what undoes that."""
-    built: dict[str, ModuleType] = builder.OpBuilder._loaded_ops
+    built: dict[str, ModuleType] = getattr(builder.OpBuilder, "_loaded_ops", {})  # releases of before it build anew
     before = dict(built)
     for name, functions in _FUNCTIONS.items():
         built[name] = ModuleType(name, __doc__)

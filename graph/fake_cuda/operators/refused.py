@@ -1,5 +1,6 @@
 """What CUDA's kernels refuse, though PyTorch's rules for shapes take it: operands of different dtypes, dtypes without a
-kernel, numbers that a dtype does not hold. The program ends where it ends on a GPU, with the same words.
+kernel, numbers that a dtype does not hold, the largest of no elements. The program ends where it ends on a GPU, with
+the same words.
 """
 
 from __future__ import annotations
@@ -220,6 +221,23 @@ def _fused(args: Sequence[Any]) -> None:
             raise RuntimeError("params, grads, exp_avgs, and exp_avg_sqs must have same dtype, device, and layout")
 
 
+def _none_of(name: str, default: int | None = None, *, whole: type[Exception] = RuntimeError) -> Check:
+    """A check that there is an element to be found, among all or along dimensions (`zero_numel_check_dims`)."""
+    way = " Specify the reduction dim with the 'dim' argument." if whole is RuntimeError else ""
+
+    def check(args: Sequence[Any]) -> None:
+        source, dims = args[0], args[1] if len(args) > 1 else default
+        if source.numel():
+            return
+        if dims is None or dims == []:
+            raise whole(f"{name}(): Expected reduction dim to be specified for input.numel() == 0.{way}")
+        for dim in [dims % source.dim()] if isinstance(dims, int) else dims:
+            if source.shape[dim] == 0:
+                raise IndexError(f"{name}(): Expected reduction dim {dim} to have non-zero size.")
+
+    return check
+
+
 def _scaled_mm(args: Sequence[Any]) -> None:
     """`_scaled_mm_allowed_device` of cuda/Blas.cpp."""
     if torch.cuda.get_device_capability() < (8, 9):
@@ -257,6 +275,14 @@ CHECKS: Final[Mapping[Any, Check]] = {
     **dict.fromkeys((_aten.add_.Tensor, _aten.sub_.Tensor, _aten.mul_.Tensor), _in_place),
     **dict.fromkeys((_aten.add_.Scalar, _aten.sub_.Scalar, _aten.mul_.Scalar), _in_place),
     **dict.fromkeys((_aten.div_.Tensor, _aten.div_.Scalar), _divided),
+    **dict.fromkeys((_aten.max.default, _aten.max.dim), _none_of("max")),
+    **dict.fromkeys((_aten.min.default, _aten.min.dim), _none_of("min")),
+    _aten.amax.default: _none_of("amax"),
+    _aten.amin.default: _none_of("amin"),
+    _aten.argmax.default: _none_of("argmax", whole=IndexError),
+    _aten.argmin.default: _none_of("argmin", whole=IndexError),
+    **dict.fromkeys((_aten.median.dim_values, _aten.nanmedian.dim_values), _none_of("median")),
+    _aten.mode.default: _none_of("mode", -1),
     _aten.nll_loss_forward.default: _targets,
     _aten.index.Tensor: _index,
     _aten._index_put_impl_.default: _index_put,

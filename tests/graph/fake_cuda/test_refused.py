@@ -47,9 +47,21 @@ def _adamw() -> object:
     return fused(*states, amsgrad=False, maximize=False, **numbers)
 
 
+NONE = "{}(): Expected reduction dim to be specified for input.numel() == 0."
+NONE_ALONG = "{}(): Expected reduction dim {} to have non-zero size."
 MM = "expected mat1 and mat2 to have the same dtype, but got: "
 OVER = "value cannot be converted to type {} without overflow"
 REFUSED: list[tuple[Callable[[], object], str]] = [
+    (lambda: f(0).max(), NONE.format("max") + " Specify the reduction dim with the 'dim' argument."),
+    (lambda: i(0).min(), NONE.format("min") + " Specify the reduction dim with the 'dim' argument."),
+    (lambda: f(0, 4).amax(), NONE.format("amax") + " Specify the reduction dim with the 'dim' argument."),
+    (lambda: f(0).argmax(), NONE.format("argmax")),
+    (lambda: f(0, 4).max(-2), NONE_ALONG.format("max", 0)),
+    (lambda: f(0, 4).amin(-2), NONE_ALONG.format("amin", -2)),
+    (lambda: f(0, 4).amax((1, 0)), NONE_ALONG.format("amax", 0)),
+    (lambda: f(0, 4).argmin(0), NONE_ALONG.format("argmin", 0)),
+    (lambda: f(0, 4).median(0), NONE_ALONG.format("median", 0)),
+    (lambda: f(4, 0).mode(), NONE_ALONG.format("mode", 1)),
     (lambda: torch.mm(f(4, 4), b(4, 4)), MM + "float != c10::BFloat16"),
     (lambda: torch.mm(f(4, 4).double(), f(4, 4)), MM + "double != float"),
     (lambda: torch.mm(f(4, 4), b(4, 4), out=f(4, 4)), MM + "float != c10::BFloat16"),  # as compiled code calls it
@@ -158,6 +170,8 @@ TAKEN: list[Callable[[], Any]] = [
     lambda: b(4).copy_(f(4)),
     lambda: torch.cat([b(4), f(4)]),
     lambda: torch.addcmul(f(4), b(4), b(4)),
+    lambda: f(0, 4).max(1)[0],
+    lambda: f(0, 4).argmax(-1),
     lambda: functional.mse_loss(f(4), b(4)),
     lambda: attended(b(8, 8)),
 ]
