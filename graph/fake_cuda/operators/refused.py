@@ -238,6 +238,14 @@ def _none_of(name: str, default: int | None = None, *, whole: type[Exception] = 
     return check
 
 
+def _spread_of(name: str) -> Check:
+    def check(args: Sequence[Any]) -> None:
+        if not (args[0].is_floating_point() or args[0].is_complex()):
+            raise RuntimeError(f"{name} only support floating point and complex dtypes")
+
+    return check
+
+
 def _scaled_mm(args: Sequence[Any]) -> None:
     """`_scaled_mm_allowed_device` of cuda/Blas.cpp."""
     if torch.cuda.get_device_capability() < (8, 9):
@@ -283,6 +291,9 @@ CHECKS: Final[Mapping[Any, Check]] = {
     _aten.argmin.default: _none_of("argmin", whole=IndexError),
     **dict.fromkeys((_aten.median.dim_values, _aten.nanmedian.dim_values), _none_of("median")),
     _aten.mode.default: _none_of("mode", -1),
+    **dict.fromkeys((_aten.std.correction, _aten.var.correction), _spread_of("std and var")),
+    _aten.std_mean.correction: _spread_of("std_mean"),
+    _aten.var_mean.correction: _spread_of("var_mean"),
     _aten.nll_loss_forward.default: _targets,
     _aten.index.Tensor: _index,
     _aten._index_put_impl_.default: _index_put,

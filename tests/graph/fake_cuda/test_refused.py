@@ -62,6 +62,10 @@ REFUSED: list[tuple[Callable[[], object], str]] = [
     (lambda: f(0, 4).argmin(0), NONE_ALONG.format("argmin", 0)),
     (lambda: f(0, 4).median(0), NONE_ALONG.format("median", 0)),
     (lambda: f(4, 0).mode(), NONE_ALONG.format("mode", 1)),
+    (lambda: i(4).std(), "std and var only support floating point and complex dtypes"),
+    (lambda: i(4).bool().var(), "std and var only support floating point and complex dtypes"),
+    (lambda: torch.std_mean(i(4)), "std_mean only support floating point and complex dtypes"),
+    (lambda: torch.var_mean(i(4), 0), "var_mean only support floating point and complex dtypes"),
     (lambda: torch.mm(f(4, 4), b(4, 4)), MM + "float != c10::BFloat16"),
     (lambda: torch.mm(f(4, 4).double(), f(4, 4)), MM + "double != float"),
     (lambda: torch.mm(f(4, 4), b(4, 4), out=f(4, 4)), MM + "float != c10::BFloat16"),  # as compiled code calls it
