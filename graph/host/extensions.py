@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from types import ModuleType
 from typing import TYPE_CHECKING, Final
 
-from graph.host import apex, deepspeed_ops, flash_attn, triton_installed
+from graph.host import apex, deepspeed_ops, flash_attn, torchvision, triton_installed
 from graph.host.imports import Change, changed
 from graph.models import quantization
 
@@ -79,6 +79,7 @@ def launching_nothing(runtime: Runtime) -> Iterator[None]:
         "bitsandbytes.cextension": quantization.loaded,
         "bitsandbytes": _ready,
         "deepspeed.ops.op_builder.builder": deepspeed_ops.loaded,
+        "torchvision.extension": lambda module: torchvision.ready(runtime),
     }
     changes |= triton_installed.changes(runtime)
     standing = _standing()
