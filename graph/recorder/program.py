@@ -6,6 +6,7 @@ us: operators leave no objects behind. What backward runs has the module of the 
 
 from __future__ import annotations
 
+import functools
 import os
 import threading
 from array import array
@@ -23,6 +24,7 @@ from graph.recorder.recorder import Memo
 from graph.recorder.sequences import BIRTH, EMPTY, KEEP, PERHAPS, RELEASE, sequence
 from graph.recorder.sequences import Sequence as Steps
 from graph.workspaces import plan, rules
+from graph.workspaces.cub.indexing import RESIZING, grown
 from graph.workspaces.gemm import ENVIRONMENT
 from graph.workspaces.rules import Call
 
@@ -43,7 +45,15 @@ _DURATION: Final = "ns"
 
 _grad_enabled: Final = torch.is_grad_enabled
 _deterministic: Final = torch.get_deterministic_debug_mode
+_memory: Final[Any] = torch.utils.deterministic
 _get_ident: Final = threading.get_ident
+
+
+@functools.cache
+def _resizes(func: Operator) -> bool:
+    """Whether new storages of this operator are those of tensors that it has resized."""
+    resizing = func._opname == "resize_" or str(func) in RESIZING
+    return resizing or any(argument.is_out for argument in func._schema.arguments)
 
 
 class Labels:
@@ -139,14 +149,13 @@ class ProgramRecorder:
         if known is None:
             known = memo.note = {}
         determined = _deterministic()
-        mode = (len(born), stream << 2 | thread << 1 | _grad_enabled(), self._cleared, determined)
+        filling = bool(determined and _memory.fill_uninitialized_memory)
+        mode = (len(born), stream << 2 | thread << 1 | _grad_enabled(), self._cleared, determined, filling)
         steps = known.get(mode)
         if steps is None:
             card, grad = self.runtime.profile, _grad_enabled()
-            steps = sequence(
-                plan(Call(str(func), args, kwargs, out, card, stream, thread, grad, self._state, determined)),
-                len(born),
-            )
+            call = Call(str(func), args, kwargs, out, card, stream, thread, grad, self._state, determined, filling)
+            steps = sequence(grown(call, plan(call), len(born) if _resizes(func) else 0), len(born))
             if all(step[0] not in (KEEP, EMPTY) for step in steps):
                 known[mode] = steps
         if self._price is not None:

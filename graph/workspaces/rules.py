@@ -32,7 +32,8 @@ class Call:
 
     `name` is the overload's full name ("aten.mm.default"). `thread` is 0 for the main thread and 1 for autograd's
     device thread, since cuBLAS handles are per thread. `state` lives as long as the capture: rules note in it which
-    persistent workspaces exist. `deterministic`: torch.get_deterministic_debug_mode.
+    persistent workspaces exist. `deterministic`: torch.get_deterministic_debug_mode; `filling`: whether memory is then
+    filled before it is written (torch.utils.deterministic.fill_uninitialized_memory).
     """
 
     name: str
@@ -45,6 +46,7 @@ class Call:
     grad: bool
     state: dict[Any, Any]
     deterministic: int = 0
+    filling: bool = False
 
 
 Rule = Callable[[Call], Plan | None]

@@ -97,7 +97,7 @@ def embedding(call: Call) -> Plan | None:
     indices = call.args[1]
     found = (REST, *filled(call, width(call.args[0])))
     if is_line(shape(indices), strides(indices)):
-        return found if call.deterministic else None
+        return found if call.filling else None
     return within([("indices", size(indices))], *found)
 
 

@@ -23,6 +23,7 @@ from graph.workspaces.metadata import (
     shape,
     size,
     strides,
+    tensors,
     width,
 )
 from graph.workspaces.reduction import flat, scratch
@@ -159,13 +160,18 @@ def _put(call: Call) -> Plan | None:
 
 
 def filled(call: Call, item: int = 8) -> Plan:
-    """What `arange` and others that resize their output fill it with first, where it has to be deterministic."""
-    return within([("fill", item)]) if call.deterministic else ()
+    """An element of that what has been resized is filled with, where it has to be deterministic."""
+    return within([("fill", item)]) if call.filling else ()
 
 
-def resized(call: Call) -> Plan | None:
-    """`arange`, `eye`, `index_select`: their output is resized, and filled (aten/src/ATen/native/Resize.h)."""
-    return (REST, *filled(call, width(call.out))) if call.deterministic else None
+def grown(call: Call, plan: Plan | None, births: int) -> Plan | None:
+    """The sequence of a call whose output has so many new storages, each resized, and then filled."""
+    if not (call.filling and births):
+        return plan
+    filling = [filled(call, width(one)) for one in tensors(call.out)]
+    if plan is not None and any(step[0] == "out" for step in plan):
+        return (*plan, *(step for fill in filling[:births] for step in fill))
+    return (*(step for birth in range(births) for step in (("out", birth), *filling[birth])), *(plan or ()))
 
 
 def nonzero(call: Call) -> Plan | None:
@@ -245,9 +251,17 @@ def _in_front(target: torch.Tensor, places: Sequence[int]) -> bool:
     return in_order([shape(target)[place] for place in order], [strides(target)[place] for place in order])
 
 
-_RESIZED = ("arange.start_step", "arange.start_out", "eye.out", "eye.m_out", "index_select.default")
+#: Operators that make a result of no size and resize it, as those with `out=` and `resize_` do with what they are given
+#: (aten/src/ATen/native/Resize.h).
+RESIZING: Final = frozenset(
+    {
+        *("aten.index_select.default", "aten.where.self", "aten.searchsorted.Tensor", "aten.bucketize.Tensor"),
+        *(f"aten.{name}.correction" for name in ("var", "std", "var_mean", "std_mean")),
+        *("aten.mode.default", "aten.im2col.default", "aten._adaptive_avg_pool2d.default"),
+        *("aten.multi_margin_loss.default", "aten.multilabel_margin_loss_forward.default"),
+    }
+)
 RULES: Mapping[str, Rule] = {
-    **dict.fromkeys([f"aten.{name}" for name in _RESIZED], resized),
     "aten.index.Tensor": index,
     "aten._unsafe_index.Tensor": index,
     "aten.nonzero.default": nonzero,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 from graph.dtypes import SIZES
 from graph.hardware.profile import Profile
 from graph.workspaces.cub.indexing import filled
-from graph.workspaces.cub.temporary import scan, segmented_sort, sort_pairs, sort_rows, storage
+from graph.workspaces.cub.temporary import ordered_scan, scan, segmented_sort, sort_pairs, sort_rows, storage
 from graph.workspaces.metadata import (
     FLOATING,
     argument,
@@ -20,6 +20,7 @@ from graph.workspaces.metadata import (
     dtype,
     elements,
     in_order,
+    is_complex,
     is_contiguous,
     is_dense,
     is_tensor,
@@ -146,10 +147,10 @@ def cumsum(call: Call) -> Plan | None:
     if not is_contiguous(out):
         made.append(("output", size(out)))
     along = sizes[dimension(int(argument(call, 1, "dim", 0)), len(sizes))]
-    if call.deterministic and dtype(out) in FLOATING:
-        return (REST, *within(made, *filled(call, width(out))))
     if along == elements(source):
-        made.append(("scan", scan(call.profile, along, width(out))))
+        rounded = call.name.startswith("aten.cumsum") and (dtype(out) in FLOATING or is_complex(out))
+        scanned = ordered_scan if call.deterministic and rounded else scan
+        made.append(("scan", scanned(call.profile, along, width(out))))
     return after(made)
 
 

@@ -105,6 +105,13 @@ def scan(profile: Profile, count: int, width: int) -> int:
     return storage((up(count, tile) + 32) * word, *((1,) if width < 4 else extra(profile)))
 
 
+def ordered_scan(profile: Profile, count: int, width: int) -> int:
+    """Bytes for sums of `count` numbers of `width` bytes in one order: a sum for each block of threads
+    (`inclusive_deterministic_scan`, aten/src/ATen/cuda/cub.cuh)."""
+    threads = {8: 256, 16: 128}.get(width, 512)
+    return width * min(up(count, threads * 16), profile.sm_count)
+
+
 def scan_by_key(profile: Profile, count: int, key: int) -> int:
     """Bytes for `cub::DeviceScan::InclusiveScanByKey` with keys and sums of `key` bytes."""
     tiles = {(8, 0): (2240, 3840), (9, 0): (2464, 4032)}
