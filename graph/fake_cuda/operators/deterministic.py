@@ -117,13 +117,46 @@ def _scattered(accumulate: bool) -> Kernel:
     return scatter_
 
 
+def _scatter_reduce_(
+    target: torch.Tensor, dim: int, index: torch.Tensor, source: torch.Tensor, reduce: str, *, include_self: bool = True
+) -> Any:
+    """`scatter_reduce_two` of sums and means (aten/src/ATen/native/TensorAdvancedIndexing.cpp)."""
+    add = _INSTEAD["scatter_add_.default"]
+    if not include_self:
+        target.scatter_(dim, index, 0)
+    add(target, dim, index, source)
+    if reduce == "mean":
+        ones = torch.ones_like(source)
+        count = torch.ones_like(target) if include_self else torch.zeros_like(target)
+        add(count, dim, index, ones)
+        target.div_(count.masked_fill_(count == 0, 1))
+    return target
+
+
 #: What is done in the place of an operator that writes its first argument, by its name and overload.
 _INSTEAD: Final[Mapping[str, Kernel]] = {
     "index_add_.default": _index_add_,
     "index_copy_.default": _index_copy_,
     "scatter_.src": _scattered(False),
     "scatter_add_.default": _scattered(True),
+    "scatter_reduce_.two": _scatter_reduce_,
 }
+
+
+def _rounded(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    return bool(args[0].is_floating_point() or args[0].is_complex())
+
+
+def _summed(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    return _rounded(args, kwargs) and args[4] in ("sum", "mean")
+
+
+def _always(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    return True
+
+
+#: Of which arguments, where that is not all: atomic sums of integers are the same in any order.
+_OF: Final = {"scatter_add": _rounded, "scatter_add_": _rounded, "scatter_reduce": _summed, "scatter_reduce_": _summed}
 
 
 def deterministic(func: Operator, kernel: Kernel) -> Kernel:
@@ -132,6 +165,7 @@ def deterministic(func: Operator, kernel: Kernel) -> Kernel:
     instead = _INSTEAD.get(name)
     if instead is None and (written := _INSTEAD.get(name.replace(".", "_.", 1))) is not None:
         instead = _on_a_copy(written)
+    of = _OF.get(func._opname, _always)
     caller, concerns = _SOMETIMES.get(func._opname, (_ALWAYS.get(func._opname, ""), None))
     if not caller and instead is None:
         return kernel
@@ -140,9 +174,9 @@ def deterministic(func: Operator, kernel: Kernel) -> Kernel:
     def asked(*args: object, **kwargs: object) -> Any:
         if not torch.are_deterministic_algorithms_enabled():
             return kernel(*args, **kwargs)
-        if instead is not None:
+        if instead is not None and of(args, kwargs):
             return instead(*args, **kwargs)
-        if concerns is None or concerns(args, kwargs):
+        if caller and (concerns is None or concerns(args, kwargs)):
             alert_not_deterministic(caller)
         return kernel(*args, **kwargs)
 

@@ -109,7 +109,7 @@ def index_put(call: Call) -> Plan | None:
 
 
 def _put(call: Call) -> Plan | None:
-    """Where it accumulates or has to be deterministic, the linear indices are sorted with their places.
+    """Where it accumulates or has to put several values in one order, the linear indices are sorted with their places.
 
     Only the bits that places of slices need are sorted, those before the indexed dimensions among them
     (`index_put_with_sort_kernel`); what is not contiguous with them in front is copied. The derivative of `index` is
@@ -119,7 +119,7 @@ def _put(call: Call) -> Plan | None:
     accumulate = argument(call, 3, "accumulate", False)
     if _bool(indices) or not any(given is not None for given in indices):
         return None
-    if not (accumulate or call.deterministic):
+    if not (accumulate or (call.deterministic and elements(values) > 1)):
         copies = _with_copies(indices)
         return (REST, *copies) if copies else None
     unsafe = "_impl_" in call.name and bool(argument(call, 4, "unsafe", False))
