@@ -9,8 +9,10 @@ from __future__ import annotations
 import importlib.abc
 import importlib.machinery
 import inspect
+import re
 import shutil
 import sys
+import textwrap
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -59,6 +61,16 @@ class Anything:
         return iter(())
 
 
+def _source(fn: Callable[..., Any] | None) -> str:
+    """What libraries read of a kernel, to make others of it: its source without decorators ("" where there is none)."""
+    try:
+        lines = textwrap.dedent(inspect.getsource(fn)) if callable(fn) else ""
+    except OSError:
+        return ""
+    begin = re.search(r"^def\s", lines, re.MULTILINE)
+    return lines[begin.start() :] if begin else ""
+
+
 class Kernel:
     """A kernel: `kernel[grid](...)` launches nothing."""
 
@@ -69,7 +81,7 @@ class Kernel:
         self.__name__ = getattr(fn, "__name__", "kernel")
         self.__doc__ = fn.__doc__
         self.arg_names = list(inspect.signature(fn).parameters) if callable(fn) else []
-        self.src = ""
+        self.src = _source(fn)
 
     def __getitem__(self, grid: object) -> Callable[..., None]:
         return self.run

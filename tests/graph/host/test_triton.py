@@ -50,6 +50,18 @@ def test_a_stand_in_measures_configurations_once_for_an_argument(
     assert births.bytes == [CLEARED] * measured * 2
 
 
+def test_libraries_read_the_source_of_a_kernel() -> None:
+    """xformers makes new kernels of it when it is imported: without decorators, as of a function of a module."""
+
+    @triton_stand_in.autotune(configs=[], key=[])
+    @triton_stand_in.jit
+    def kernel(x: object) -> None:
+        pass
+
+    assert kernel.kernel.src == kernel.src == "def kernel(x: object) -> None:\n    pass\n"
+    assert triton_stand_in.jit(eval("lambda x: x")).src == ""
+
+
 def test_a_measurement_copies_what_it_restores(births: Births) -> None:
     """Triton clones before each launch the tensors that `restore_value` names (triton/runtime/autotuner.py): a launch
     without the buffer, and one beside it."""
