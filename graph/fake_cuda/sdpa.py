@@ -330,12 +330,16 @@ def attend(
 ) -> Any:
     """`at::native::scaled_dot_product_attention` (transformers/attention.cpp) on the GPU of `card`.
 
-    Tensors are (batch, heads, tokens, head); the result has the query's batch, heads and tokens and the value's head.
-    Temporaries die in the order in which C++ drops them. Raises CaptureError where PyTorch finds no kernel, and
+    Tensors are (batch, heads, tokens, head), or (heads, tokens, head); the result has the query's batch, heads and
+    tokens and the value's head. Temporaries die in the order in which C++ drops them. Raises CaptureError where PyTorch finds no kernel, and
     what PyTorch raises for operands of several dtypes.
     """
     aten = torch.ops.aten
     refused.attention(query, key, value)
+    if card.release >= (2, 14) and all(x.dim() == 3 for x in (query, key, value)):
+        batch, mask = [x.unsqueeze(0) for x in (query, key, value)], _of_one_batch(attn_mask)
+        given: dict[str, Any] = {"scale": scale, "enable_gqa": enable_gqa}
+        return attend(card, *batch, mask, dropout_p, is_causal, **given).squeeze(0)
     backend, needs_grad = _chosen(card, query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
     if backend is Backend.FLASH:
         head = query.shape[-1]
@@ -370,6 +374,11 @@ def attend(
         f"scaled_dot_product_attention: no kernel is left on {card.name} for query {tuple(query.shape)}, key "
         f"{tuple(key.shape)} and value {tuple(value.shape)} in {dtype}; allow more of them in torch.backends.cuda"
     )
+
+
+def _of_one_batch(mask: torch.Tensor | None) -> torch.Tensor | None:
+    """The mask of operands that have no dimension for the batch, as one that has."""
+    return mask.unsqueeze(0) if mask is not None and mask.dim() == 3 else mask
 
 
 def choice(card: Profile, *args: Any, scale: float | None = None, **kwargs: Any) -> int:

@@ -238,11 +238,13 @@ def _like_input(image: torch.Tensor, *rest: object) -> torch.Tensor:
     return image.new_empty_strided(image.shape, image.stride()) if is_dense(image) else torch.empty_like(image)
 
 
-def _attention_gradients(grad: object, query: object, *rest: Any, **scale: object) -> Any:
+def _attention_gradients(
+    grad: object, query: object, key: torch.Tensor, value: torch.Tensor, *rest: object, **scale: object
+) -> Any:
     """Gradients of grouped keys and values have their heads: PyTorch's rule says so from 2.14 on, which takes them."""
-    found = _aten._scaled_dot_product_efficient_attention_backward.default(grad, query, *rest, **scale)
-    of_keys = [torch.empty_permuted(one.shape, (0, 2, 1, 3), dtype=one.dtype, device=one.device) for one in rest[:2]]
-    return found[0], *of_keys, found[3]
+    found = _aten._scaled_dot_product_efficient_attention_backward.default(grad, query, key, value, *rest, **scale)
+    like = [torch.empty_permuted(one.shape, (0, 2, 1, 3), dtype=one.dtype, device=one.device) for one in (key, value)]
+    return found[0], *like, found[3]
 
 
 def _dropped(image: torch.Tensor, *rest: object) -> Any:

@@ -30,6 +30,7 @@ from graph.fake_cuda import sdpa
 from graph.hardware.profile import profile
 from graph.recorder.program import ProgramRecorder
 from tests.places import DATA
+from traces.release import installed_release
 
 FOLDER: Final = DATA / "opinfo"
 SAMPLES: Final = 4  # of an operator
@@ -180,7 +181,7 @@ def _limited() -> Iterator[None]:
 def measured(names: frozenset[str], dtype: torch.dtype, *, strided: bool = False) -> dict[str, Any]:
     """What every operator (of `names`, if any are given) allocates on the fake device, by name."""
     found: dict[str, Any] = {}
-    with warnings.catch_warnings(), fake.fake_cuda(profile("A100-80GB", "2.13")) as runtime:
+    with warnings.catch_warnings(), fake.fake_cuda(profile("A100-80GB", installed_release())) as runtime:
         warnings.simplefilter("ignore")
         sdpa.install(runtime)
         counter = Counter()

@@ -399,6 +399,44 @@ def test_every_recorded_call_of_the_operator() -> None:
     assert [wrong for (gpu, release), rows in by_device.items() for wrong in differences(gpu, release, rows)] == []
 
 
+#: Forward and backward of operands (4, 3, 8) without a dimension for the batch, on an A100 under 2.15.0+cu132.
+WITHOUT_BATCH: Final = {
+    "float32": (
+        [8, 8, 384, 512],
+        [384, 384, 384, 384, 48, 48, -5, -4, 65600, -6, -7],
+    ),
+    "bfloat16": ([192, 48, 16, 8], [192, 192, 192, 192, 192, 2048, 65536, -7, -6]),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("dtype", WITHOUT_BATCH)
+def test_operands_without_a_batch_are_one(dtype: str) -> None:
+    """From 2.14 on fused kernels take them; before, the plain path does."""
+    import torch
+
+    from graph.fake_cuda.device import fake_cuda
+    from graph.fake_cuda.sdpa import install
+
+    found = {}
+    for release in ("2.13", "2.15"):
+        with fake_cuda(profile("A100", release, True)) as runtime:
+            install(runtime)
+            runtime.observer = seen = Events(runtime)
+            query = torch.empty(4, 3, 8, dtype=getattr(torch, dtype), device="cuda", requires_grad=True)
+            seen.restart()
+            out = torch.nn.functional.scaled_dot_product_attention(query, query, query)
+            forward = list(seen.events)
+            grad = torch.empty_like(out)
+            seen.restart()
+            torch.autograd.backward(out, grad)
+            found[release] = forward, seen.events[: len(WITHOUT_BATCH[dtype][1])]
+            runtime.observer = None
+            del out, query, grad
+    assert found["2.15"] == WITHOUT_BATCH[dtype]
+    assert len(found["2.13"][0]) > len(WITHOUT_BATCH[dtype][0])
+
+
 @pytest.mark.filterwarnings("ignore")
 def test_no_kernel_left_is_one_clear_line() -> None:
     torch = pytest.importorskip("torch")
