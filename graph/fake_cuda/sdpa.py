@@ -331,8 +331,8 @@ def attend(
     """`at::native::scaled_dot_product_attention` (transformers/attention.cpp) on the GPU of `card`.
 
     Tensors are (batch, heads, tokens, head), or (heads, tokens, head); the result has the query's batch, heads and
-    tokens and the value's head. Temporaries die in the order in which C++ drops them. Raises CaptureError where PyTorch finds no kernel, and
-    what PyTorch raises for operands of several dtypes.
+    tokens and the value's head. Temporaries die in the order in which C++ drops them. Raises CaptureError where PyTorch
+    finds no kernel, and what PyTorch raises for operands of several dtypes.
     """
     aten = torch.ops.aten
     refused.attention(query, key, value)
