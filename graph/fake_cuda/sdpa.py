@@ -337,9 +337,8 @@ def attend(
     aten = torch.ops.aten
     refused.attention(query, key, value)
     if card.release >= (2, 14) and all(x.dim() == 3 for x in (query, key, value)):
-        batch, mask = [x.unsqueeze(0) for x in (query, key, value)], _of_one_batch(attn_mask)
-        given: dict[str, Any] = {"scale": scale, "enable_gqa": enable_gqa}
-        return attend(card, *batch, mask, dropout_p, is_causal, **given).squeeze(0)
+        one = partial(attend, card, query.unsqueeze(0), key.unsqueeze(0), value.unsqueeze(0), _of_one_batch(attn_mask))
+        return one(dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa).squeeze(0)
     backend, needs_grad = _chosen(card, query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
     if backend is Backend.FLASH:
         head = query.shape[-1]
