@@ -270,6 +270,8 @@ _RULES: Final[dict[Any, Any]] = {
     _aten.batch_norm_backward_elemt.default: lambda grad, image, *rest: _like_input(image),
     _aten.native_dropout.default: _dropped,
     _aten._scaled_dot_product_efficient_attention_backward.default: _attention_gradients,
+    _aten.log_sigmoid_backward.default: lambda grad, *rest: torch.empty_like(grad),  # Activation.cpp
+    _aten.glu_backward.default: lambda grad, source, dim: _plain(source),  # cuda/Activation.cpp
     _aten.mse_loss_backward.default: lambda grad, source, *rest: _plain(source),  # BinaryOps.cpp
     _aten.binary_cross_entropy_backward.default: lambda grad, source, *rest: torch.empty_like(source),  # Loss.cu
 }

@@ -31,6 +31,8 @@ _UNTAGGED: Final = frozenset(
     )
 ) | {_aten.complex.out, _aten.polar.out}
 _OTHERWISE: Final = frozenset({"clone", "hardtanh", "masked_fill", "native_dropout_backward", "_conj_physical"})
+#: Derivatives whose iterator has what was kept before the gradient (Activation.cpp).
+_KEPT_FIRST: Final = frozenset({"threshold_backward", "leaky_relu_backward"})
 #: Overloads where a number stands for a tensor without dimensions, but for those of `lerp`.
 _OF_NUMBERS: Final = frozenset(
     {"Tensor", "Tensor_mode", "Scalar", "Scalar_mode", "ScalarOther", "ScalarSelf", "Scalar_Other", "Scalar_Self"}
@@ -45,6 +47,8 @@ def is_iterated(func: Operator) -> bool:
 def steps(func: Operator, args: Sequence[Any]) -> tuple[int, ...]:
     """Strides in elements of what an elementwise operator makes of these arguments."""
     operands = [value for value in args if isinstance(value, torch.Tensor)]
+    if func._opname in _KEPT_FIRST:
+        operands.reverse()
     if func is _aten.pow.Scalar:  # its meta function says nothing of strides (Pow.cpp)
         return contiguous(shape(operands[0]))
     alike = all(one.shape == operands[0].shape for one in operands)

@@ -13,7 +13,9 @@ pytest.importorskip("torch")
 
 import torch
 
+from graph.fake_cuda.device import fake_cuda
 from graph.fake_cuda.operators.iterated import steps
+from graph.hardware.profile import profile
 
 _aten = torch.ops.aten
 
@@ -57,6 +59,8 @@ CALLS: list[tuple[Any, Callable[..., tuple[Any, ...]]]] = [
     (_aten.where.ScalarOther, lambda a, b, c, part: (a > 0, b, 1.0)),
     (_aten.addcmul.default, lambda a, b, c, part: (a, b, c)),
     (_aten.addcmul.default, lambda a, b, c, part: (a, part, c)),
+    (_aten.threshold_backward.default, lambda a, b, c, part: (a, b, 0)),
+    (_aten.leaky_relu_backward.default, lambda a, b, c, part: (a, b, 0.1, False)),
 ]
 
 
@@ -65,3 +69,27 @@ def test_results_lie_as_pytorch_has_them(tensors: tuple[torch.Tensor, ...]) -> N
     for func, given_to in CALLS:
         args = given_to(*tensors)
         assert steps(func, args) == func(*args).stride(), func
+
+
+NCHW, LAST, BY_CHANNEL = (1920, 30, 5, 1), (1920, 1, 320, 64), (64, 1, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("operator", "of_grad", "of_kept", "found"),
+    [
+        (lambda grad, kept: _aten.threshold_backward(grad, kept, 0), NCHW, LAST, LAST),
+        (lambda grad, kept: _aten.threshold_backward(grad, kept, 0), LAST, NCHW, NCHW),
+        (lambda grad, kept: _aten.threshold_backward(grad, kept, 0), BY_CHANNEL, LAST, LAST),
+        (lambda grad, kept: _aten.leaky_relu_backward(grad, kept, 0.1, False), NCHW, LAST, LAST),
+        (lambda grad, kept: _aten.glu_backward(grad[:, :32], kept, 1), LAST, LAST, NCHW),
+        (lambda grad, kept: _aten.log_sigmoid_backward(grad, kept, kept.new_empty(0)), BY_CHANNEL, LAST, NCHW),
+        (lambda grad, kept: _aten.log_sigmoid_backward(grad, kept, kept.new_empty(0)), LAST, NCHW, LAST),
+    ],
+)
+def test_gradients_lie_as_the_cuda_build_has_them(
+    operator: Callable[..., torch.Tensor], of_grad: tuple[int, ...], of_kept: tuple[int, ...], found: tuple[int, ...]
+) -> None:
+    """The CUDA build of PyTorch 2.13.0, on libraries that do nothing: (8, 64, 6, 5)."""
+    with fake_cuda(profile("A100", "2.13")):
+        grad, kept = (torch.empty_strided((8, 64, 6, 5), form, device="cuda") for form in (of_grad, of_kept))
+        assert operator(grad, kept).stride() == found
