@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from graph.fake_cuda.torch_private import Operator
 
 Kernel = Callable[..., Any]
+Concern = Callable[[tuple[Any, ...], Mapping[str, Any]], bool]
 _put: Final = torch.ops.aten.index_put_.default
 #: What an operator is called in the alert, by its name.
 _ALWAYS: Final[Mapping[str, str]] = {
@@ -63,12 +64,16 @@ def _multiplied(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
     return kwargs.get("reduce") == "multiply"
 
 
+def _reduction(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> object:
+    return args[4] if len(args) > 4 else kwargs.get("reduce")
+
+
 def _product(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    return (args[4] if len(args) > 4 else kwargs.get("reduce")) == "prod"
+    return _reduction(args, kwargs) == "prod"
 
 
 #: The same where it depends on the arguments.
-_SOMETIMES: Final[Mapping[str, tuple[str, Callable[[tuple[Any, ...], Mapping[str, Any]], bool]]]] = {
+_SOMETIMES: Final[Mapping[str, tuple[str, Concern]]] = {
     "_embedding_bag_backward": ("embedding_bag_backward_cuda_max", _bag),
     "bincount": ("_bincount_cuda", _weighted),
     "histc": ("_histc_cuda with floating point input", _floating),
@@ -117,30 +122,22 @@ def _scattered(accumulate: bool) -> Kernel:
     return scatter_
 
 
+_add: Final = _scattered(True)
+
+
 def _scatter_reduce_(
     target: torch.Tensor, dim: int, index: torch.Tensor, source: torch.Tensor, reduce: str, *, include_self: bool = True
 ) -> Any:
     """`scatter_reduce_two` of sums and means (aten/src/ATen/native/TensorAdvancedIndexing.cpp)."""
-    add = _INSTEAD["scatter_add_.default"]
     if not include_self:
         target.scatter_(dim, index, 0)
-    add(target, dim, index, source)
+    _add(target, dim, index, source)
     if reduce == "mean":
         ones = torch.ones_like(source)
         count = torch.ones_like(target) if include_self else torch.zeros_like(target)
-        add(count, dim, index, ones)
+        _add(count, dim, index, ones)
         target.div_(count.masked_fill_(count == 0, 1))
     return target
-
-
-#: What is done in the place of an operator that writes its first argument, by its name and overload.
-_INSTEAD: Final[Mapping[str, Kernel]] = {
-    "index_add_.default": _index_add_,
-    "index_copy_.default": _index_copy_,
-    "scatter_.src": _scattered(False),
-    "scatter_add_.default": _scattered(True),
-    "scatter_reduce_.two": _scatter_reduce_,
-}
 
 
 def _rounded(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
@@ -148,24 +145,26 @@ def _rounded(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
 
 
 def _summed(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    return _rounded(args, kwargs) and args[4] in ("sum", "mean")
+    return _rounded(args, kwargs) and _reduction(args, kwargs) in ("sum", "mean")
 
 
-def _always(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    return True
-
-
-#: Of which arguments, where that is not all: atomic sums of integers are the same in any order.
-_OF: Final = {"scatter_add": _rounded, "scatter_add_": _rounded, "scatter_reduce": _summed, "scatter_reduce_": _summed}
+#: What is done in the place of an operator that writes its first argument, by its name and overload, and of which
+#: arguments (None: of all): atomic sums of integers are the same in any order.
+_INSTEAD: Final[Mapping[str, tuple[Kernel, Concern | None]]] = {
+    "index_add_.default": (_index_add_, None),
+    "index_copy_.default": (_index_copy_, None),
+    "scatter_.src": (_scattered(False), None),
+    "scatter_add_.default": (_add, _rounded),
+    "scatter_reduce_.two": (_scatter_reduce_, _summed),
+}
 
 
 def deterministic(func: Operator, kernel: Kernel) -> Kernel:
     """The kernel of an operator, which does what PyTorch does where determinism was asked for."""
     name = f"{func._opname}.{func._overloadname}"
-    instead = _INSTEAD.get(name)
+    instead, of = _INSTEAD.get(name, (None, None))
     if instead is None and (written := _INSTEAD.get(name.replace(".", "_.", 1))) is not None:
-        instead = _on_a_copy(written)
-    of = _OF.get(func._opname, _always)
+        instead, of = _on_a_copy(written[0]), written[1]
     caller, concerns = _SOMETIMES.get(func._opname, (_ALWAYS.get(func._opname, ""), None))
     if not caller and instead is None:
         return kernel
@@ -174,7 +173,7 @@ def deterministic(func: Operator, kernel: Kernel) -> Kernel:
     def asked(*args: object, **kwargs: object) -> Any:
         if not torch.are_deterministic_algorithms_enabled():
             return kernel(*args, **kwargs)
-        if instead is not None and of(args, kwargs):
+        if instead is not None and (of is None or of(args, kwargs)):
             return instead(*args, **kwargs)
         if caller and (concerns is None or concerns(args, kwargs)):
             alert_not_deterministic(caller)
