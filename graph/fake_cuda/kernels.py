@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch.nn.parameter import is_lazy
 
-from graph.fake_cuda.memory import Layout, contiguous, set_storage
+from graph.fake_cuda.memory import Layout, contiguous, empty_layout, set_storage
 from graph.fake_cuda.operators import fits, iterated
 from graph.fake_cuda.operators.composed import COMPOSED
 from graph.fake_cuda.operators.native import operator
@@ -428,6 +428,8 @@ class Kernels:
     def _new(self, func: Operator, kind: Kind, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
         born: list[int] = []
         out = self.runtime.memory.new(kind.made[0], born)
+        if kind.counted:
+            self.runtime.values.unwritten(out)
         if self.runtime.observer is not None:
             self.runtime.observer.operator(func, args, kwargs, out, born, kind)
         return out
@@ -441,7 +443,7 @@ class Kernels:
             key = (tuple(size), dtype, order)
             kind = kinds.get(key)
             if kind is None:
-                kind = kinds[key] = Kind((_empty_layout(*key),))
+                kind = kinds[key] = Kind((empty_layout(*key),))
             return self._new(func, kind, (size, *args), kwargs)
 
         return kernel
@@ -679,13 +681,6 @@ class Kernels:
 @functools.lru_cache(4096)
 def _named(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def _empty_layout(shape: tuple[int, ...], dtype: torch.dtype, memory_format: torch.memory_format | None) -> Layout:
-    if memory_format is None or memory_format is torch.contiguous_format:
-        return Layout(shape, contiguous(shape), dtype)
-    strides = torch.empty(shape, dtype=dtype, device="meta", memory_format=memory_format).stride()
-    return Layout(shape, strides, dtype)
 
 
 def _unique_layouts(

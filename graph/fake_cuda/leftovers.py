@@ -1,7 +1,8 @@
 """What libraries keep of a capture, dropped, so that the next one finds them as in a new process.
 
-`torch.distributed.destroy_process_group` clears the registries of process groups (`graph.fake_cuda.collectives`), and a
-recorder, a runtime and a model last for one capture. The rest is what this module drops, before a capture and after it:
+`torch.distributed.destroy_process_group` clears the registries of process groups (`graph.fake_cuda.ranks.collectives`),
+and a recorder, a runtime and a model last for one capture. The rest is what this module drops, before a capture and
+after it:
 
 - answers that a GPU gave once: the next capture may be on another one (`torch.cuda`, bitsandbytes);
 - tensors that lie on the fake device, which is gone (bitsandbytes' code books and lists of paged states,

@@ -138,6 +138,14 @@ def contiguous(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(reversed(strides)) if shape else ()
 
 
+def empty_layout(shape: tuple[int, ...], dtype: torch.dtype, memory_format: torch.memory_format | None) -> Layout:
+    """How a tensor lies that `torch.empty` makes."""
+    if memory_format is None or memory_format is torch.contiguous_format:
+        return Layout(shape, contiguous(shape), dtype)
+    strides = torch.empty(shape, dtype=dtype, device="meta", memory_format=memory_format).stride()
+    return Layout(shape, strides, dtype)
+
+
 class _Life:
     """Lives as long as one storage."""
 

@@ -8,6 +8,7 @@ has what is larger than `MOST_BYTES`, of floating-point numbers than `MOST_FLOAT
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import math
 import mmap
@@ -31,6 +32,8 @@ MOST_BYTES: Final = 1 << 25
 MOST_FLOAT_BYTES: Final = 1 << 13
 #: Floating-point numbers in larger storages on the host may not have been written.
 _UNWRITTEN: Final = 1 << 20
+#: So many storages are known to be unwritten.
+_NEWEST: Final = 64
 #: Values of as many bytes have pages of their own, which go back to the system with them; malloc would keep them.
 _PAGES: Final = 1 << 20
 #: The dtypes that have values up to `MOST_BYTES`.
@@ -86,6 +89,7 @@ class Values:
         self._comparing: bool | None = None  # how numbers without values compare: None, as they are read
         self.known: MutableMapping[int, torch.UntypedStorage] = {} if known is None else known
         self._bounds: dict[int, int] = {}  # of storages of integers that are below a number, that number
+        self._unwritten: dict[int, None] = {}  # storages that nobody has written, the last of them
         self._shares: dict[int, float] = {}  # of elements that are not zero, of storages scattered into
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor | None:
@@ -105,6 +109,29 @@ class Values:
             _view(storage, tensor).copy_(host)
             self.known[self.key(tensor)] = storage
 
+    def received(self, written: Sequence[tuple[torch.Tensor, torch.Tensor | None]]) -> None:
+        """Tensors are overwritten by values on the host; without any (None), by what nobody knows."""
+        there = [pair for pair in written if pair[0].device.type != "cpu"]
+        parts = collections.Counter[int]()
+        for tensor, _ in there:
+            parts[self.key(tensor)] += tensor.nbytes
+        unknown = {self.key(tensor) for tensor, host in there if host is None}
+        self._begin(tuple(tensor for tensor, _ in there))
+        self.forget(tensor for tensor, _ in there if self.key(tensor) in unknown)
+        for tensor, _ in there:
+            whole = parts[self.key(tensor)] >= self.size(tensor)
+            if whole and self.key(tensor) not in unknown and self.of(tensor) is None:
+                self._have(tensor)
+        for tensor, host in written:
+            known = self.of(tensor)
+            if host is not None and known is not None:
+                known.copy_(host)
+
+    def _have(self, tensor: torch.Tensor) -> None:
+        room = _room(tensor.dtype, self.size(tensor))
+        if room is not None:
+            self.known[self.key(tensor)] = room
+
     @contextlib.contextmanager
     def comparing(self, answer: bool) -> Iterator[None]:
         """Inside, single numbers without values compare so: a check that a program must pass to go on."""
@@ -120,9 +147,17 @@ class Values:
             self.known.pop(self.key(tensor), None)
             self._shares.pop(self.key(tensor), None)
             self._bounds.pop(self.key(tensor), None)
+            self._unwritten.pop(self.key(tensor), None)
+
+    def unwritten(self, tensor: torch.Tensor) -> None:
+        """`tensor` is new, and what is in it is nobody's: zeros, once a part of it is written by values."""
+        self._unwritten[self.key(tensor)] = None
+        if len(self._unwritten) > _NEWEST:
+            del self._unwritten[next(iter(self._unwritten))]
 
     def restart(self) -> None:
         """Storages are counted from 1 again."""
+        self._unwritten.clear()
         self._shares.clear()
         self._bounds.clear()
 
@@ -208,6 +243,7 @@ class Values:
     ) -> None:
         """`func` has written its arguments `targets`."""
         if func._opname in _OVERWRITING or (func._schema.is_mutable and bool(_outs(func))):
+            self._begin(targets)
             self._make_room(targets, args[1:] if func._opname in _OVERWRITING else args)
         share = self._scattered(func, args)
         if self.computed(func, args, kwargs) is None:
@@ -222,6 +258,14 @@ class Values:
         most = self._bounds.get(self.key(source))
         if most is not None and target.numel() * target.itemsize == self.size(target):
             self.bound(target, most)
+
+    def _begin(self, targets: tuple[torch.Tensor, ...]) -> None:
+        """Targets that are a part of what nobody has written: the rest is zeros."""
+        for target in targets:
+            if self.key(target) in self._unwritten and (room := _room(target.dtype, self.size(target))) is not None:
+                torch.empty(0, dtype=torch.uint8, device=_CPU).set_(room).zero_()
+                self.known[self.key(target)] = room
+            self._unwritten.pop(self.key(target), None)
 
     def _make_room(self, targets: tuple[torch.Tensor, ...], read: tuple[object, ...]) -> None:
         """All of the targets is overwritten; what is `read` for that keeps what it has."""

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import sysconfig
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import traces
+from simulator.recording.exchange import Exchange
 from simulator.recording.request import FACTS, FAULT, TRACE, Request
 from traces.errors import LLMemError
 from traces.model import Trace
@@ -88,26 +90,32 @@ def record(
 ) -> Recorded:
     """Run the program of a request (its folder is chosen here) to its end, as each of `ranks` of its world.
 
-    A process each, one after another but for as many as there are cores, with this process's streams, or if it is to be
-    `silent` without any. Ctrl-C and SIGTERM end the program, and what was recorded is the answer; ranks that have not
-    begun then are left out. `told` is called with a word where one of several ranks has ended. RecordError where one
-    ended before it left anything, and KeyboardInterrupt where all were interrupted so early.
+    A process each, one after another but for as many as there are cores, or more where they wait for each other
+    (`simulator.recording.exchange`), with this process's streams, or if it is to be `silent` without any. Ctrl-C and
+    SIGTERM end the program, and what was recorded is the answer; ranks that have not begun then are left out. `told` is
+    called with a word where one of several ranks has ended. RecordError where one ended before it left anything, and
+    KeyboardInterrupt where all were interrupted so early.
     """
     processes = _Processes(silent)
+    exchange = Exchange(ranks, min(len(ranks), os.cpu_count() or 1))
     done = 0
 
-    def one(rank: int) -> Recorded | None:
+    def one(rank: int, speaks: socket.socket) -> Recorded | None:
         nonlocal done
-        found = processes.recorded(replace(request, rank=rank))
+        try:
+            found = processes.recorded(replace(request, rank=rank), speaks if len(ranks) > 1 else None)
+        finally:
+            exchange.end(rank)
+            speaks.close()
         done += 1
         if told is not None and len(ranks) > 1:
             told(f"rank {rank} has ended, {done} of {len(ranks)}")
         return found
 
-    with processes.signalled(), ThreadPoolExecutor(max(1, min(len(ranks), os.cpu_count() or 1))) as pool:
-        ends = pool.map(one, ranks)
-        _prepare()
-        found = [one for one in ends if one is not None]
+    with processes.signalled(), ThreadPoolExecutor(1 + len(ranks)) as pool:
+        pool.submit(_prepare)
+        ends = [pool.submit(one, rank, exchange.begin(rank)) for rank in ranks]
+        found = [recorded for end in ends if (recorded := end.result()) is not None]
     from simulator.recording.trace import together
 
     if not found:
@@ -159,13 +167,15 @@ class _Processes:
             for process in tuple(self._running):
                 process.send_signal(signal.SIGTERM if len(self._signals) <= _PATIENCE else signal.SIGKILL)
 
-    def recorded(self, request: Request) -> Recorded | None:
-        """What one rank did; None where it was interrupted before it began."""
+    def recorded(self, request: Request, speaks: socket.socket | None) -> Recorded | None:
+        """What one rank did, which speaks with others over a socket; None where it was interrupted before it began."""
         if self._signals:
             return None
         with tempfile.TemporaryDirectory(prefix="llmem-record-") as folder:
             with self._streams(folder) as streams:
-                code = self._run(replace(request, folder=folder), streams)
+                given = {} if speaks is None else {"pass_fds": [speaks.fileno()]}
+                number = -1 if speaks is None else speaks.fileno()
+                code = self._run(replace(request, folder=folder, exchange=number), {**streams, **given})
             last = _last_line(Path(folder) / _SAID)
             facts = Path(folder) / FACTS
             if not facts.exists():

@@ -24,9 +24,9 @@ from typing import Any, Final
 
 import traces
 from graph.fake_cuda import sdpa
-from graph.fake_cuda.collectives import Collectives
 from graph.fake_cuda.device import Runtime, fake_cuda
-from graph.fake_cuda.job import joined
+from graph.fake_cuda.ranks.collectives import Collectives
+from graph.fake_cuda.ranks.job import joined
 from graph.fake_cuda.served import OutOfMemoryError, has_triton
 from graph.hardware.profile import profile
 from graph.host import compiled, kept, triton_stand_in
@@ -43,6 +43,7 @@ from simulator.allocator.releases import parse_release
 from simulator.recording import arguments, cycles
 from simulator.recording.allocator import LiveAllocator, warm_up
 from simulator.recording.durations import of_phases
+from simulator.recording.exchange import Connection
 from simulator.recording.history import History
 from simulator.recording.prices import Prices
 from simulator.recording.repeats import Progress, Repeats
@@ -108,7 +109,7 @@ def main(text: str, objects: int) -> int:
             compiled.compiling(runtime, folder / "inductor", recorder.writes, keeping),
             recorder.ordered_casts(),
             cycles.followed(recorder),
-            joined(runtime, recorder) as job,
+            joined(runtime, recorder, Connection(request.exchange) if request.exchange >= 0 else None) as job,
             phases.followed(),
             arguments.followed(keeper.arguments),
         ):

@@ -30,7 +30,8 @@ class Request:
     looks at standard error. `late`: memory in use on another stream comes back when the host waits. `timed`: kernels
     take time, and collectives over `interconnect` (`strategies.timing.Clock.connected`). `endless`: memory never runs
     out, although the program is told that the GPU has what it has. `floats`: what floating-point numbers are that the
-    program reads and that have no values.
+    program reads and that have no values. `exchange`: the socket over which it speaks with other ranks' processes, -1
+    where it has none.
     """
 
     program: tuple[str, ...]
@@ -54,6 +55,7 @@ class Request:
     interconnect: str = ""
     endless: bool = False
     floats: float = 0.0
+    exchange: int = -1
 
     @property
     def local_rank(self) -> int:

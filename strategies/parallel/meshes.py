@@ -165,7 +165,7 @@ class MeshRank(Pipeline):
             fully_shard(unit, **options)
 
     def _replicate(self, module: torch.nn.Module) -> torch.nn.Module:
-        from graph.fake_cuda.collectives import replicated
+        from graph.fake_cuda.ranks.collectives import replicated
         from graph.fake_cuda.torch_private import with_plain_parameters
 
         if self.split:

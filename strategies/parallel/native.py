@@ -1,8 +1,8 @@
 """What PyTorch's own distributed methods share: one rank of a job, run with torch.distributed's real code.
 
 DDP, FSDP and tensor parallelism are captured, not imitated: `graph.capture` runs a rank of the job with PyTorch's
-modules around the model, on a process group whose collectives end at once (`graph.fake_cuda.collectives`). Streams,
-gathered parameters, buckets and the order of all events are then PyTorch's own.
+modules around the model, on a process group whose collectives end at once (`graph.fake_cuda.ranks.collectives`).
+Streams, gathered parameters, buckets and the order of all events are then PyTorch's own.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from graph.loop.method import Method
 if TYPE_CHECKING:
     import torch
 
-    from graph.fake_cuda.collectives import Collectives
     from graph.fake_cuda.device import Runtime
+    from graph.fake_cuda.ranks.collectives import Collectives
     from graph.models.sources import Built
     from graph.recorder.recorder import Recorder
 
@@ -48,7 +48,7 @@ class Native(Method):
     @contextlib.contextmanager
     def running(self, runtime: Runtime, recorder: Recorder) -> Iterator[None]:
         """The process group of the job."""
-        from graph.fake_cuda.collectives import process_group
+        from graph.fake_cuda.ranks.collectives import process_group
 
         runtime.host_copies_keep = True  # what rank 0 broadcast to itself comes back as it went
         runtime.late = self.case.deferred == "late"

@@ -25,7 +25,7 @@ from graph.model import Role
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from graph.fake_cuda.collectives import Collectives
+    from graph.fake_cuda.ranks.collectives import Collectives
     from graph.recorder.recorder import Recorder
 
 _library: Any = stages_of_torch

@@ -122,8 +122,9 @@ def serve(number: int) -> None:
 
 
 def _next(client: socket.socket) -> tuple[dict[str, Any] | None, list[int]]:
-    """What is asked next over a connection (None: it is closed), and the standard streams that come with it."""
-    begin, files, _, _ = socket.recv_fds(client, 1, 3)
+    """What is asked next over a connection (None: it is closed), and the files that come with it: the standard streams,
+    and what else is passed on."""
+    begin, files, _, _ = socket.recv_fds(client, 1, 4)
     if not begin:
         return None, []
     with client.makefile("r") as words:
@@ -210,8 +211,9 @@ class _Starter:
                 file = streams.get(name, getattr(sys, f"__{name}__"))
                 file = stack.enter_context(open(os.devnull, "r+b")) if file == subprocess.DEVNULL else file
                 files.append(file.fileno())
-            socket.send_fds(self._process, [b"."], files)
-            self._process.sendall(json.dumps({"text": command[2], "env": dict(env)}).encode() + b"\n")
+            passed = list(streams.get("pass_fds", ()))
+            socket.send_fds(self._process, [b"."], [*files, *passed])
+            self._process.sendall(json.dumps({"text": command[2], "env": dict(env), "passed": passed}).encode() + b"\n")
             with self._process.makefile("r") as answers:
                 return _Started(int(answers.readline()))
 
@@ -259,7 +261,9 @@ def _code(asked: Mapping[str, Any], files: Sequence[int], between: int) -> None:
     """`python -c text`, once the process that forked this one has ended."""
     while os.getppid() == between:
         time.sleep(0.001)
-    _streams(files)
+    _streams(files[:3])
+    for file, number in zip(files[3:], asked["passed"], strict=True):
+        os.dup2(file, number)
     from graph.fake_cuda import device
 
     device._start_autograd()

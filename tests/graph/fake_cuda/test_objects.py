@@ -20,7 +20,7 @@ from torch.distributed.tensor import Shard, distribute_tensor  # noqa: E402
 from torch.profiler import ProfilerActivity, profile, record_function  # noqa: E402
 
 from graph.fake_cuda.device import Runtime, fake_cuda  # noqa: E402
-from graph.fake_cuda.job import joined  # noqa: E402
+from graph.fake_cuda.ranks.job import joined  # noqa: E402
 from graph.hardware.profile import profile as card  # noqa: E402
 from tests.support.births import Births  # noqa: E402
 

@@ -35,6 +35,13 @@ def in_place(x: torch.Tensor) -> torch.Tensor:
     return made.t()
 
 
+def filled_in_parts(x: torch.Tensor) -> torch.Tensor:
+    made = torch.empty_like(x)
+    made[1:].copy_(x[1:])
+    made[:1] = 4
+    return made
+
+
 def by_list(x: torch.Tensor) -> list[torch.Tensor]:
     lengths = (x.abs().sum(1) % 3 + 1).tolist()
     return list(torch.split(torch.arange(sum(lengths), device=x.device), lengths))
@@ -47,6 +54,7 @@ PROGRAMS: dict[str, Program] = {
     "windows": lambda x: torch.nn.functional.pad(x, (1, 2), value=-100).unfold(1, 2, 1).reshape(-1),
     "cumulated": lambda x: torch.nn.functional.pad(x.abs().sum(1).cumsum(0, dtype=torch.int32), (1, 0)),
     "in place": in_place,
+    "filled in parts": filled_in_parts,
     "places": lambda x: x.remainder(2).nonzero(),
     "masks": lambda x: (x[x > 0], x.masked_select(x < 1), torch.where(x[0] > 0, x[0], x[1])),
     "repeated": lambda x: torch.repeat_interleave(x[0], x[1].abs()),

@@ -26,6 +26,7 @@ from torch.distributed import c10d_logger
 from torch.distributed import distributed_c10d as c10d
 
 from graph.fake_cuda.device import Runtime
+from graph.fake_cuda.ranks.messages import Messages, flat
 from graph.fake_cuda.torch_private import OPERATOR_CALLS, fake_store, finished_work
 from graph.fake_cuda.torch_private import schemas as torch_schemas
 from graph.recorder.list_sharding import equal_entries_once
@@ -65,7 +66,7 @@ _LISTS: Final = frozenset({"allgather_", "reduce_scatter_"})
 _PAIRS: Final = frozenset({"send", "recv_"})
 _FIRST_STREAM: Final = 1000
 #: Frames between whoever asks for a collective and its kernel: ours, and those of torch's operators.
-_OURS: Final = os.path.dirname(__file__)
+_OURS: Final = os.path.dirname(os.path.dirname(__file__))
 #: Files of torch.distributed's functions, of what logs their calls, and of pipelines.
 _DISTRIBUTED: Final = (
     c10d.__file__,
@@ -110,6 +111,7 @@ class Collectives:
         self._waited = 0  # operators when the host had waited for what is finished
         self._told = True
         self._streams: dict[str, int] = {}
+        self.messages: Messages | None = None  # where other ranks have processes, or may have
 
     @contextlib.contextmanager
     def unrecorded(self) -> Iterator[None]:
@@ -122,12 +124,14 @@ class Collectives:
 
     @contextlib.contextmanager
     def followed(self) -> Iterator[None]:
-        """Inside, a work that somebody waits for keeps no tensors but its result."""
+        """Inside, a work that somebody waits for keeps no tensors but its result, and that has come."""
         plain: Callable[..., bool] = dist.Work.wait
 
         def wait(work: dist.Work, *args: object, **kwargs: object) -> bool:
             done = plain(work, *args, **kwargs)
             self._held = [one for one in self._held if one.work is not work]
+            if self.messages is not None:
+                self.messages.waited()
             return done
 
         with mock.patch.object(dist.Work, "wait", wait):
@@ -193,6 +197,24 @@ class Collectives:
             schema = schemas.get(f"c10d::{name}")
             if schema is not None:
                 self.runtime.override(schema.name, self._kernel(name, schema), ("CUDA",))
+            if schema is not None and self.messages is not None and name != "barrier":
+                self.runtime.override(schema.name, self._host_kernel(name, schema), ("CPU",))
+
+    def _host_kernel(self, name: str, schema: torch.FunctionSchema) -> Callable[..., Any]:
+        """Of tensors on the host nothing is kept, and nothing told."""
+        names = [argument.name for argument in schema.arguments]
+        results = len(schema.returns)
+
+        def kernel(*args: object) -> Any:
+            self._move(name, dict(zip(names, args, strict=False)), args)
+            work = _finished(list(flat(args[0]))).boxed()
+            return work if results == 1 else (args[0], work)
+
+        return kernel
+
+    def _move(self, name: str, given: Mapping[str, Any], args: Sequence[Any]) -> None:
+        if self.messages is not None:
+            self.messages.moved(name, KINDS[name], given, args)
 
     def _kernel(self, name: str, schema: torch.FunctionSchema) -> Callable[..., Any]:
         names = [argument.name for argument in schema.arguments]
@@ -201,19 +223,20 @@ class Collectives:
         def kernel(*args: object) -> Any:
             self._begin()
             given = dict(zip(names, args, strict=False))
-            result = list(_flat(args[0]))
-            flat: list[torch.Tensor] = []
+            result = list(flat(args[0]))
+            whole: list[torch.Tensor] = []
             self._tell(name, given, args)
+            self._move(name, given, args)
             if name == "barrier":
                 result = self._barrier(bool(given.get("async_op", True)))
             elif name in _LISTS and self._told:
                 lists: Any = args[0 if name == "allgather_" else 1]
-                flat = _flattened(lists)
-                result = flat if flat and name == "allgather_" else result
+                whole = _flattened(lists)
+                result = whole if whole and name == "allgather_" else result
             elif name == "scatter_":
-                result = list(_flat(args[1]))
+                result = list(flat(args[1]))
             work = _finished([] if name in _PAIRS and _together() else result)
-            self._keep(name, given, work, (result if name == "barrier" else args[:2], flat))
+            self._keep(name, given, work, (result if name == "barrier" else args[:2], whole))
             return work.boxed() if results == 1 else (args[0], work.boxed())
 
         return kernel
@@ -232,12 +255,12 @@ class Collectives:
         if not self._told:
             return
         if name in _PAIRS:
-            self._tell_pair(name, given, sum(tensor.nbytes for tensor in _flat(args[0])))
+            self._tell_pair(name, given, sum(tensor.nbytes for tensor in flat(args[0])))
             return
-        tensors = [*_flat(args[0]), *(_flat(args[1]) if isinstance(args[1], torch.Tensor | list | tuple) else ())]
+        tensors = [*flat(args[0]), *(flat(args[1]) if isinstance(args[1], torch.Tensor | list | tuple) else ())]
         largest = max((tensor.nbytes for tensor in tensors), default=0)
         if name in _LISTS:
-            largest = sum(tensor.nbytes for tensor in _flat(args[0 if name == "allgather_" else 1]))
+            largest = sum(tensor.nbytes for tensor in flat(args[0 if name == "allgather_" else 1]))
         group = given.get("process_group")
         apart = KINDS[name] in self.kept and given.get("async_op", True)
         self.recorder.collective(KINDS[name], self.named(group), largest, runs=NCCL_STREAM if apart else None)
@@ -299,14 +322,6 @@ def _group_name(group: Any) -> str:
     except (AttributeError, RuntimeError, TypeError):
         return "world"
     return str(unboxed.group_desc or unboxed.group_name)
-
-
-def _flat(value: object) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, list | tuple):
-        for one in value:
-            yield from _flat(one)
 
 
 def _finished(tensors: list[torch.Tensor]) -> Any:

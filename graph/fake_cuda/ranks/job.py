@@ -2,17 +2,16 @@
 
 Rank and world are what the program says, or those of the environment (RANK, WORLD_SIZE), as launchers set them. Where
 it starts ranks itself (`torch.multiprocessing.spawn`), this process is one of them: that of the environment, else the
-first. Collectives do nothing but take part (`graph.fake_cuda.collectives`); those of Python objects give every rank's
-object as this rank's, and take the memory that messages take on the device (torch/distributed/distributed_c10d.py).
+first. Collectives do nothing but take part (`collectives`), and bring from other ranks what values they have
+(`messages`, `objects`).
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import pickle
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Final, TypeAlias
+from typing import Any, Final
 from unittest import mock
 
 import torch
@@ -22,8 +21,10 @@ import torch.multiprocessing
 from torch.distributed import device_mesh
 from torch.distributed import distributed_c10d as c10d
 
-from graph.fake_cuda.collectives import Collectives, caller, lone_replicas
 from graph.fake_cuda.device import Runtime
+from graph.fake_cuda.ranks.collectives import Collectives, caller, lone_replicas
+from graph.fake_cuda.ranks.messages import Alone, Messages, Peers
+from graph.fake_cuda.ranks.objects import Group, Objects
 from graph.fake_cuda.torch_private import (
     OBJECT_DEVICE,
     fake_store,
@@ -35,16 +36,17 @@ from graph.recorder.list_sharding import equal_entries_once
 #: The version of NCCL that comes with PyTorch 2.13.
 _NCCL: Final = (2, 29, 7)
 _FUNCTIONAL: Final = functional_collectives().__file__
-Group: TypeAlias = dist.ProcessGroup | None
 #: Backends without a device, and what torch.distributed calls the one that nobody has named.
 _OF_HOST: Final = ("gloo", "mpi")
 _UNDEFINED: Final = "undefined"
 
 
 @contextlib.contextmanager
-def joined(runtime: Runtime, recorder: Any) -> Iterator[Collectives]:
-    """Inside, a program that starts a process group is one rank of the job of the environment."""
+def joined(runtime: Runtime, recorder: Any, peers: Peers | None = None) -> Iterator[Collectives]:
+    """Inside, a program that starts a process group is one rank of the job of the environment; `peers` are the others,
+    as far as they have processes."""
     collectives = Collectives(runtime, recorder, frozenset({"all_reduce"}))
+    collectives.messages = messages = Messages(runtime, peers or Alone())
     collectives.keeps = lambda: graph_task() >= 0 and not _functional()  # in backward, DDP's reducer: others wait
     collectives.named = _members
     plain: Callable[..., None] = dist.init_process_group
@@ -69,7 +71,7 @@ def joined(runtime: Runtime, recorder: Any) -> Iterator[Collectives]:
         # plans of the other ranks are taken to be this one's, and leave gaps
         stack.enter_context(mock.patch.object(default_planner, "_validate_global_plan", return_value=[]))
 
-    objects = _Objects(backends.device)
+    objects = Objects(backends.device, messages)
     changes: dict[str, Callable[..., Any]] = {
         "init_process_group": start,
         "new_group": backends.making(dist.new_group),
@@ -183,73 +185,3 @@ class _Backends:
         """Where a group's barriers and messages are: on the host where that has a backend."""
         backend = self.of(group)
         return "cpu" if backend in _OF_HOST or "cpu:" in backend else "cuda"
-
-
-class _Objects:
-    """Collectives of Python objects, whose bytes and sizes lie on the `device` of their group meanwhile."""
-
-    def __init__(self, device: Callable[[Group], str]) -> None:
-        self._device = device
-
-    def all_gather(self, object_list: list[Any], obj: object, group: Group = None) -> None:
-        """torch.distributed.all_gather_object."""
-        self._gathered(obj, len(object_list), group, len(object_list))
-        object_list[:] = [obj] * len(object_list)
-
-    def gather(
-        self,
-        obj: object,
-        object_gather_list: list[Any] | None = None,
-        dst: object = None,
-        group: Group = None,
-        **also: object,
-    ) -> None:
-        """torch.distributed.gather_object."""
-        places = object_gather_list or []
-        self._gathered(obj, dist.get_world_size(group), group, len(places))
-        places[:] = [obj] * len(places)
-
-    def scatter(
-        self,
-        scatter_object_output_list: list[Any],
-        scatter_object_input_list: list[Any] | None = None,
-        src: object = None,
-        group: Group = None,
-        **also: object,
-    ) -> None:
-        """torch.distributed.scatter_object_list."""
-        given = scatter_object_input_list or []
-        sent = [self._sent(one, group) for one in given]
-        largest = max((one.numel() for one, _ in sent), default=0)
-        received = self._bytes(largest, group), self._bytes(8, group)
-        del received, sent
-        scatter_object_output_list[0] = given[0] if given else None
-
-    def broadcast(
-        self, object_list: list[Any], src: object = None, group: Group = None, device: object = None, **also: object
-    ) -> None:
-        """torch.distributed.broadcast_object_list: what every rank has is what the source had."""
-        sent = [self._sent(one, group, device) for one in object_list]
-        sizes = self._bytes(8 * len(sent), group, device)
-        whole = sum(one.numel() for one, _ in sent)
-        together = self._bytes(whole, group, device) if len(sent) > 1 else None
-        del together, sizes, sent
-
-    def _gathered(self, obj: object, world: int, group: Group, places: int) -> None:
-        """Every rank's size, and where this rank gets them the objects of `places` ranks."""
-        sent = self._sent(obj, group)
-        sizes = self._bytes(8 * world, group)
-        objects = self._bytes(sent[0].numel() * places, group)
-        del objects, sizes, sent
-
-    def _sent(self, obj: object, group: Group, device: object = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """An object's bytes, and their number; of what cannot be pickled here, as if it were empty."""
-        try:
-            size = len(pickle.dumps(obj))
-        except Exception:
-            size = 0
-        return self._bytes(size, group, device), self._bytes(8, group, device)
-
-    def _bytes(self, size: int, group: Group, device: object = None) -> torch.Tensor:
-        place: Any = device or self._device(group)
-        return torch.empty(size, dtype=torch.uint8, device=place)

@@ -1,0 +1,151 @@
+"""What ranks say to each other: the same as over gloo; and when their processes begin, wait, and go on alone."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import pytest
+
+from simulator.recording.exchange import Connection, Exchange
+from tests.places import DATA
+from tests.simulator.recording.test_record import answer, folder_of, record
+
+PROGRAM = DATA / "programs" / "between_ranks.py"
+Rank = Callable[[Connection], object]
+
+
+def job(ranks: Mapping[int, Rank], together: int, recorded: Sequence[int] | None = None) -> dict[int, object]:
+    """What each rank says in the end, of ranks that are threads here."""
+    exchange, said = Exchange(recorded or tuple(ranks), together), dict[int, object]()
+
+    def work(rank: int, theirs: socket.socket) -> None:
+        try:
+            with contextlib.closing(Connection(theirs.detach())) as peers:
+                said[rank] = ranks[rank](peers)
+        finally:
+            exchange.end(rank)
+
+    threads = []
+    for rank in ranks:
+        threads.append(threading.Thread(target=work, args=(rank, exchange.begin(rank)), daemon=True))
+        threads[-1].start()
+    for thread in threads:
+        thread.join(20)
+        assert not thread.is_alive()
+    return said
+
+
+def everybody(key: str, rank: int, world: int) -> Rank:
+    """A rank that gives its number, and takes everybody's."""
+    others = [other for other in range(world) if other != rank]
+    return lambda peers: peers.exchanged(key, list(range(world)), bytes([rank]), others)
+
+
+def numbers(*ranks: int) -> dict[int, bytes]:
+    return {rank: bytes([rank]) for rank in ranks}
+
+
+@pytest.mark.parametrize("together", [1, 2, 3])
+def test_ranks_that_wait_for_each_other_live_together(together: int) -> None:
+    said = job({rank: everybody("k", rank, 3) for rank in range(3)}, together)
+    assert said == {0: numbers(1, 2), 1: numbers(0, 2), 2: numbers(0, 1)}
+
+
+def test_who_only_listens_begins_when_the_others_have_ended() -> None:
+    living: list[int] = []
+    most: list[int] = []
+
+    def speaks(peers: Connection) -> None:
+        living.append(0)
+        peers.exchanged("k", [0, 1, 2], b"word", [])
+        time.sleep(0.05)
+        most.append(len(living))
+        living.remove(0)
+
+    def listens(rank: int) -> Rank:
+        def run(peers: Connection) -> Mapping[int, bytes]:
+            living.append(rank)
+            heard = peers.exchanged("k", [0, 1, 2], b"", [0])
+            most.append(len(living))
+            living.remove(rank)
+            return heard
+
+        return run
+
+    said = job({0: speaks, 1: listens(1), 2: listens(2)}, 1)
+    assert said == {0: None, 1: {0: b"word"}, 2: {0: b"word"}}
+    assert max(most) == 1
+
+
+def test_ranks_that_are_not_recorded_are_missing() -> None:
+    assert job({0: everybody("k", 0, 3), 2: everybody("k", 2, 3)}, 2) == {0: numbers(2), 2: numbers(0)}
+
+
+def test_who_has_ended_is_missing_and_what_it_said_is_not() -> None:
+    def later(peers: Connection) -> object:
+        time.sleep(0.1)
+        heard = peers.exchanged("first", [0, 1], b"", [0])
+        return heard, peers.exchanged("second", [0, 1], b"", [0])
+
+    said = job({0: lambda peers: peers.exchanged("first", [0, 1], b"word", []), 1: later}, 2)
+    assert said[1] == ({0: b"word"}, {})
+
+
+def test_ranks_that_can_wait_for_ever_do_not() -> None:
+    said = job(
+        {
+            0: lambda peers: peers.exchanged("of 1", [0, 1], b"", [1]),
+            1: lambda peers: peers.exchanged("of 0", [0, 1], b"", [0]),
+        },
+        1,
+    )
+    assert said == {0: {}, 1: {}}
+
+
+def over_gloo(tmp_path: Path) -> list[str]:
+    """The lines of the program as two processes of PyTorch on the host run it."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    place = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+    command = [sys.executable, "-W", "ignore", str(PROGRAM), "cpu"]
+    started = [
+        subprocess.Popen(command, env={**place, "RANK": str(rank)}, cwd=tmp_path, stdout=subprocess.PIPE, text=True)
+        for rank in range(2)
+    ]
+    return sorted(line for one in started for line in one.communicate(timeout=120)[0].splitlines())
+
+
+@pytest.mark.slow
+def test_values_come_as_over_gloo(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    expected = over_gloo(tmp_path)
+    done = record(tmp_path, "--nproc-per-node", "2", "--steps", "all", str(PROGRAM), "cuda")
+    assert sorted(line for line in done.stdout.splitlines() if line.startswith("rank ")) == expected
+    assert len(expected) == 44
+    assert answer(tmp_path)["assumptions"] == []
+
+
+def test_a_rank_alone_says_what_it_assumes(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    text = """
+import torch, torch.distributed as dist
+dist.init_process_group("nccl")
+sizes = torch.tensor([dist.get_rank() + 4], device="cuda")
+dist.all_reduce(sizes, dist.ReduceOp.MAX)
+torch.empty(int(sizes), device="cuda")
+print(int(sizes))
+"""
+    folder_of(tmp_path, {"train.py": text})
+    done = record(tmp_path, "--nproc-per-node", "2", "--ranks", "1", "train.py")
+    (assumed,) = answer(tmp_path)["assumptions"]
+    assert done.stdout == "5\n"
+    assert assumed.startswith("train.py:5 (<module>) takes integers from ranks that are not recorded, or have ended")
