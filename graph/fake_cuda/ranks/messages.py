@@ -82,7 +82,7 @@ class _Taken:
 
     target: torch.Tensor
     sources: Sequence[tuple[int, int]]
-    made: Callable[[Sequence[torch.Tensor]], torch.Tensor] = lambda given: given[0]
+    made: Callable[[Sequence[torch.Tensor]], torch.Tensor | None] = lambda given: given[0]
 
 
 @dataclass(frozen=True)
@@ -224,7 +224,8 @@ def _made(taken: _Taken, parts: Mapping[int, Part], own: Part) -> torch.Tensor |
             return None
         pieces.append(piece)
     made = taken.made(pieces)
-    return made.reshape(taken.target.shape) if made.numel() == taken.target.numel() else None
+    fits = made is not None and made.numel() == taken.target.numel()
+    return made.reshape(taken.target.shape) if made is not None and fits else None
 
 
 def _packed(part: Part) -> bytes:
@@ -250,12 +251,15 @@ def _row(dtype: torch.dtype, data: bytes) -> torch.Tensor:
     return torch.frombuffer(bytearray(data), dtype=dtype) if data else torch.empty(0, dtype=dtype)
 
 
-def _reduction(call: _Call) -> Callable[[Sequence[torch.Tensor]], torch.Tensor]:
-    """What a reduction makes of everybody's numbers. NCCL's mean of integers is rounded down."""
-    asked = int(call.given["reduce_op"].op())
-    name = next(name for name in _REDUCTIONS if int(getattr(dist.ReduceOp, name)) == asked)
+def _reduction(call: _Call) -> Callable[[Sequence[torch.Tensor]], torch.Tensor | None]:
+    """What a reduction makes of everybody's numbers, where PyTorch says which it is, as from some release after 2.8 on.
+    NCCL's mean of integers is rounded down."""
+    asked = call.given["reduce_op"].op() if hasattr(call.given["reduce_op"], "op") else None
+    name = next((name for name in _REDUCTIONS if getattr(dist.ReduceOp, name) == asked), "")
 
-    def made(given: Sequence[torch.Tensor]) -> torch.Tensor:
+    def made(given: Sequence[torch.Tensor]) -> torch.Tensor | None:
+        if not name:
+            return None
         total: torch.Tensor = functools.reduce(_REDUCTIONS[name], given)
         if name != "AVG":
             return total
