@@ -16,7 +16,7 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from graph.fake_cuda.memory import Layout, contiguous, set_storage
-from graph.fake_cuda.operators import fits, iterated
+from graph.fake_cuda.operators import fits, iterated, places
 from graph.fake_cuda.operators.composed import COMPOSED
 from graph.fake_cuda.operators.native import operator
 from graph.fake_cuda.operators.refused import CHECKS
@@ -244,7 +244,7 @@ class Kernels:
             "_foreach_copy_": self._copies,
             "resize_": self._resize,
             "_local_scalar_dense": self._scalar,
-            "equal": self._equal,
+            "equal": lambda func: places.checked(func, self._equal(func)),
             "nonzero": self._nonzero,
             "index.Tensor": self._indexed,
             "_unsafe_index.Tensor": self._indexed,
@@ -265,7 +265,7 @@ class Kernels:
         if name in self._special:
             return self._special[name](func)
         if name in COMPOSED:
-            return functools.partial(COMPOSED[name], self.runtime)
+            return places.checked(func, functools.partial(COMPOSED[name], self.runtime))
         if name in _METADATA_ONLY or name in _GENERIC:
             return functools.partial(func.redispatch, BY_CPU_KERNEL)
         return self._dynamic(func) if torch.Tag.dynamic_output_shape in func.tags else self._usual(func)
