@@ -23,7 +23,7 @@ from graph.fake_cuda.operators.refused import CHECKS
 from graph.fake_cuda.sdpa import corrected
 from graph.fake_cuda.shapes import Shapes
 from graph.fake_cuda.torch_private import BY_CPU_KERNEL, is_dense, tree_leaves
-from graph.fake_cuda.values import has_room, may_have_values
+from graph.fake_cuda.values import alike, has_room, may_have_values
 from graph.workspaces import rules
 from traces.release import version_of
 
@@ -545,14 +545,14 @@ class Kernels:
         return kernel
 
     def _equal(self, func: Operator) -> Kernel:
-        runtime = self.runtime
-
         def kernel(one: torch.Tensor, other: torch.Tensor) -> bool:
-            same = one.shape == other.shape
+            runtime, same = self.runtime, one.shape == other.shape
+            if not same or alike(one, other):
+                return same
             first, second = runtime.values.of(one), runtime.values.of(other)
             if first is not None and second is not None:
                 same = torch.equal(first, second)
-            elif same:
+            else:
                 runtime.assume("whether two tensors are equal", "that they are")
             if runtime.observer is not None:
                 runtime.observer.operator(func, (one, other), {}, same, [], Kind(()))
