@@ -16,14 +16,14 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from graph.fake_cuda.memory import Layout, contiguous, empty_layout, set_storage
-from graph.fake_cuda.operators import fits, iterated
+from graph.fake_cuda.operators import fits, iterated, places
 from graph.fake_cuda.operators.composed import COMPOSED
 from graph.fake_cuda.operators.native import operator
 from graph.fake_cuda.operators.refused import CHECKS
 from graph.fake_cuda.sdpa import corrected
 from graph.fake_cuda.shapes import Shapes
 from graph.fake_cuda.torch_private import BY_CPU_KERNEL, is_dense, tree_leaves
-from graph.fake_cuda.values import has_room, may_have_values
+from graph.fake_cuda.values import alike, has_room, may_have_values
 from graph.workspaces import rules
 from traces.release import version_of
 
@@ -244,7 +244,7 @@ class Kernels:
             "_foreach_copy_": self._copies,
             "resize_": self._resize,
             "_local_scalar_dense": self._scalar,
-            "equal": self._equal,
+            "equal": lambda func: places.checked(func, self._equal(func)),
             "nonzero": self._nonzero,
             "index.Tensor": self._indexed,
             "_unsafe_index.Tensor": self._indexed,
@@ -265,7 +265,7 @@ class Kernels:
         if name in self._special:
             return self._special[name](func)
         if name in COMPOSED:
-            return functools.partial(COMPOSED[name], self.runtime)
+            return places.checked(func, functools.partial(COMPOSED[name], self.runtime))
         if name in _METADATA_ONLY or name in _GENERIC:
             return functools.partial(func.redispatch, BY_CPU_KERNEL)
         return self._dynamic(func) if torch.Tag.dynamic_output_shape in func.tags else self._usual(func)
@@ -547,14 +547,14 @@ class Kernels:
         return kernel
 
     def _equal(self, func: Operator) -> Kernel:
-        runtime = self.runtime
-
         def kernel(one: torch.Tensor, other: torch.Tensor) -> bool:
-            same = one.shape == other.shape
+            runtime, same = self.runtime, one.shape == other.shape
+            if not same or alike(one, other):
+                return same
             first, second = runtime.values.of(one), runtime.values.of(other)
             if first is not None and second is not None:
                 same = torch.equal(first, second)
-            elif same:
+            else:
                 runtime.assume("whether two tensors are equal", "that they are")
             if runtime.observer is not None:
                 runtime.observer.operator(func, (one, other), {}, same, [], Kind(()))

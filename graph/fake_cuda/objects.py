@@ -81,17 +81,27 @@ def _typed() -> list[tuple[Any, str, Any]]:
 
 
 def _default_type(plain: Any) -> Any:
-    """`torch.set_default_tensor_type`, where the type is one of the device."""
+    """`torch.set_default_tensor_type`, where the type is one of the device, and back."""
 
     def default_type(t: Any) -> None:
         name = t if isinstance(t, str) else t.__name__
-        if not name.startswith("torch.cuda."):
-            plain(t)
-        else:
+        if name.startswith("torch.cuda."):
             torch.set_default_dtype(getattr(torch, name.rpartition(".")[2]).dtype)
             torch.set_default_device(_CUDA)
+            torch.Tensor.__new__ = _by_default  # type: ignore[method-assign]
+            return
+        plain(t)
+        if vars(torch.Tensor).get("__new__") is _by_default:
+            del torch.Tensor.__new__
+            torch.set_default_device(None)
 
     return default_type
+
+
+def _by_default(cls: Any, *args: object, **kwargs: object) -> Any:
+    """`torch.Tensor(...)`, which makes one of the default type: no default device counts for it."""
+    made = super(torch.Tensor, cls).__new__(cls, *args, **kwargs)
+    return made if made.is_cuda else made.to(_CUDA)
 
 
 def _storage(cls: Any, *args: Any, device: Any = None, **kwargs: Any) -> Any:

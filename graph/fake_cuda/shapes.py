@@ -10,7 +10,7 @@ import torch
 
 from graph.errors import CaptureError
 from graph.fake_cuda.memory import storage_bytes
-from graph.fake_cuda.operators import fits
+from graph.fake_cuda.operators import fits, places
 from graph.fake_cuda.operators.refused import CHECKS
 from graph.fake_cuda.torch_private import (
     MODE_KEYS,
@@ -74,10 +74,13 @@ class Shapes:
         if self._mode is None:
             self._mode = FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=False)
         self.asked += 1
+        places.together(func, args, kwargs)
         if (check := CHECKS.get(func)) is not None:
             check(args)
         if fits.elementwise(func):
             fits.together(args)
+            if any(argument.is_out for argument in func._schema.arguments):
+                places.written(func, (*kwargs.values(), *args))
         func, args, kwargs = _stand_in(func, args, kwargs)
         with _seen(), self._mode:
             fake_args = numbers_as_tensors(func, tuple(_fake(arg) for arg in args))

@@ -58,6 +58,14 @@ def has_room(dtype: torch.dtype, size: int) -> bool:
     return size <= (MOST_BYTES if dtype in COUNTED else MOST_FLOAT_BYTES)
 
 
+def alike(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors are the same values of one storage in the same order."""
+    if one.untyped_storage()._cdata != other.untyped_storage()._cdata:
+        return False
+    about, also = ((t.dtype, t.shape, t.stride(), t.storage_offset()) for t in (one, other))
+    return about == also
+
+
 def may_have_values(tensor: torch.Tensor) -> bool:
     """Whether a tensor is not too large to have values."""
     return tensor.dtype in COUNTED or tensor.numel() <= MOST_FLOAT_BYTES

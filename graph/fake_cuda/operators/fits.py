@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch.nn.parameter import is_lazy
 
+from graph.fake_cuda.operators import places
+
 if TYPE_CHECKING:
     from graph.fake_cuda.shapes import Shapes
     from graph.fake_cuda.torch_private import Operator
@@ -29,9 +31,11 @@ _BY_RULE: Final = frozenset(
 def written(shapes: Shapes, func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Raises what PyTorch raises where an operator that writes its first argument cannot write these into it."""
     name = func._opname
+    places.together(func, args, kwargs)
     if name.startswith("_foreach_"):
         lists = [value for value in args if isinstance(value, list | tuple) and len(value) == len(args[0])]
         for operands in zip(*lists, strict=True):
+            places.written(func, operands)
             _written(operands)
     elif name in ("masked_fill_", "masked_scatter_"):
         args[1].expand(args[0].shape)
@@ -41,7 +45,9 @@ def written(shapes: Shapes, func: Operator, args: tuple[Any, ...], kwargs: dict[
         plain = getattr(getattr(_aten, name[:-1]), func._overloadname)
         shapes.infer(plain, args, kwargs)
     elif name == "copy_" or elementwise(func):
-        _written((*args, *kwargs.values()))
+        operands = (*args, *kwargs.values())
+        places.written(func, operands)
+        _written(operands)
 
 
 def elementwise(func: Operator) -> bool:

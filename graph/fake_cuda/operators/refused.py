@@ -131,6 +131,14 @@ def _holding(place: int) -> Check:
     return lambda args: _held(args[0], args[place] if place < len(args) else 0)
 
 
+def _masked_fill(args: Sequence[Any]) -> None:
+    target, mask = args[:2]
+    if mask.device != target.device:
+        places = f"mask on {mask.device} and self on {target.device}"
+        raise RuntimeError(f"expected self and mask to be on the same device, but got {places}")
+    _held(target, args[2])
+
+
 def _where(args: Sequence[Any]) -> None:
     """A Python number comes as one of 64 bits on the host."""
     sides = args[1:3]
@@ -178,6 +186,11 @@ def _index_put(args: Sequence[Any]) -> None:
         raise RuntimeError(
             f"Index put requires the source and destination dtypes match, got {_scalar(target)} for the destination "
             f"and {_scalar(values)} for the source."
+        )
+    if values.dim() and values.device != target.device:
+        raise RuntimeError(
+            "Expected all tensors to be on the same device, but found at least two devices, "
+            f"{target.device} and {values.device}!"
         )
 
 
@@ -272,8 +285,8 @@ CHECKS: Final[Mapping[Any, Check]] = {
     _aten.native_batch_norm.default: _batch_norm,
     _aten.cudnn_batch_norm.default: _batch_norm,
     _aten.fill_.Scalar: _holding(1),
-    _aten.masked_fill.Scalar: _holding(2),
-    _aten.masked_fill_.Scalar: _holding(2),
+    **dict.fromkeys((_aten.masked_fill.Scalar, _aten.masked_fill.Tensor), _masked_fill),
+    **dict.fromkeys((_aten.masked_fill_.Scalar, _aten.masked_fill_.Tensor), _masked_fill),
     _aten.constant_pad_nd.default: _holding(2),
     _aten.scatter.value: _holding(3),
     _aten.scatter_.value: _holding(3),

@@ -483,7 +483,7 @@ def test_values_are_assumed_and_said(truth: bool, runtime: Runtime) -> None:
     assert tensor.sum().item() == 0.0
     assert tensor.int().max().item() == 0
     assert (tensor > 0).cpu().tolist() == [truth] * 3
-    assert torch.equal(tensor, tensor)
+    assert torch.equal(tensor, tensor.clone())
     assert len(waited) == 5
     said = [re.sub(r"py:\d+", "py:LINE", text) for text in runtime.assumptions]
     here = "tests/graph/fake_cuda/test_device.py:LINE (test_values_are_assumed_and_said) asks for"
@@ -495,6 +495,25 @@ def test_values_are_assumed_and_said(truth: bool, runtime: Runtime) -> None:
         f"{here} the values of a bool tensor: {truth} {end}",
         f"{here} whether two tensors are equal: that they are {end}",
     ]
+
+
+def test_what_is_the_same_is_not_compared(log: Log) -> None:
+    """As `allocation.all.allocated` tells of the CUDA build of PyTorch 2.13 on libraries that do nothing."""
+    many, square = torch.rand(100, device="cuda"), torch.rand(10, 10, device="cuda")
+    same = [
+        (many, many),
+        (many.view(100), many),
+        (many[:50], many[:50]),
+        (square.t(), square.t()),
+        (many, many.detach()),
+    ]
+    other = [(many[:50], many[50:]), (square, square.t()), (many, many.double())]
+    log.events.clear()
+    assert all(torch.equal(*pair) for pair in same)
+    assert not torch.equal(many, square)
+    assert not log.events
+    assert all(torch.equal(*pair) for pair in other)
+    assert log.operators.count("equal") == 3
 
 
 def test_host_tensors_may_keep_their_values(runtime: Runtime) -> None:

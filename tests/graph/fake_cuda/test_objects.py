@@ -79,13 +79,22 @@ def test_tensors_by_the_names_of_types(births: Births) -> None:
     assert torch.zeros(2).type(torch.cuda.HalfTensor).dtype is torch.float16
 
 
+@pytest.mark.filterwarnings("ignore:torch.set_default_tensor_type")
 def test_the_default_type_may_be_one_of_the_device(runtime: Runtime) -> None:
     try:
         torch.set_default_tensor_type("torch.cuda.DoubleTensor")
         assert (torch.zeros(2).is_cuda, torch.zeros(2).dtype) == (True, torch.float64)
+        made = [
+            torch.Tensor([1e10]),
+            torch.Tensor(2, 3),
+            torch.nn.Parameter(torch.Tensor(3)),
+            torch.Tensor(torch.ones(2)),
+        ]
+        assert all(one.is_cuda and one.dtype is torch.float64 for one in made)
+        assert not torch.FloatTensor([1.0]).is_cuda
     finally:
-        torch.set_default_device(None)
-        torch.set_default_dtype(torch.float32)
+        torch.set_default_tensor_type("torch.FloatTensor")
+    assert not any(one.is_cuda for one in (torch.zeros(2), torch.Tensor([1.0])))
 
 
 def test_programs_may_be_profiled(runtime: Runtime, capfd: pytest.CaptureFixture[str]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -51,6 +52,33 @@ NONE = "{}(): Expected reduction dim to be specified for input.numel() == 0."
 NONE_ALONG = "{}(): Expected reduction dim {} to have non-zero size."
 MM = "expected mat1 and mat2 to have the same dtype, but got: "
 OVER = "value cannot be converted to type {} without overflow"
+TWO = "Expected all tensors to be on the same device, but "
+MIXED = TWO + "found at least two devices, cuda:0 and cpu!"
+H1, HI = torch.tensor(1.0), torch.tensor(1)
+#: Calls, which of their operands is on the host, and where PyTorch checks it.
+APART: list[tuple[Callable[[], object], str, str]] = [
+    (lambda: f(4).clamp(max=H1), "max", "clamp_Tensor"),
+    (lambda: f(4).clamp_(max=H1), "max", "clamp__Tensor"),
+    (lambda: f(4).clamp_min(H1), "min", "clamp_min_Tensor"),
+    (lambda: torch.gcd(i(4), HI), "other", "gcd"),
+    (lambda: torch.logaddexp(f(4), H1), "other", "logaddexp"),
+    (lambda: functional.huber_loss(f(1)[0], H1), "target", "_huber_loss"),
+    (lambda: torch.isin(i(4), HI), "test_elements", "isin_Tensor_Tensor"),
+    (lambda: torch.equal(f(4), torch.ones(4)), "other", "_equal"),
+    (lambda: functional.embedding(HI, f(4, 4)), "index", "_index_select"),
+    (lambda: f(4).gather(0, torch.zeros(4, dtype=torch.int64)), "index", "gather"),
+    (lambda: f(4).scatter_add(0, i(4), torch.ones(4)), "src", "scatter_add"),
+    (lambda: f(4).index_add(0, i(4), torch.ones(4)), "source", "index_add"),
+    (lambda: f(4, 4) @ torch.ones(4, 4), "mat2", "mm"),
+    (lambda: functional.layer_norm(f(4, 4), (4,), torch.ones(4)), "weight", "_native_layer_norm"),
+    (lambda: functional.cross_entropy(f(4, 4), torch.zeros(4, dtype=torch.int64)), "target", "nll_loss_forward"),
+    (lambda: torch.cat([f(4), torch.ones(4)]), "tensors", "cat"),
+    (lambda: torch.searchsorted(f(4), H1), "self", "Tensor_searchsorted"),
+    (lambda: torch.normal(f(4), torch.ones(4)), "std", "Tensor_Tensor_normal"),
+    (lambda: torch.bincount(i(4), torch.ones(4)), "weights", "_bincount"),
+    (lambda: f(4).masked_select(torch.ones(4) > 0), "mask", "_masked_select"),
+    (lambda: f(4).masked_scatter(f(4) > 0, torch.ones(4)), "source", "_masked_scatter_"),
+]
 REFUSED: list[tuple[Callable[[], object], str]] = [
     (lambda: f(0).max(), NONE.format("max") + " Specify the reduction dim with the 'dim' argument."),
     (lambda: i(0).min(), NONE.format("min") + " Specify the reduction dim with the 'dim' argument."),
@@ -157,6 +185,39 @@ REFUSED: list[tuple[Callable[[], object], str]] = [
     (lambda: torch.softmax(i(4), 0), "\"host_softmax\" not implemented for 'Long'"),
     (lambda: f(4)[f(2)], "tensors used as indices must be long, int, byte or bool tensors"),
     (lambda: torch.ones(4)[i(2)], "indices should be either on cpu or on the same device as the indexed tensor (cpu)"),
+    *(
+        (
+            call,
+            f"{TWO}got {name} is on cpu, different from other tensors on cuda:0 (when checking argument in method "
+            f"wrapper_CUDA_{by})",
+        )
+        for call, name, by in APART
+    ),
+    (
+        lambda: torch.clamp(H1, max=f(4)),
+        f"{TWO}got max is on cuda:0, different from other tensors on cpu (when checking argument in method "
+        "wrapper_CUDA_clamp_Tensor)",
+    ),
+    (
+        lambda: functional.conv2d(torch.ones(1, 1, 4, 4), f(1, 1, 3, 3)),
+        f"{TWO}got weight is on cuda:0, different from other tensors on cpu (when checking argument in method "
+        "wrapper_CUDA___slow_conv2d_forward)",
+    ),
+    (
+        lambda: torch.mm(f(4, 4), f(4, 4), out=torch.empty(4, 4)),
+        f"{TWO}got self is on cuda:0, different from other tensors on cpu (when checking argument in method "
+        "wrapper_CUDA_mm_out_out)",
+    ),
+    (lambda: functional.binary_cross_entropy_with_logits(f(4), torch.ones(4)), MIXED),
+    (lambda: torch.ones(4).add_(f(4)), MIXED),
+    (lambda: f(4).add_(torch.ones(4)), MIXED),
+    (lambda: torch.add(f(4), f(4), out=torch.empty(4)), MIXED),
+    (lambda: torch._foreach_add_([f(4)], [torch.ones(4)]), MIXED),
+    (lambda: f(4).index_put((i(4),), torch.ones(4)), MIXED),
+    (
+        lambda: f(4).masked_fill(torch.ones(4) > 0, 0.0),
+        "expected self and mask to be on the same device, but got mask on cpu and self on cuda:0",
+    ),
     (_adamw, "params, grads, exp_avgs, and exp_avg_sqs must have same dtype, device, and layout"),
 ]
 TAKEN: list[Callable[[], Any]] = [
@@ -178,6 +239,15 @@ TAKEN: list[Callable[[], Any]] = [
     lambda: f(0, 4).argmax(-1),
     lambda: functional.mse_loss(f(4), b(4)),
     lambda: attended(b(8, 8)),
+    lambda: f(4) * H1,
+    lambda: H1 + f(4),
+    lambda: f(4).add_(H1),
+    lambda: f(4).masked_fill(f(4) > 0, H1),
+    lambda: torch.where(f(4) > 0, f(4), H1),
+    lambda: f(4).index_put((i(4),), H1),
+    lambda: f(4).copy_(torch.ones(4)),
+    lambda: torch.maximum(f(4), H1),
+    lambda: f(4).index_fill(0, i(4), H1),
 ]
 
 
@@ -185,6 +255,7 @@ TAKEN: list[Callable[[], Any]] = [
 def runtime() -> Iterator[None]:
     with fake_cuda.fake_cuda(profile("A100", "2.13")) as found:
         sdpa.install(found)
+        found.observer = mock.Mock()
         yield
 
 

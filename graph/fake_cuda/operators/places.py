@@ -1,0 +1,105 @@
+"""Operands on the host and on the device at once, which PyTorch refuses before CUDA's kernel runs, with its words.
+
+Around most kernels torchgen writes a check that all tensors are on one device, numbers too. Operators of TensorIterator
+have `device_check: NoCheck` in torchgen's table, which comes with PyTorch: they check for themselves, and take one
+number from the host as an operand.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+
+if TYPE_CHECKING:
+    from graph.fake_cuda.torch_private import Operator
+
+#: Where torchgen's table lies in its package.
+_TABLE: Final = "packaged/ATen/native/native_functions.yaml"
+#: Write what they are given from wherever it is.
+_CARRIED: Final = frozenset({"copy_", "fill_", "masked_fill_", "_foreach_copy_"})
+
+
+def checked(func: Operator, kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """A kernel that begins with PyTorch's check."""
+
+    def called(*args: object, **kwargs: object) -> Any:
+        together(func, args, kwargs)
+        return kernel(*args, **kwargs)
+
+    return called
+
+
+def together(func: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """RuntimeError where PyTorch refuses tensors of these devices."""
+    if len({tensor.device.type for value in (*args, *kwargs.values()) for tensor in _tensors(value)}) < 2:
+        return
+    method = _check(func)
+    if method is None:
+        return
+    arguments = func._schema.arguments
+    given = {argument.name: value for argument, value in zip(arguments, args, strict=False)} | dict(kwargs)
+    ordered = sorted((a for a in arguments if a.is_out or not a.kwarg_only), key=lambda a: not a.is_out)
+    common: torch.device | None = None
+    for argument in ordered:
+        for tensor in _tensors(given.get(argument.name)):
+            common = common or tensor.device
+            if tensor.device != common:
+                raise RuntimeError(
+                    f"Expected all tensors to be on the same device, but got {argument.name} is on {tensor.device}, "
+                    f"different from other tensors on {common} (when checking argument in method {method})"
+                )
+
+
+def written(func: Operator, operands: Sequence[Any]) -> None:
+    """RuntimeError where an operator of TensorIterator would write something of the device into a tensor of the host,
+    the first operand, or takes more from the host than numbers."""
+    tensors = [operand for operand in operands if isinstance(operand, torch.Tensor)]
+    target, device = tensors[0], next((tensor.device for tensor in tensors if tensor.is_cuda), None)
+    if device is None or func._opname in _CARRIED:
+        return
+    if not target.is_cuda or any(tensor.dim() for tensor in tensors if not tensor.is_cuda):
+        raise RuntimeError(
+            f"Expected all tensors to be on the same device, but found at least two devices, {device} and cpu!"
+        )
+
+
+def _tensors(value: object) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for one in value:
+            yield from _tensors(one)
+
+
+@functools.cache
+def _table() -> Mapping[str, str]:
+    """What torchgen's table says of each operator."""
+    found = importlib.util.find_spec("torchgen")
+    places = () if found is None else tuple(found.submodule_search_locations or ())
+    path = next((path for place in places if (path := Path(place, _TABLE)).is_file()), None)
+    if path is None:
+        return {}
+    rows = re.split(r"^- func: ", path.read_text(encoding="utf-8"), flags=re.MULTILINE)[1:]
+    return {row.partition("(")[0]: row for row in rows}
+
+
+@functools.cache
+def _check(func: Operator) -> str | None:
+    """The name of the function in which PyTorch checks an operator's devices; None where it does not."""
+    name, overload = func._opname, func._overloadname.removeprefix("default")
+    named = f"{name}.{overload}".rstrip(".")
+    out = "_out" if any(argument.is_out for argument in func._schema.arguments) else ""
+    row = _table().get(named, "") if func.namespace == "aten" else ""
+    if "structured_delegate:" in row or "structured: True" in row:
+        method = named.replace(".", "_")
+    elif re.search(r"^ +[\w, ]*\bCUDA\b", row, re.MULTILINE):
+        method = f"{overload}_{name}"
+    else:
+        return None
+    return None if "device_check: NoCheck" in row else f"wrapper_CUDA_{method}{out}"
