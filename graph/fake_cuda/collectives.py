@@ -329,6 +329,10 @@ class _Untimed:
         """No times of an iteration."""
 
 
+def _agreed(*args: object, **kwargs: object) -> None:
+    """The others have parameters of the same shapes. A Mock would keep all that it was called with."""
+
+
 @contextlib.contextmanager
 def lone_replicas() -> Iterator[None]:
     """Inside, DistributedDataParallel keeps no time and does not ask the others whether shapes agree."""
@@ -339,7 +343,7 @@ def lone_replicas() -> Iterator[None]:
         self.logger = _Untimed(self.logger)
 
     with (
-        mock.patch.object(parallel, "_verify_param_shape_across_processes", return_value=None),
+        mock.patch.object(parallel, "_verify_param_shape_across_processes", _agreed),
         mock.patch.object(parallel.DistributedDataParallel, "__init__", made),
     ):
         yield

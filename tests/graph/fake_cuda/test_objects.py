@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 from collections.abc import Iterator
 from datetime import timedelta
@@ -143,6 +144,18 @@ def test_what_lightning_asks_of_a_job(runtime: Runtime) -> None:
         told = model._get_ddp_logging_data()
     assert (told["module_name"], told["world_size"], told["iteration"]) == ("Linear", 2, 0)
     assert told["total_parameter_size_bytes"] == 4 * (2 * 6 + 2)
+
+
+def test_nothing_is_left_of_a_replica_that_the_program_lets_go(runtime: Runtime) -> None:
+    """As a CUDA build: parameters and buckets die with DistributedDataParallel. So of a program that makes several."""
+    with joined(runtime, _Untold()):
+        dist.init_process_group("nccl", rank=0, world_size=2)
+        before = runtime.allocated()
+        replica = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(6, 2, device="cuda"))
+        held = runtime.allocated() - before
+        del replica
+        gc.collect()
+        assert (held > 0, runtime.allocated() - before) == (True, 0)
 
 
 def test_batches_are_normalized_over_all_ranks(runtime: Runtime) -> None:
