@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final, TypeAlias
 from unittest import mock
 
@@ -64,10 +64,12 @@ def joined(runtime: Runtime, recorder: Any) -> Iterator[Collectives]:
         plain("fake", rank=rank, world_size=world, store=fake_store())
         backends.world = backends.asked(backend)
         collectives.install()
-        from torch.distributed.checkpoint import default_planner  # only jobs need it
+        from torch.distributed.checkpoint import default_planner  # only jobs need these
+        from torch.distributed.fsdp import _optim_utils
 
         # plans of the other ranks are taken to be this one's, and leave gaps
         stack.enter_context(mock.patch.object(default_planner, "_validate_global_plan", return_value=[]))
+        stack.enter_context(mock.patch.object(_optim_utils, *_with_keys_of_others(_optim_utils)))
 
     objects = _Objects(backends.device)
     changes: dict[str, Callable[..., Any]] = {
@@ -100,6 +102,34 @@ def joined(runtime: Runtime, recorder: Any) -> Iterator[Collectives]:
             collectives.release()
             if dist.is_initialized():
                 dist.destroy_process_group()
+
+
+def _with_keys_of_others(fsdp: Any) -> tuple[str, Callable[..., tuple[list[Any], dict[Any, Any]]]]:
+    """The function of FSDP that asks all ranks which optimizer states they have, by its name, and what answers instead.
+
+    With `use_orig_params` a rank has none of parameters of which no part is its own: another rank has those, wherever a
+    flat parameter has a state at all.
+    """
+    name = "_map_param_key_to_optim_keys"
+    plain = getattr(fsdp, name)
+
+    def keys(
+        state: object,
+        group: Group,
+        parameters: Mapping[object, torch.nn.Parameter],
+        names: Mapping[torch.nn.Parameter, list[str]],
+        flat: Mapping[str, object],
+        merge_keys: bool = False,
+    ) -> tuple[list[Any], dict[Any, Any]]:
+        found, own = plain(state, group, parameters, names, flat, merge_keys=merge_keys)
+        if not merge_keys:
+            return found, own
+        held = {id(flat[key.unflat_param_names[0]]) for key in found if key.is_fsdp_managed}
+        trained = (tuple(names[one]) for one in parameters.values() if one.requires_grad)
+        of_others = {fsdp._OptimStateKey(which, True) for which in trained if id(flat.get(which[0])) in held}
+        return sorted(of_others.union(found)), own
+
+    return name, keys
 
 
 def _passed(group: Group = None, timeout: object = None, wait_all_ranks: bool = False) -> None:
