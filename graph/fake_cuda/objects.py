@@ -88,7 +88,7 @@ def _default_type(plain: Any) -> Any:
         if name.startswith("torch.cuda."):
             torch.set_default_dtype(getattr(torch, name.rpartition(".")[2]).dtype)
             torch.set_default_device(_CUDA)
-            torch.Tensor.__new__ = _by_default  # type: ignore[method-assign]
+            torch.Tensor.__new__ = _by_default  # type: ignore[assignment, method-assign]
             return
         plain(t)
         if vars(torch.Tensor).get("__new__") is _by_default:
@@ -98,7 +98,7 @@ def _default_type(plain: Any) -> Any:
     return default_type
 
 
-def _by_default(cls: Any, *args: object, **kwargs: object) -> Any:
+def _by_default(cls: type[torch.Tensor], *args: object, **kwargs: object) -> Any:
     """`torch.Tensor(...)`, which makes one of the default type: no default device counts for it."""
     made = super(torch.Tensor, cls).__new__(cls, *args, **kwargs)
     return made if made.is_cuda else made.to(_CUDA)

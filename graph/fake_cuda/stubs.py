@@ -406,6 +406,7 @@ def patched(runtime: Runtime) -> Iterator[None]:
         (BINDINGS, "_accelerator_deviceCount", lambda: runtime.count),
         (BINDINGS, "_accelerator_getStream", lambda device: runtime.stream),
         (BINDINGS, "_accelerator_setStream", lambda stream: setattr(runtime, "stream", stream)),
+        (BINDINGS, "_is_flash_attention_available", lambda: True),
         (BINDINGS, "_scatter", _scattered),
         (torch, "Stream", Stream),
         (torch, "Event", Event),

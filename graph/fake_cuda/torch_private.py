@@ -245,6 +245,13 @@ def functional_collectives() -> ModuleType:
     return _functional_collectives
 
 
+def fsdp_states() -> ModuleType:
+    """How FSDP1 saves states of optimizers; only jobs need it."""
+    with _needed():
+        from torch.distributed.fsdp import _optim_utils
+    return _optim_utils
+
+
 def with_plain_parameters(module: torch.nn.Module) -> None:
     """Have a module of distributed tensors look to DistributedDataParallel like one of plain parameters."""
     with _needed():

@@ -16,7 +16,7 @@ import textwrap
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 __version__ = "3.6.0"
 
@@ -184,6 +184,16 @@ class TensorDescriptor(Anything):
         return TensorDescriptor()
 
 
+class Dtype(Anything):
+    """`triton.language.dtype`: which types there are, as libraries read them to tell PyTorch's from them."""
+
+    SINT_TYPES: ClassVar = ["int8", "int16", "int32", "int64"]
+    UINT_TYPES: ClassVar = ["int1", "uint8", "uint16", "uint32", "uint64"]
+    STANDARD_FP_TYPES: ClassVar = ["fp16", "bf16", "fp32", "fp64"]
+    FP_TYPES: ClassVar = ["fp8e4b15", "fp8e4nv", "fp8e4b8", "fp8e5", "fp8e5b16", *STANDARD_FP_TYPES]
+    OTHER_TYPES: ClassVar = ["void"]
+
+
 def cdiv(x: int, y: int) -> int:
     """Division, rounded up."""
     return -(-x // y)
@@ -195,7 +205,7 @@ def next_power_of_2(n: int) -> int:
 
 
 #: Classes of `triton.language` whose names do not begin with a capital.
-_CLASSES = ("dtype", "constexpr", "tensor", "block_type", "pointer_type")
+_CLASSES = ("constexpr", "tensor", "block_type", "pointer_type")
 
 
 def __getattr__(name: str) -> Any:
@@ -206,6 +216,8 @@ def __getattr__(name: str) -> Any:
         return Kernel
     if name == "TensorDescriptor":
         return TensorDescriptor
+    if name == "dtype":
+        return Dtype
     if name == "triton_key":
         return lambda: __version__
     if name.endswith(("Error", "OutOfResources")):

@@ -40,7 +40,13 @@ class Saving:
         self.plain = plain
 
     def __call__(self, obj: object, f: object, *args: object, **kwargs: object) -> None:
-        """Save, but for the bytes of storages, and not over a file that the program has not made itself."""
+        """Save, but for the bytes of storages, and not over a file that the program has not made itself.
+
+        PyTorch's old format, in which `pickle` has storages, has no holes.
+        """
+        if not kwargs.get("_use_new_zipfile_serialization", (*args[2:], True)[0]):
+            self.plain(obj, os.devnull if isinstance(f, str | os.PathLike) and not may_write(f) else f, *args, **kwargs)
+            return
         with skip_data(), mock.patch.object(BINDINGS, "PyTorchFileWriter", _Writer):
             if isinstance(f, str | os.PathLike):
                 self.plain(obj, f if may_write(f) else os.devnull, *args, **kwargs)

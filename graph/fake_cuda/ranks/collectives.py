@@ -112,6 +112,7 @@ class Collectives:
         self._told = True
         self._streams: dict[str, int] = {}
         self.messages: Messages | None = None  # where other ranks have processes, or may have
+        self.on_host: Callable[[dist.ProcessGroup], bool] = lambda group: True  # whether a group has a backend there
 
     @contextlib.contextmanager
     def unrecorded(self) -> Iterator[None]:
@@ -201,12 +202,16 @@ class Collectives:
                 self.runtime.override(schema.name, self._host_kernel(name, schema), ("CPU",))
 
     def _host_kernel(self, name: str, schema: torch.FunctionSchema) -> Callable[..., Any]:
-        """Of tensors on the host nothing is kept, and nothing told."""
+        """Of tensors on the host nothing is kept, and nothing told. RuntimeError, as PyTorch's
+        (torch/csrc/distributed/c10d/ProcessGroup.cpp), where the group has a backend for the device alone."""
         names = [argument.name for argument in schema.arguments]
         results = len(schema.returns)
 
         def kernel(*args: object) -> Any:
-            self._move(name, dict(zip(names, args, strict=False)), args)
+            given: dict[str, Any] = dict(zip(names, args, strict=False))
+            if not self.on_host(dist.ProcessGroup.unbox(given["process_group"])):
+                raise RuntimeError("No backend type associated with device type cpu")
+            self._move(name, given, args)
             work = _finished(list(flat(args[0]))).boxed()
             return work if results == 1 else (args[0], work)
 
@@ -344,6 +349,10 @@ class _Untimed:
         """No times of an iteration."""
 
 
+def _agreed(*args: object, **kwargs: object) -> None:
+    """The others have parameters of the same shapes. A Mock would keep all that it was called with."""
+
+
 @contextlib.contextmanager
 def lone_replicas() -> Iterator[None]:
     """Inside, DistributedDataParallel keeps no time and does not ask the others whether shapes agree."""
@@ -354,7 +363,7 @@ def lone_replicas() -> Iterator[None]:
         self.logger = _Untimed(self.logger)
 
     with (
-        mock.patch.object(parallel, "_verify_param_shape_across_processes", return_value=None),
+        mock.patch.object(parallel, "_verify_param_shape_across_processes", _agreed),
         mock.patch.object(parallel.DistributedDataParallel, "__init__", made),
     ):
         yield

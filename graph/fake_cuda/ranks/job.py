@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import ModuleType
 from typing import Any, Final
 from unittest import mock
 
@@ -28,6 +29,7 @@ from graph.fake_cuda.ranks.objects import Group, Objects
 from graph.fake_cuda.torch_private import (
     OBJECT_DEVICE,
     fake_store,
+    fsdp_states,
     functional_collectives,
     graph_task,
 )
@@ -36,6 +38,8 @@ from graph.recorder.list_sharding import equal_entries_once
 #: The version of NCCL that comes with PyTorch 2.13.
 _NCCL: Final = (2, 29, 7)
 _FUNCTIONAL: Final = functional_collectives().__file__
+#: The backend that has nothing for the host.
+_OF_DEVICE: Final = "nccl"
 #: Backends without a device, and what torch.distributed calls the one that nobody has named.
 _OF_HOST: Final = ("gloo", "mpi")
 _UNDEFINED: Final = "undefined"
@@ -51,6 +55,7 @@ def joined(runtime: Runtime, recorder: Any, peers: Peers | None = None) -> Itera
     collectives.named = _members
     plain: Callable[..., None] = dist.init_process_group
     backends = _Backends()
+    collectives.on_host = lambda group: backends.of(group) != _OF_DEVICE
 
     def start(
         backend: object = None,
@@ -70,6 +75,7 @@ def joined(runtime: Runtime, recorder: Any, peers: Peers | None = None) -> Itera
 
         # plans of the other ranks are taken to be this one's, and leave gaps
         stack.enter_context(mock.patch.object(default_planner, "_validate_global_plan", return_value=[]))
+        stack.enter_context(mock.patch.object(fsdp_states(), *_with_keys_of_others(fsdp_states())))
 
     objects = Objects(backends.device, messages)
     changes: dict[str, Callable[..., Any]] = {
@@ -102,6 +108,34 @@ def joined(runtime: Runtime, recorder: Any, peers: Peers | None = None) -> Itera
             collectives.release()
             if dist.is_initialized():
                 dist.destroy_process_group()
+
+
+def _with_keys_of_others(fsdp: ModuleType) -> tuple[str, Callable[..., tuple[list[Any], dict[Any, Any]]]]:
+    """The function of FSDP that asks all ranks which optimizer states they have, by its name, and what answers instead.
+
+    With `use_orig_params` a rank has none of parameters of which no part is its own: another rank has those, wherever a
+    flat parameter has a state at all.
+    """
+    name = "_map_param_key_to_optim_keys"
+    plain = getattr(fsdp, name)
+
+    def keys(
+        state: object,
+        group: Group,
+        parameters: Mapping[object, torch.nn.Parameter],
+        names: Mapping[torch.nn.Parameter, list[str]],
+        flat: Mapping[str, object],
+        merge_keys: bool = False,
+    ) -> tuple[list[Any], dict[Any, Any]]:
+        found, own = plain(state, group, parameters, names, flat, merge_keys=merge_keys)
+        if not merge_keys:
+            return found, own
+        held = {id(flat[key.unflat_param_names[0]]) for key in found if key.is_fsdp_managed}
+        trained = (tuple(names[one]) for one in parameters.values() if one.requires_grad)
+        of_others = {fsdp._OptimStateKey(which, True) for which in trained if id(flat.get(which[0])) in held}
+        return sorted(of_others.union(found)), own
+
+    return name, keys
 
 
 def _passed(group: Group = None, timeout: object = None, wait_all_ranks: bool = False) -> None:

@@ -148,6 +148,11 @@ def test_cuda_is_initialized_by_what_needs_it(runtime: Runtime, first: Callable[
     assert initialized()
 
 
+def test_flash_attention_is_there(runtime: Runtime) -> None:
+    """As in every CUDA build of PyTorch: xformers asks for it when it is imported, and makes its operators of it."""
+    assert torch.backends.cuda.is_flash_attention_available()
+
+
 def test_tensors_are_plain_and_on_the_gpu(runtime: Runtime) -> None:
     tensor = torch.empty(3, 4, device="cuda")
     assert type(tensor) is torch.Tensor

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 from collections.abc import Iterator
 from datetime import timedelta
@@ -16,6 +17,7 @@ import torch.distributed as dist  # noqa: E402
 from torch import Tensor  # noqa: E402
 from torch.distributed.checkpoint.state_dict_saver import save  # noqa: E402
 from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
+from torch.distributed.fsdp import FullyShardedDataParallel  # noqa: E402
 from torch.distributed.tensor import Shard, distribute_tensor  # noqa: E402
 from torch.profiler import ProfilerActivity, profile, record_function  # noqa: E402
 
@@ -154,6 +156,29 @@ def test_what_lightning_asks_of_a_job(runtime: Runtime) -> None:
     assert told["total_parameter_size_bytes"] == 4 * (2 * 6 + 2)
 
 
+def test_nothing_is_left_of_a_replica_that_the_program_lets_go(runtime: Runtime) -> None:
+    """As a CUDA build: parameters and buckets die with DistributedDataParallel. So of a program that makes several."""
+    with joined(runtime, _Untold()):
+        dist.init_process_group("nccl", rank=0, world_size=2)
+        before = runtime.allocated()
+        replica = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(6, 2, device="cuda"))
+        held = runtime.allocated() - before
+        del replica
+        gc.collect()
+        assert (held > 0, runtime.allocated() - before) == (True, 0)
+
+
+def test_collectives_on_the_host_need_a_backend_for_it(runtime: Runtime) -> None:
+    with joined(runtime, _Untold()):
+        dist.init_process_group("nccl", rank=0, world_size=2)
+        with pytest.raises(RuntimeError, match="No backend type associated with device type cpu"):
+            dist.all_reduce(torch.ones(2))
+        dist.all_reduce(torch.ones(2), group=dist.new_group(backend="gloo"))
+        dist.destroy_process_group()
+        dist.init_process_group(rank=0, world_size=2)
+        dist.all_reduce(torch.ones(2))
+
+
 def test_batches_are_normalized_over_all_ranks(runtime: Runtime) -> None:
     """Statistics are fp32 where images are fp16 (cuda/Normalization.cu)."""
     norm = torch.nn.SyncBatchNorm(6, device="cuda")
@@ -184,6 +209,24 @@ def test_a_rank_saves_its_shards(runtime: Runtime, tmp_path: Path) -> None:
         weight = distribute_tensor(torch.ones(8, 3, device="cuda"), mesh, [Shard(0)])
         save({"weight": weight}, checkpoint_id=tmp_path / "saved")
     assert (tmp_path / "saved" / ".metadata").exists()
+
+
+def test_a_rank_saves_the_optimizer_states_of_all_parameters(runtime: Runtime) -> None:
+    """Of the last layer rank 0 has no part, so no state either. The CUDA build of 2.13 on libraries that do nothing,
+    whose ranks told each other by gloo, gave as many."""
+    with joined(runtime, _Untold()):
+        dist.init_process_group("nccl", rank=0, world_size=2)
+        layers = [torch.nn.Linear(64, 64), torch.nn.Linear(64, 256), torch.nn.Linear(256, 8)]
+        model = FullyShardedDataParallel(torch.nn.Sequential(*layers).cuda(), use_orig_params=True, device_id=0)
+        optimizer = torch.optim.AdamW(model.parameters())
+        model(torch.ones(4, 64, device="cuda")).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        states = FullyShardedDataParallel.optim_state_dict(model, optimizer)["state"]
+    assert {name: tuple(state["exp_avg"].shape) for name, state in states.items()} == {
+        **{"0.bias": (64,), "0.weight": (64, 64), "1.bias": (256,), "1.weight": (256, 64)},
+        **{"2.bias": (8,), "2.weight": (8, 256)},
+    }
 
 
 class _Untold:

@@ -62,6 +62,13 @@ def test_libraries_read_the_source_of_a_kernel() -> None:
     assert triton_stand_in.jit(eval("lambda x: x")).src == ""
 
 
+def test_a_stand_in_says_which_types_there_are() -> None:
+    """As triton/language/core.py: optimi's optimizers go through them when they are imported."""
+    dtype = triton_stand_in.__getattr__("dtype")
+    assert {"int64", "int1", "bf16", "fp8e5"} < {*dtype.SINT_TYPES, *dtype.UINT_TYPES, *dtype.FP_TYPES}
+    assert isinstance(dtype("bf16"), dtype)
+
+
 def test_a_measurement_copies_what_it_restores(births: Births) -> None:
     """Triton clones before each launch the tensors that `restore_value` names (triton/runtime/autotuner.py): a launch
     without the buffer, and one beside it."""

@@ -6,6 +6,7 @@ import contextlib
 import importlib
 import io
 import json
+import pickle
 import resource
 from collections.abc import Iterator
 from pathlib import Path
@@ -124,6 +125,30 @@ def test_small_tensors_go_through_memory(runtime: Runtime) -> None:
     stream.seek(0)
     found = torch.load(stream)
     assert (found["step"].item(), found["lr"].item()) == (5, 0.5)
+
+
+def test_the_old_format_is_written(runtime: Runtime, tmp_path: Path) -> None:
+    """In which `pickle` has tensors. The CUDA build of 2.13 wrote 419 and 536 bytes beside the numbers, a few more or
+    less by the addresses among them."""
+    host = torch.arange(6.0).reshape(2, 3)
+    assert pickle.loads(pickle.dumps(host)).tolist() == host.tolist()
+    on_device = torch.ones(1000, 300, device="cuda")
+    written = pickle.dumps(on_device)
+    again = pickle.loads(written)
+    assert (again.shape, again.is_cuda, len(written) - on_device.nbytes) == (
+        (1000, 300),
+        True,
+        pytest.approx(419, abs=20),
+    )
+    layer, place = torch.nn.Linear(100, 50, device="cuda"), tmp_path / "old.pt"
+    for _ in range(2):
+        torch.save(layer.state_dict(), place, _use_new_zipfile_serialization=False)
+    assert place.stat().st_size - 4 * 50 * 101 == pytest.approx(536, abs=20)
+    assert {name: tuple(one.shape) for name, one in torch.load(place).items()} == {"weight": (50, 100), "bias": (50,)}
+    theirs = tmp_path / "theirs.pt"
+    theirs.write_bytes(b"a real run")
+    torch.save(host, theirs, pickle, 2, False)
+    assert theirs.read_bytes() == b"a real run"
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:Detected an existing checkpoint")
