@@ -102,6 +102,7 @@ def joined(runtime: Runtime, recorder: Any, peers: Peers | None = None) -> Itera
         stack.enter_context(lone_replicas())
         stack.enter_context(equal_entries_once())
         stack.enter_context(collectives.followed())
+        stack.enter_context(messages.asking())
         try:
             yield collectives
         finally:

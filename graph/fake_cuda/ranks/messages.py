@@ -8,11 +8,13 @@ and nobody waits for them. `Peers` carries bytes; what a collective gives and ta
 from __future__ import annotations
 
 import collections
+import contextlib
 import functools
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, Protocol, TypeAlias
+from unittest import mock
 
 import msgspec
 import torch
@@ -38,6 +40,10 @@ _REDUCTIONS: Final[Mapping[str, Callable[[Any, Any], Any]]] = {
 }
 #: Collectives in which all ranks give the like: where this one has no values nobody has, and who is missing is as it.
 _ALIKE: Final = frozenset({"all_reduce", "reduce", "all_gather", "gather", "all_to_all"})
+#: Whether operators of c10d say which reduction they make; those of 2.8 do not.
+_SAID: Final = hasattr(torch.classes.c10d.ReduceOp(), "op")
+#: Methods of process groups that make reductions.
+_REDUCING: Final = ("allreduce", "allreduce_coalesced", "reduce")
 #: Those whose ranks give tensors of one size, whatever they take.
 _GATHERING: Final = frozenset({"all_gather", "gather"})
 
@@ -69,6 +75,8 @@ class _Call:
     own: int
     size: int
     values: Callable[[Iterable[torch.Tensor]], list[torch.Tensor | None]]
+    asked: object
+    """The reduction that the program asked for, where the operator does not say it."""
 
     @property
     def root(self) -> int:
@@ -109,6 +117,7 @@ class Messages:
         self.peers = peers
         self._counts: collections.Counter[str] = collections.Counter()
         self._to_receive: list[Callable[[], None]] = []
+        self._asked: object = None
 
     def objects(self, group: dist.ProcessGroup | None, own: bytes, wanted: Iterable[int]) -> dict[int, bytes]:
         """What ranks of a group give, by their places in it, where this one gives `own` and waits for the `wanted`."""
@@ -124,7 +133,7 @@ class Messages:
                 self._write([(target, None) for target in flat(args[0])])
             return
         group = dist.ProcessGroup.unbox(given["process_group"])
-        plan = _PLANS[name](_Call(args, given, group.rank(), group.size(), self._values))
+        plan = _PLANS[name](_Call(args, given, group.rank(), group.size(), self._values, self._asked))
         pair = {"send": (group.rank(), given.get("dst", 0)), "recv": (given.get("src", 0), group.rank())}.get(kind)
         topic = self._topic(group, pair or range(group.size()), "" if pair is None else f"{pair[0]}>{pair[1]}")
         if kind == "recv":
@@ -132,6 +141,27 @@ class Messages:
             self._to_receive.append(functools.partial(self._take, kind, group, topic, plan))
         else:
             self._take(kind, group, topic, plan)
+
+    @contextlib.contextmanager
+    def asking(self) -> Iterator[None]:
+        """Inside, it is known which reduction the program asks for."""
+        with contextlib.ExitStack() as stack:
+            for name in () if _SAID else _REDUCING:
+                plain = getattr(dist.ProcessGroup, name)
+                stack.enter_context(mock.patch.object(dist.ProcessGroup, name, self._reducing(plain)))
+            yield
+
+    def _reducing(self, plain: Callable[..., dist.Work]) -> Callable[..., dist.Work]:
+        def call(
+            group: dist.ProcessGroup, tensors: object, how: object = dist.ReduceOp.SUM, *rest: object
+        ) -> dist.Work:
+            self._asked = getattr(how, "reduceOp", how)
+            try:
+                return plain(group, tensors, how, *rest)
+            finally:
+                self._asked = None
+
+        return call
 
     def waited(self) -> None:
         """The program has waited for a work: what it asked to receive is there. Until then the sender need not be."""
@@ -252,10 +282,10 @@ def _row(dtype: torch.dtype, data: bytes) -> torch.Tensor:
 
 
 def _reduction(call: _Call) -> Callable[[Sequence[torch.Tensor]], torch.Tensor | None]:
-    """What a reduction makes of everybody's numbers, where PyTorch says which it is, as from some release after 2.8 on.
-    NCCL's mean of integers is rounded down."""
-    asked = call.given["reduce_op"].op() if hasattr(call.given["reduce_op"], "op") else None
-    name = next((name for name in _REDUCTIONS if getattr(dist.ReduceOp, name) == asked), "")
+    """What a reduction makes of everybody's numbers, where it is known which. NCCL's mean of integers is rounded
+    down."""
+    asked = call.given["reduce_op"].op() if _SAID else call.asked
+    name = next((name for name in _REDUCTIONS if asked == getattr(dist.ReduceOp, name)), "")
 
     def made(given: Sequence[torch.Tensor]) -> torch.Tensor | None:
         if not name:
