@@ -31,8 +31,8 @@ OURS: Final = tuple(f"{_ROOT / name}{os.sep}" for name in ("traces", "graph", "s
 _DEVICE: Final = str(_ROOT / "graph" / "fake_cuda") + os.sep
 #: Files of torch through which every operator goes.
 DISPATCH: Final = ("torch/_ops.py", "torch/_tensor.py", "torch/overrides.py", "torch/utils/_", "torch/_prims_common")
-#: And every collective.
-_COLLECTIVES: Final = ("torch/distributed/distributed_c10d.py", "torch/distributed/c10d_logger.py")
+#: The same, and those of every collective.
+_BELOW: Final = (*DISPATCH, "torch/distributed/distributed_c10d.py", "torch/distributed/c10d_logger.py")
 
 
 @contextmanager
@@ -106,7 +106,7 @@ def _reading() -> FrameType | None:
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         file = frame.f_code.co_filename
-        if not (file.startswith((_DEVICE, "<")) or any(part in file for part in (*DISPATCH, *_COLLECTIVES))):
+        if not (file.startswith((_DEVICE, "<")) or any(part in file for part in _BELOW)):
             return frame
         frame = frame.f_back
     return None

@@ -129,16 +129,11 @@ class Values:
         for tensor, _ in there:
             whole = parts[self.key(tensor)] >= self.size(tensor)
             if whole and self.key(tensor) not in unknown and self.of(tensor) is None:
-                self._have(tensor)
+                self._give_room(tensor)
         for tensor, host in written:
             known = self.of(tensor)
             if host is not None and known is not None:
                 known.copy_(host)
-
-    def _have(self, tensor: torch.Tensor) -> None:
-        room = _room(tensor.dtype, self.size(tensor))
-        if room is not None:
-            self.known[self.key(tensor)] = room
 
     @contextlib.contextmanager
     def comparing(self, answer: bool) -> Iterator[None]:
@@ -270,9 +265,8 @@ class Values:
     def _begin(self, targets: tuple[torch.Tensor, ...]) -> None:
         """Targets that are a part of what nobody has written: the rest is zeros."""
         for target in targets:
-            if self.key(target) in self._unwritten and (room := _room(target.dtype, self.size(target))) is not None:
+            if self.key(target) in self._unwritten and (room := self._give_room(target)) is not None:
                 torch.empty(0, dtype=torch.uint8, device=_CPU).set_(room).zero_()
-                self.known[self.key(target)] = room
             self._unwritten.pop(self.key(target), None)
 
     def _make_room(self, targets: tuple[torch.Tensor, ...], read: tuple[object, ...]) -> None:
@@ -280,13 +274,16 @@ class Values:
         leaves = [one for one in tree_leaves(read) if isinstance(one, torch.Tensor) and one.device.type != "cpu"]
         kept = set(map(self.key, leaves))
         for target in targets:
-            if self.key(target) not in kept and self.of(target) is None and (room := self._whole(target)) is not None:
-                self.known[self.key(target)] = room
+            whole = target.numel() * target.dtype.itemsize == self.size(target)
+            if whole and self.key(target) not in kept and self.of(target) is None:
+                self._give_room(target)
 
-    def _whole(self, tensor: torch.Tensor) -> torch.UntypedStorage | None:
-        """Memory on the host for the storage of a tensor that is all there is in it."""
-        size = self.size(tensor)
-        return _room(tensor.dtype, size) if tensor.numel() * tensor.dtype.itemsize == size else None
+    def _give_room(self, tensor: torch.Tensor) -> torch.UntypedStorage | None:
+        """Memory on the host for the values of a tensor's storage, if that is not too large."""
+        room = _room(tensor.dtype, self.size(tensor))
+        if room is not None:
+            self.known[self.key(tensor)] = room
+        return room
 
     def _host(self, value: object) -> Any:
         """Arguments with host tensors in place of the device's; raises _UnknownError."""

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Executor, Future, ProcessPoolExecutor, wait
 from typing import Any, Final, Generic, Protocol, TypeVar
 
+from simulator.free_memory import free_bytes
 from traces.errors import ConfigError
 from traces.text import reason
 
@@ -273,17 +274,8 @@ def default_jobs() -> int:
     """A worker for every core that this process may use, as far as the machine's free memory goes."""
     with contextlib.suppress(AttributeError, OSError):
         cores = len(os.sched_getaffinity(0))
-        return max(1, min(cores, _free_bytes() // WORKER_BYTES))
+        return max(1, min(cores, free_bytes() // WORKER_BYTES))
     return os.cpu_count() or 1
-
-
-def _free_bytes() -> int:
-    """Memory that processes can still take, as Linux says it; very much where it cannot be told."""
-    with contextlib.suppress(OSError, ValueError, IndexError), open("/proc/meminfo", encoding="ascii") as file:
-        for line in file:
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    return 1 << 62
 
 
 # --- executors of others ------------------------------------------------------------------------------------------

@@ -20,6 +20,8 @@ from typing import Final
 
 import msgspec
 
+from simulator.free_memory import free_bytes
+
 #: A message begins with how many bytes follow.
 _LENGTH: Final = struct.Struct("<Q")
 #: Bytes of memory without which no process begins beside others that wait.
@@ -110,7 +112,7 @@ class Exchange:
     def _room(self) -> bool:
         if len(self._living) < self._together:
             return True
-        full = self._blocked() and _available() < _MEMORY
+        full = self._blocked() and free_bytes() < _MEMORY
         if full != self._full:
             self._full = full
             self._changed.notify_all()
@@ -155,15 +157,6 @@ class Exchange:
             if said.heard >= self._ranks.intersection(question.members):
                 self._said.pop(question.key, None)
             return {other: said.parts[other] for other in question.wanted if other in said.parts}
-
-
-def _available() -> int:
-    """Bytes of memory that processes may still take (Linux: /proc/meminfo); where nobody says, enough."""
-    try:
-        with open("/proc/meminfo", encoding="ascii") as file:
-            return next(int(line.split()[1]) << 10 for line in file if line.startswith("MemAvailable"))
-    except (OSError, StopIteration):
-        return _MEMORY
 
 
 def _send(to: socket.socket, data: bytes) -> None:

@@ -10,11 +10,13 @@ from __future__ import annotations
 import functools
 import importlib.util
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
+
+from graph.workspaces.metadata import tensors
 
 if TYPE_CHECKING:
     from graph.fake_cuda.torch_private import Operator
@@ -37,7 +39,7 @@ def checked(func: Operator, kernel: Callable[..., Any]) -> Callable[..., Any]:
 
 def together(func: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     """RuntimeError where PyTorch refuses tensors of these devices."""
-    if len({tensor.device.type for value in (*args, *kwargs.values()) for tensor in _tensors(value)}) < 2:
+    if len({tensor.device.type for value in (*args, *kwargs.values()) for tensor in tensors(value)}) < 2:
         return
     method = _check(func)
     if method is None:
@@ -47,7 +49,7 @@ def together(func: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
     ordered = sorted((a for a in arguments if a.is_out or not a.kwarg_only), key=lambda a: not a.is_out)
     common: torch.device | None = None
     for argument in ordered:
-        for tensor in _tensors(given.get(argument.name)):
+        for tensor in tensors(given.get(argument.name)):
             common = common or tensor.device
             if tensor.device != common:
                 raise RuntimeError(
@@ -59,22 +61,19 @@ def together(func: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
 def written(func: Operator, operands: Sequence[Any]) -> None:
     """RuntimeError where an operator of TensorIterator would write something of the device into a tensor of the host,
     the first operand, or takes more from the host than numbers."""
-    tensors = [operand for operand in operands if isinstance(operand, torch.Tensor)]
-    target, device = tensors[0], next((tensor.device for tensor in tensors if tensor.is_cuda), None)
+    given = [operand for operand in operands if isinstance(operand, torch.Tensor)]
+    target, device = given[0], next((tensor.device for tensor in given if tensor.is_cuda), None)
     if device is None or func._opname in _CARRIED:
         return
-    if not target.is_cuda or any(tensor.dim() for tensor in tensors if not tensor.is_cuda):
-        raise RuntimeError(
-            f"Expected all tensors to be on the same device, but found at least two devices, {device} and cpu!"
-        )
+    if not target.is_cuda or any(tensor.dim() for tensor in given if not tensor.is_cuda):
+        raise apart(device, torch.device("cpu"))
 
 
-def _tensors(value: object) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, list | tuple):
-        for one in value:
-            yield from _tensors(one)
+def apart(one: torch.device, other: torch.device) -> RuntimeError:
+    """What operators of TensorIterator raise of operands on two devices."""
+    return RuntimeError(
+        f"Expected all tensors to be on the same device, but found at least two devices, {one} and {other}!"
+    )
 
 
 @functools.cache

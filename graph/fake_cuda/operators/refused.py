@@ -11,6 +11,8 @@ from typing import Any, Final
 
 import torch
 
+from graph.fake_cuda.operators import places
+
 _aten: Final = torch.ops.aten
 #: Each dtype's name as a ScalarType and as a C++ type (c10/core/ScalarType.h).
 _NAMES: Final[Mapping[torch.dtype, tuple[str, str]]] = {
@@ -134,8 +136,8 @@ def _holding(place: int) -> Check:
 def _masked_fill(args: Sequence[Any]) -> None:
     target, mask = args[:2]
     if mask.device != target.device:
-        places = f"mask on {mask.device} and self on {target.device}"
-        raise RuntimeError(f"expected self and mask to be on the same device, but got {places}")
+        where = f"mask on {mask.device} and self on {target.device}"
+        raise RuntimeError(f"expected self and mask to be on the same device, but got {where}")
     _held(target, args[2])
 
 
@@ -188,10 +190,7 @@ def _index_put(args: Sequence[Any]) -> None:
             f"and {_scalar(values)} for the source."
         )
     if values.dim() and values.device != target.device:
-        raise RuntimeError(
-            "Expected all tensors to be on the same device, but found at least two devices, "
-            f"{target.device} and {values.device}!"
-        )
+        raise places.apart(target.device, values.device)
 
 
 def _index_add(args: Sequence[Any]) -> None:

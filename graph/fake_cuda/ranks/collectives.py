@@ -26,10 +26,11 @@ from torch.distributed import c10d_logger
 from torch.distributed import distributed_c10d as c10d
 
 from graph.fake_cuda.device import Runtime
-from graph.fake_cuda.ranks.messages import Messages, flat
+from graph.fake_cuda.ranks.messages import Messages
 from graph.fake_cuda.torch_private import OPERATOR_CALLS, fake_store, finished_work
 from graph.fake_cuda.torch_private import schemas as torch_schemas
 from graph.recorder.list_sharding import equal_entries_once
+from graph.workspaces import metadata
 from traces.release import version_of
 
 if TYPE_CHECKING:
@@ -212,7 +213,7 @@ class Collectives:
             if not self.on_host(dist.ProcessGroup.unbox(given["process_group"])):
                 raise RuntimeError("No backend type associated with device type cpu")
             self._move(name, given, args)
-            work = _finished(list(flat(args[0]))).boxed()
+            work = _finished(list(metadata.tensors(args[0]))).boxed()
             return work if results == 1 else (args[0], work)
 
         return kernel
@@ -228,7 +229,7 @@ class Collectives:
         def kernel(*args: object) -> Any:
             self._begin()
             given = dict(zip(names, args, strict=False))
-            result = list(flat(args[0]))
+            result = list(metadata.tensors(args[0]))
             whole: list[torch.Tensor] = []
             self._tell(name, given, args)
             self._move(name, given, args)
@@ -239,7 +240,7 @@ class Collectives:
                 whole = _flattened(lists)
                 result = whole if whole and name == "allgather_" else result
             elif name == "scatter_":
-                result = list(flat(args[1]))
+                result = list(metadata.tensors(args[1]))
             work = _finished([] if name in _PAIRS and _together() else result)
             self._keep(name, given, work, (result if name == "barrier" else args[:2], whole))
             return work.boxed() if results == 1 else (args[0], work.boxed())
@@ -260,12 +261,11 @@ class Collectives:
         if not self._told:
             return
         if name in _PAIRS:
-            self._tell_pair(name, given, sum(tensor.nbytes for tensor in flat(args[0])))
+            self._tell_pair(name, given, sum(tensor.nbytes for tensor in metadata.tensors(args[0])))
             return
-        tensors = [*flat(args[0]), *(flat(args[1]) if isinstance(args[1], torch.Tensor | list | tuple) else ())]
-        largest = max((tensor.nbytes for tensor in tensors), default=0)
+        largest = max((tensor.nbytes for tensor in metadata.tensors(args[:2])), default=0)
         if name in _LISTS:
-            largest = sum(tensor.nbytes for tensor in flat(args[0 if name == "allgather_" else 1]))
+            largest = sum(tensor.nbytes for tensor in metadata.tensors(args[0 if name == "allgather_" else 1]))
         group = given.get("process_group")
         apart = KINDS[name] in self.kept and given.get("async_op", True)
         self.recorder.collective(KINDS[name], self.named(group), largest, runs=NCCL_STREAM if apart else None)

@@ -24,7 +24,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from graph.fake_cuda.device import Runtime
 from graph.fake_cuda.ranks.collectives import Collectives, caller, lone_replicas
-from graph.fake_cuda.ranks.messages import Alone, Messages, Peers
+from graph.fake_cuda.ranks.messages import Alone, Messages, Peers, ranks_of
 from graph.fake_cuda.ranks.objects import Group, Objects
 from graph.fake_cuda.torch_private import (
     OBJECT_DEVICE,
@@ -169,12 +169,7 @@ def _own_rank(
 
 def _members(group: Any) -> str:
     """The ranks of a group, as `0,1,2`."""
-    unboxed = dist.ProcessGroup.unbox(group)
-    try:
-        ranks = dist.get_process_group_ranks(unboxed)
-    except KeyError:  # made below torch.distributed
-        ranks = list(range(unboxed.size()))
-    return ",".join(map(str, ranks))
+    return ",".join(map(str, ranks_of(dist.ProcessGroup.unbox(group))))
 
 
 def _functional() -> bool:

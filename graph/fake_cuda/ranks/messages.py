@@ -23,6 +23,7 @@ import torch.distributed as dist
 from graph.fake_cuda.device import Runtime
 from graph.fake_cuda.values import COUNTED, MOST_FLOAT_BYTES
 from graph.user_code import reader
+from graph.workspaces.metadata import dtype, tensors
 
 #: Values of tensors on the host, in one row each; None where one has none.
 Part: TypeAlias = Sequence[torch.Tensor | None]
@@ -130,7 +131,7 @@ class Messages:
         """Operator `name` of c10d, a collective of this kind, has moved what values there are."""
         if not _travels(kind, args):
             if kind not in ("send", "broadcast"):
-                self._write([(target, None) for target in flat(args[0])])
+                self._write([(target, None) for target in tensors(args[0])])
             return
         group = dist.ProcessGroup.unbox(given["process_group"])
         plan = _PLANS[name](_Call(args, given, group.rank(), group.size(), self._values, self._asked))
@@ -209,23 +210,14 @@ class Messages:
                     "assumed in their place"
                 )
 
-    def _values(self, tensors: Iterable[torch.Tensor]) -> list[torch.Tensor | None]:
+    def _values(self, read: Iterable[torch.Tensor]) -> list[torch.Tensor | None]:
         """The values of tensors, in one row each."""
-        found = [self.runtime.values.of(tensor) for tensor in tensors]
+        found = [self.runtime.values.of(tensor) for tensor in read]
         return [None if one is None else one.detach().reshape(-1) for one in found]
 
     def _write(self, written: Sequence[tuple[torch.Tensor, torch.Tensor | None]]) -> None:
         with torch.no_grad():
             self.runtime.values.received(written)
-
-
-def flat(value: object) -> Iterator[torch.Tensor]:
-    """The tensors of lists of lists."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, list | tuple):
-        for one in value:
-            yield from flat(one)
 
 
 def ranks_of(group: dist.ProcessGroup) -> list[int]:
@@ -238,10 +230,10 @@ def ranks_of(group: dist.ProcessGroup) -> list[int]:
 
 def _travels(kind: str, args: Sequence[Any]) -> bool:
     """Whether what a collective moves can have values; all ranks say the same."""
-    tensors = list(flat(args[1 if kind in _GATHERING else 0]))
-    size = sum(tensor.nbytes for tensor in tensors)
+    moved = list(tensors(args[1 if kind in _GATHERING else 0]))
+    size = sum(tensor.nbytes for tensor in moved)
     small = size <= MOST_FLOAT_BYTES and kind != "all_to_all"  # whose ranks give more and less
-    return kind not in _APART and all(tensor.dtype in COUNTED or small for tensor in tensors)
+    return kind not in _APART and all(tensor.dtype in COUNTED or small for tensor in moved)
 
 
 def _made(taken: _Taken, parts: Mapping[int, Part], own: Part) -> torch.Tensor | None:
@@ -260,11 +252,7 @@ def _made(taken: _Taken, parts: Mapping[int, Part], own: Part) -> torch.Tensor |
 
 def _packed(part: Part) -> bytes:
     """Values as bytes."""
-    return msgspec.msgpack.encode([None if one is None else (_name(one), _bytes(one)) for one in part])
-
-
-def _name(row: torch.Tensor) -> str:
-    return str(row.dtype).removeprefix("torch.")
+    return msgspec.msgpack.encode([None if one is None else (dtype(one), _bytes(one)) for one in part])
 
 
 def _bytes(row: torch.Tensor) -> bytes:
@@ -277,8 +265,8 @@ def _unpacked(packed: bytes) -> Part:
     return [None if row is None else _row(getattr(torch, row[0]), row[1]) for row in rows]
 
 
-def _row(dtype: torch.dtype, data: bytes) -> torch.Tensor:
-    return torch.frombuffer(bytearray(data), dtype=dtype) if data else torch.empty(0, dtype=dtype)
+def _row(kind: torch.dtype, data: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(data), dtype=kind) if data else torch.empty(0, dtype=kind)
 
 
 def _reduction(call: _Call) -> Callable[[Sequence[torch.Tensor]], torch.Tensor | None]:
@@ -335,7 +323,7 @@ def _all_gather_coalesced(call: _Call) -> _Plan:
 
 def _all_gather_single(call: _Call) -> _Plan:
     """An output for each input: those of all ranks one after another."""
-    every, outputs, inputs = range(call.size), list(flat(call.args[0])), list(flat(call.args[1]))
+    every, outputs, inputs = range(call.size), list(tensors(call.args[0])), list(tensors(call.args[1]))
     takes = [_Taken(one, [(rank, place) for rank in every], _joined) for place, one in enumerate(outputs)]
     return _Plan(call.values(inputs), every, takes)
 
@@ -347,7 +335,7 @@ def _gather(call: _Call) -> _Plan:
 
 
 def _scatter(call: _Call) -> _Plan:
-    gives = call.values(flat(call.args[1])) if call.own == call.root else ()
+    gives = call.values(tensors(call.args[1])) if call.own == call.root else ()
     return _Plan(gives, (call.root,), [_Taken(one, [(call.root, call.own)]) for one in call.args[0]])
 
 

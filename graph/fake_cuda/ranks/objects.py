@@ -79,8 +79,9 @@ class Objects:
             return
         source = _place(src, group_src, group)
         given = [_pickled(one) for one in object_list]
-        found = self._from(source, given if source == dist.get_rank(group) else [], group) or given
-        sent = [self._sent(one, group, device) for one in given] if source == dist.get_rank(group) else []
+        gives = given if source == dist.get_rank(group) else []
+        found = self._from(source, gives, group) or given
+        sent = [self._sent(one, group, device) for one in gives]
         sizes = self._bytes(8 * len(found), group, device)
         whole = self._bytes(sum(map(len, found)), group, device) if len(sent) != 1 else None
         del whole, sizes, sent

@@ -363,9 +363,9 @@ def test_what_is_no_executor(tmp_path: Path) -> None:
 
 def test_workers_by_cores_and_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(64)))
-    monkeypatch.setattr(dispatching, "_free_bytes", lambda: 16 << 30)
+    monkeypatch.setattr(dispatching, "free_bytes", lambda: 16 << 30)
     assert default_jobs() == 16
-    monkeypatch.setattr(dispatching, "_free_bytes", lambda: 1)
+    monkeypatch.setattr(dispatching, "free_bytes", lambda: 1)
     assert default_jobs() == 1
 
 
