@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores Ctrl-C: tests send it
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # where there is no network, it would be tried for long
 os.environ.pop("PYTHONUNBUFFERED", None)  # a line of a program is one write: ranks write to the same place at once
 
 settings.register_profile("quick", max_examples=10, deadline=None)

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from graph.fake_cuda.device import Runtime
 
 
+#: How PyTorch was built. A build without CUDA cannot say it any more once a GPU seems to be there.
+_BUILT: Final = torch.__config__.show()
 #: The first number of a stream that stands for an event.
 FIRST_POINT: Final = 5000
 
@@ -408,6 +410,7 @@ def patched(runtime: Runtime) -> Iterator[None]:
         (BINDINGS, "_accelerator_setStream", lambda stream: setattr(runtime, "stream", stream)),
         (BINDINGS, "_is_flash_attention_available", lambda: True),
         (BINDINGS, "_scatter", _scattered),
+        (BINDINGS, "_show_config", lambda: _BUILT),
         (torch, "Stream", Stream),
         (torch, "Event", Event),
         (JITTED, "__call__", jitted),

@@ -153,6 +153,11 @@ def test_flash_attention_is_there(runtime: Runtime) -> None:
     assert torch.backends.cuda.is_flash_attention_available()
 
 
+def test_pytorch_says_how_it_was_built(runtime: Runtime) -> None:
+    """Programs put it beside their results."""
+    assert torch.__config__.show().startswith("PyTorch built with:")
+
+
 def test_tensors_are_plain_and_on_the_gpu(runtime: Runtime) -> None:
     tensor = torch.empty(3, 4, device="cuda")
     assert type(tensor) is torch.Tensor
