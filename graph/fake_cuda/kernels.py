@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch.nn.parameter import is_lazy
 
+from graph.fake_cuda.marks import TOLD
 from graph.fake_cuda.memory import Layout, contiguous, empty_layout, set_storage
 from graph.fake_cuda.operators import fits, iterated, places
 from graph.fake_cuda.operators.composed import COMPOSED
@@ -321,10 +322,13 @@ class Kernels:
         runtime, kinds, written = self.runtime, dict[Any, Kind](), schema.written
         first = written[0] if len(written) == 1 else None
         check, exact = CHECKS.get(func), str(func) in rules()
+        marks = runtime.values.marks if func._opname in TOLD else None
 
         def kernel(*args: object, **kwargs: object) -> Any:
             if check is not None:
                 check(args)
+            if marks is not None:
+                marks.written(func, args)
             if first == 0:
                 out = args[0]
             else:

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch.overrides import TorchFunctionMode
 
+from graph.fake_cuda.marks import Marks
 from graph.fake_cuda.shapes import numbers_as_tensors
 from graph.fake_cuda.torch_private import TorchDispatchMode, tree_flatten, tree_leaves, tree_unflatten
 
@@ -99,6 +100,7 @@ class Values:
         self._bounds: dict[int, int] = {}  # of storages of integers that are below a number, that number
         self._unwritten: dict[int, None] = {}  # storages that nobody has written, the last of them
         self._shares: dict[int, float] = {}  # of elements that are not zero, of storages scattered into
+        self.marks = Marks(key, size, self.of)
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """The values of `tensor` on the host, as a view of what is kept; None if it has none."""
@@ -161,6 +163,7 @@ class Values:
     def restart(self) -> None:
         """Storages are counted from 1 again."""
         self._unwritten.clear()
+        self.marks.restart()
         self._shares.clear()
         self._bounds.clear()
 
@@ -199,6 +202,8 @@ class Values:
     def made(self, func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], out: object) -> None:
         """`func` has made `out`: new tensors that have room for values."""
         result = self.computed(func, args, kwargs)
+        if result is None:
+            result = self.marks.compared(func, args)
         made = tree_leaves(out)
         if result is None and made[0].dtype is torch.bool and (truth := self._truth(func, args)) is not None:
             result = [torch.full(one.shape, truth) for one in made]

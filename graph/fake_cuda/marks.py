@@ -1,0 +1,108 @@
+"""Large floating-point masks on devices that hold nothing: one number, but for places where another was scattered.
+
+Floating-point numbers of large tensors have no values. A mask that a program makes of them is asked where it is 1
+(`torch.where(mask == 1.0)` in PEFT's SHiRA), and how many places that are decides shapes.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+
+if TYPE_CHECKING:
+    from graph.fake_cuda.torch_private import Operator
+
+#: Operators in place that are told to `Marks.written`.
+TOLD: Final = frozenset({"fill_", "zero_", "scatter_"})
+#: Comparisons with a number that masks answer.
+_COMPARING: Final = frozenset({"lt", "le", "gt", "ge", "eq", "ne"})
+#: So many storages are known to be of one number, the last of them; masks are as many.
+_NEWEST: Final = 64
+#: Masks of more elements are not kept.
+_MOST: Final = 1 << 25
+
+
+@dataclass(frozen=True)
+class _Mask:
+    """What a storage is: `on` where `places`, of its elements, are true, else `off`. `version` is that of the tensor's
+    counter as long as nobody writes it again."""
+
+    version: int
+    off: float
+    on: float
+    places: torch.Tensor
+
+
+class Marks:
+    """The masks of one device, by storage. `key(tensor)` says which storage a tensor has, `size(tensor)` how many bytes
+    it has, `values(tensor)` what its values are, if it has any."""
+
+    def __init__(
+        self,
+        key: Callable[[torch.Tensor], int],
+        size: Callable[[torch.Tensor], int],
+        values: Callable[[torch.Tensor], torch.Tensor | None],
+    ) -> None:
+        self._key, self._size, self._values = key, size, values
+        self._filled: dict[int, float] = {}  # the one number of storages that are new
+        self._masks: dict[int, _Mask] = {}
+
+    def restart(self) -> None:
+        """Storages are counted from 1 again."""
+        self._filled.clear()
+        self._masks.clear()
+
+    def written(self, func: Operator, args: tuple[Any, ...]) -> None:
+        """An operator of `TOLD` writes its first argument, of floating-point numbers that have no values."""
+        target = args[0]
+        if target.is_inference() or not target.is_floating_point():
+            return
+        if func._opname == "scatter_":
+            self._scattered(target, *args[1:4])
+            return
+        number = args[1] if func._opname == "fill_" else 0.0
+        whole = target.numel() * target.itemsize == self._size(target)
+        if isinstance(number, int | float) and whole and target._version == 0:
+            _add(self._filled, self._key(target), float(number))
+
+    def _scattered(self, target: torch.Tensor, dim: int, index: torch.Tensor, source: object) -> None:
+        off, places = self._number(target), self._values(index)
+        on = self._number(source) if isinstance(source, torch.Tensor) else source
+        size = self._size(target) // target.itemsize
+        if off is None or places is None or not isinstance(on, int | float) or size > _MOST:
+            return
+        mask = torch.zeros(size, dtype=torch.bool)
+        _seen(mask, target).scatter_(dim, places, True)
+        _add(self._masks, self._key(target), _Mask(target._version + 1, off, float(on), mask))
+
+    def _number(self, tensor: torch.Tensor) -> float | None:
+        """The one number of a tensor that nobody has written since it was made."""
+        return self._filled.get(self._key(tensor)) if not tensor.is_inference() and tensor._version == 0 else None
+
+    def compared(self, func: Operator, args: tuple[Any, ...]) -> torch.Tensor | None:
+        """How a mask compares with a number; None where the first argument is none, or has been written since."""
+        if func._opname not in _COMPARING or not isinstance(args[0], torch.Tensor):
+            return None
+        mask = self._masks.get(self._key(args[0]))
+        number = args[1] if len(args) > 1 else None
+        if mask is None or not isinstance(number, int | float) or args[0]._version != mask.version:
+            return None
+        answer = getattr(operator, func._opname)
+        on, off = bool(answer(mask.on, number)), bool(answer(mask.off, number))
+        return torch.where(_seen(mask.places, args[0]), on, off)
+
+
+def _seen(elements: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """Elements of a storage, as a tensor sees its own."""
+    return elements.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+
+
+def _add(known: dict[int, Any], key: int, value: object) -> None:
+    known.pop(key, None)
+    known[key] = value
+    if len(known) > _NEWEST:
+        del known[next(iter(known))]

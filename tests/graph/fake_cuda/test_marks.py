@@ -1,0 +1,69 @@
+"""Masks of floating-point numbers on the fake device: where they are on is where they are on the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+
+pytest.importorskip("torch")
+
+import torch
+
+from graph.fake_cuda import device as fake_cuda
+from graph.fake_cuda.values import MOST_FLOAT_BYTES
+from graph.hardware.profile import profile
+
+ROWS, COLUMNS = 96, 256
+QUESTIONS: list[Callable[[torch.Tensor], torch.Tensor]] = [
+    lambda mask: mask == 1.0,
+    lambda mask: mask.t()[7:] != 0,
+    lambda mask: mask[3:, ::2] < 0.5,
+    lambda mask: mask >= 0,
+    lambda mask: mask > 1,
+]
+assert ROWS * COLUMNS * 2 > MOST_FLOAT_BYTES
+
+
+@pytest.fixture(scope="module")
+def runtime() -> Iterator[fake_cuda.Runtime]:
+    with fake_cuda.fake_cuda(profile("A100-80GB", "2.13")) as found:
+        yield found
+
+
+def places(count: int) -> torch.Tensor:
+    """So many of the mask's places, on the host."""
+    return torch.randperm(ROWS * COLUMNS, generator=torch.Generator().manual_seed(0))[:count]
+
+
+def mask_on(device: str, count: int, number: bool = False) -> torch.Tensor:
+    """PEFT's `random_mask` of SHiRA: zeros, but ones at places drawn on the host."""
+    weight = torch.empty(ROWS, COLUMNS, dtype=torch.bfloat16, device=device)
+    index = places(count).to(device).unsqueeze(0)
+    mask = torch.zeros_like(weight.view(1, -1))
+    if number:
+        return mask.scatter_(1, index, 1.0).view(weight.shape)
+    return mask.scatter_(1, index, torch.ones_like(index.type(weight.dtype))).view(weight.shape)
+
+
+@pytest.mark.parametrize("number", [False, True])
+def test_a_mask_is_on_where_it_is_on_the_cpu(runtime: fake_cuda.Runtime, number: bool) -> None:
+    here, there = (mask_on(device, 5000, number) for device in ("cpu", "cuda"))
+    for ask in QUESTIONS:
+        for one, other in zip(torch.where(ask(here)), torch.where(ask(there)), strict=True):
+            assert one.tolist() == other.tolist()
+
+
+def test_a_mask_that_is_written_again_is_none(runtime: fake_cuda.Runtime) -> None:
+    added, scattered = mask_on("cuda", 5000), mask_on("cuda", 5000)
+    added += torch.rand_like(added)
+    scattered.view(-1).scatter_(0, places(7).cuda(), 3.0)
+    for mask in (added, scattered):
+        assert runtime.values.of(mask == 1.0) is None
+
+
+def test_what_was_written_before_is_no_mask(runtime: fake_cuda.Runtime) -> None:
+    zeros = torch.zeros(ROWS * COLUMNS, device="cuda")
+    zeros.add_(torch.rand_like(zeros))
+    zeros.scatter_(0, places(5).cuda(), 1.0)
+    assert runtime.values.of(zeros == 1.0) is None
