@@ -74,6 +74,9 @@ _CONTIGUOUS: Final = frozenset(
 #: is made for the elements and resized when they are reduced (aten/src/ATen/native/BinaryOps.cpp, cuda/Loss.cu).
 _REDUCED_LOSSES: Final = {"aten::mse_loss": 2, "aten::smooth_l1_loss": 2, "aten::binary_cross_entropy": 3}
 
+#: Its norms, which only the backward reads, are single for half precision (aten/src/ATen/native/cuda/WeightNorm.cu).
+_WEIGHT_NORM: Final = "aten::_weight_norm_interface"
+
 #: Up to PyTorch 2.6 the seed and the offset of its random numbers (the two results before the last) are on the host.
 _FLASH: Final = "aten::_scaled_dot_product_flash_attention"
 
@@ -177,6 +180,8 @@ def _as_on_cuda(
         return (Layout(first.shape, iterated.steps(func, args), first.dtype), *made[1:])
     if name == _FLASH and version_of(torch.__version__) < (2, 7):
         return (*made[:6], *[_Host((), torch.int64)] * 2, *made[8:])
+    if name == _WEIGHT_NORM and first.dtype == torch.float16:
+        return (first, Layout(made[1].shape, made[1].strides, torch.float32))
     place = _REDUCED_LOSSES.get(name)
     if place is not None and (args[place] if len(args) > place else kwargs.get("reduction", 1)):
         elements = math.prod(_broadcast(args[0].shape, args[1].shape))

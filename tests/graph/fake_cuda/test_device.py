@@ -467,6 +467,15 @@ def test_statistics_of_half_precision_norms_are_single(log: Log) -> None:
     assert log.operators[-1] == "_fused_rms_norm"
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64], ids=str)
+def test_norms_of_half_precision_weights_are_single(dtype: torch.dtype, runtime: Runtime) -> None:
+    """Recorded, PyTorch 2.13: `weight_norm` stashes them for its backward (cuda/WeightNorm.cu)."""
+    v, g = torch.ones(64, 32, 3, dtype=dtype, device="cuda"), torch.ones(64, 1, 1, dtype=dtype, device="cuda")
+    weight, norms = torch._weight_norm_interface(v, g, 0)
+    assert (weight.dtype, norms.shape) == (dtype, (64, 1, 1))
+    assert norms.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+
+
 def test_bad_operands_are_refused(runtime: Runtime) -> None:
     tensor = torch.empty(2, 3, device="cuda")
     with pytest.raises(RuntimeError, match=r"reduction dim|shapes cannot be multiplied"):
