@@ -493,7 +493,7 @@ class Kernels:
             if known is not None:
                 target.copy_(known)
             elif target.nbytes <= _FILLED and not runtime.host_copies_keep:
-                value = runtime.truth if boolean else runtime.unread(target.dtype)
+                value = runtime.truth if boolean else runtime.unread(source)
                 runtime.assume(f"the values of a {_named(target.dtype)} tensor", value)
                 target.fill_(value)
             on_device(target, sent, non_blocking)
@@ -542,7 +542,7 @@ class Kernels:
             if known is not None:
                 value: Any = known.item()
             else:
-                value = runtime.boolean() if dtype is torch.bool else runtime.unread(dtype)
+                value = runtime.boolean() if dtype is torch.bool else runtime.unread(tensor)
                 runtime.assume(f"the value of a {_named(dtype)}", value)
             if runtime.observer is not None:
                 runtime.observer.operator(func, (tensor,), {}, value, [], Kind(()))

@@ -13,7 +13,6 @@ import contextlib
 import math
 import mmap
 import operator
-import sys
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
@@ -96,7 +95,7 @@ class Values:
         self.wanted: Callable[[], bool | None] = lambda: None  # what has to be so for the program not to raise
         self._comparing: bool | None = None  # how numbers without values compare: None, as they are read
         self.known: MutableMapping[int, torch.UntypedStorage] = {} if known is None else known
-        self._bounds: dict[int, int] = {}  # of storages of integers that are below a number, that number
+        self._bounds: dict[int, range] = {}  # of storages of integers, what they are among
         self._unwritten: dict[int, None] = {}  # storages that nobody has written, the last of them
         self._shares: dict[int, float] = {}  # of elements that are not zero, of storages scattered into
 
@@ -164,13 +163,29 @@ class Values:
         self._shares.clear()
         self._bounds.clear()
 
-    def bound(self, tensor: torch.Tensor, most: int) -> None:
-        """The integers of `tensor`, new, are from 0 on and below `most`: places along a dimension of so many."""
-        self._bounds[self.key(tensor)] = most
+    def bound(self, tensor: torch.Tensor, most: int, least: int = 0) -> None:
+        """The integers of `tensor`, new, are from `least` on and below `most`: places along a dimension, or drawn."""
+        self._bounds[self.key(tensor)] = range(least, most)
 
     def different(self, tensor: torch.Tensor) -> int:
         """How many different values a tensor without values has at most."""
-        return min(tensor.numel(), self._bounds.get(self.key(tensor), sys.maxsize))
+        among = self._bounds.get(self.key(tensor))
+        return tensor.numel() if among is None else min(tensor.numel(), among.stop - among.start)
+
+    def integer(self, tensor: torch.Tensor) -> int:
+        """What an integer without a value is read as: 0, or what is next to it of what the integer can be."""
+        among = self._bounds.get(self.key(tensor))
+        return 0 if among is None else min(max(0, among.start), among.stop - 1)
+
+    def _drawn(self, func: Operator, args: tuple[Any, ...]) -> None:
+        """`random_` has drawn integers, of which is known what they are among (Distributions.cpp, `random_from_to`)."""
+        target, first, last = (args[0], 0, args[1]) if func._overloadname == "to" else args
+        if last is None or target.dtype not in COUNTED or target.numel() * target.itemsize != self.size(target):
+            return
+        if last - first == 1:
+            self.put(target, torch.full(target.shape, first, dtype=target.dtype))
+        else:
+            self.bound(target, last, first)
 
     def nonzero(self, tensor: torch.Tensor) -> int | None:
         """How many elements are not zero of a part of zeros into which a number was scattered, where nobody knows to
@@ -255,12 +270,14 @@ class Values:
                 self._shares[self.key(args[0])] = share
             if func._opname == "copy_" and args[1].device.type != "cpu":
                 self._copied(*args[:2])
+            elif func._opname == "random_" and len(args) > 1:
+                self._drawn(func, args)
 
     def _copied(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """The target is a copy of integers without values, of which may be known that they are below a number."""
-        most = self._bounds.get(self.key(source))
-        if most is not None and target.numel() * target.itemsize == self.size(target):
-            self.bound(target, most)
+        """The target is a copy of integers without values, of which may be known what they are among."""
+        among = self._bounds.get(self.key(source))
+        if among is not None and target.numel() * target.itemsize == self.size(target):
+            self.bound(target, among.stop, among.start)
 
     def _begin(self, targets: tuple[torch.Tensor, ...]) -> None:
         """Targets that are a part of what nobody has written: the rest is zeros."""

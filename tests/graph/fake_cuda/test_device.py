@@ -551,6 +551,21 @@ def test_values_that_are_not_known_count_as_different(runtime: Runtime) -> None:
     assert [text for text in runtime.assumptions if "values that differ: that all do is assumed" in text]
 
 
+def test_integers_that_are_drawn_are_in_their_range(runtime: Runtime) -> None:
+    """A program that draws how many of something to make gets as many as may be, not 0."""
+    drawn = torch.randint(3, 6, (4,), device="cuda")
+    assert drawn.tolist() == [3] * 4
+    assert drawn[1].int().item() == drawn.to("cpu")[0] == 3
+    assert torch.randint(-5, -2, (1,), device="cuda").item() == -3
+    assert torch.randint(6, (1,), device="cuda").item() == 0
+    assert len(torch.unique(torch.randint(10, 14, (99,), device="cuda"))) == 4
+    assert runtime.assumptions
+    runtime.assumptions.clear()
+    assert torch.randint(2, 3, (2,), device="cuda").mul(2).tolist() == [4, 4]
+    assert torch.empty(2, dtype=torch.int32, device="cuda").random_(1).tolist() == [0, 0]
+    assert not runtime.assumptions
+
+
 @pytest.mark.parametrize("mode", ["sum", "mean", "max"])
 def test_gradients_of_bags_are_those_of_their_table(mode: str, log: Log) -> None:
     """EmbeddingBag.cpp: it asks for a sparse gradient (with a CUDA build of PyTorch alone) or for a dense one."""
