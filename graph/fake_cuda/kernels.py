@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
+from torch import zeros
 from torch.nn.parameter import is_lazy
 
 from graph.fake_cuda.memory import Layout, contiguous, empty_layout, set_storage
@@ -73,9 +74,6 @@ _CONTIGUOUS: Final = frozenset(
 #: Losses whose result keeps the storage that held the loss by element, and where their `reduction` stands: the output
 #: is made for the elements and resized when they are reduced (aten/src/ATen/native/BinaryOps.cpp, cuda/Loss.cu).
 _REDUCED_LOSSES: Final = {"aten::mse_loss": 2, "aten::smooth_l1_loss": 2, "aten::binary_cross_entropy": 3}
-
-#: Its norms, which only the backward reads, are single for half precision (aten/src/ATen/native/cuda/WeightNorm.cu).
-_WEIGHT_NORM: Final = "aten::_weight_norm_interface"
 
 #: Up to PyTorch 2.6 the seed and the offset of its random numbers (the two results before the last) are on the host.
 _FLASH: Final = "aten::_scaled_dot_product_flash_attention"
@@ -180,7 +178,7 @@ def _as_on_cuda(
         return (Layout(first.shape, iterated.steps(func, args), first.dtype), *made[1:])
     if name == _FLASH and version_of(torch.__version__) < (2, 7):
         return (*made[:6], *[_Host((), torch.int64)] * 2, *made[8:])
-    if name == _WEIGHT_NORM and first.dtype == torch.float16:
+    if name == "aten::_weight_norm_interface" and first.dtype == torch.float16:  # for the backward (WeightNorm.cu)
         return (first, Layout(made[1].shape, made[1].strides, torch.float32))
     place = _REDUCED_LOSSES.get(name)
     if place is not None and (args[place] if len(args) > place else kwargs.get("reduction", 1)):
@@ -298,7 +296,7 @@ class Kernels:
                 return [make(item, args, kwargs, born) for item in what]
             if kind is _Argument:
                 return args[what.key] if what.key.__class__ is int else kwargs[what.key]
-            return torch.zeros(what.shape, dtype=what.dtype) if kind is _Host else what
+            return zeros(what.shape, dtype=what.dtype) if kind is _Host else what
 
         def kernel(*args: object, **kwargs: object) -> Any:
             key = (_kind(args, True), *kwargs, _kind(kwargs.values(), True)) if kwargs else _kind(args, True)

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequen
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
+from torch import empty, full  # not those that a program puts in their place
 from torch.overrides import TorchFunctionMode
 
 from graph.fake_cuda.shapes import numbers_as_tensors
@@ -183,7 +184,7 @@ class Values:
         if last is None or target.dtype not in COUNTED or target.numel() * target.itemsize != self.size(target):
             return
         if last - first == 1:
-            self.put(target, torch.full(target.shape, first, dtype=target.dtype))
+            self.put(target, full(target.shape, first, dtype=target.dtype))
         else:
             self.bound(target, last, first)
 
@@ -216,7 +217,7 @@ class Values:
         result = self.computed(func, args, kwargs)
         made = tree_leaves(out)
         if result is None and made[0].dtype is torch.bool and (truth := self._truth(func, args)) is not None:
-            result = [torch.full(one.shape, truth) for one in made]
+            result = [full(one.shape, truth) for one in made]
         if result is not None:
             for tensor, host in zip(made, tree_leaves(result), strict=True):
                 if tensor.shape == host.shape:  # statistics of batch norm in evaluation are empty on the CPU
@@ -283,7 +284,7 @@ class Values:
         """Targets that are a part of what nobody has written: the rest is zeros."""
         for target in targets:
             if self.key(target) in self._unwritten and (room := self._give_room(target)) is not None:
-                torch.empty(0, dtype=torch.uint8, device=_CPU).set_(room).zero_()
+                empty(0, dtype=torch.uint8, device=_CPU).set_(room).zero_()
             self._unwritten.pop(self.key(target), None)
 
     def _make_room(self, targets: tuple[torch.Tensor, ...], read: tuple[object, ...]) -> None:
@@ -340,14 +341,14 @@ def _room(dtype: torch.dtype, size: int) -> torch.UntypedStorage | None:
     if not has_room(dtype, size):
         return None
     if size < _PAGES:
-        return torch.empty(size, dtype=torch.uint8, device=_CPU).untyped_storage()
+        return empty(size, dtype=torch.uint8, device=_CPU).untyped_storage()
     return torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8).untyped_storage()
 
 
 def _view(storage: torch.UntypedStorage, tensor: torch.Tensor) -> torch.Tensor:
     """The storage seen as `tensor` sees its own."""
-    empty = torch.empty(0, dtype=tensor.dtype, device=_CPU)
-    return empty.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
+    plain = empty(0, dtype=tensor.dtype, device=_CPU)
+    return plain.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
 
 
 @contextlib.contextmanager

@@ -551,6 +551,21 @@ def test_values_that_are_not_known_count_as_different(runtime: Runtime) -> None:
     assert [text for text in runtime.assumptions if "values that differ: that all do is assumed" in text]
 
 
+def test_a_program_may_put_its_own_constructors_in_place(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As accelerate's `init_on_device` and nanotron do: all tensors of a model are made on one device."""
+
+    def there(plain: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        return lambda *args, **kwargs: plain(*args, **{**kwargs, "device": "cuda"})
+
+    for name in ("empty", "zeros", "ones", "full"):
+        monkeypatch.setattr(torch, name, there(getattr(torch, name)))
+    lengths = torch.zeros(2, dtype=torch.int64)
+    lengths[1] = 5
+    assert lengths.is_cuda
+    assert (lengths.tolist(), lengths.nonzero().tolist(), (lengths > 2).tolist()) == ([0, 5], [[1]], [False, True])
+    assert torch.empty(2, 3, 4, 5, memory_format=torch.channels_last).stride() == (60, 1, 15, 3)
+
+
 def test_integers_that_are_drawn_are_in_their_range(runtime: Runtime) -> None:
     """A program that draws how many of something to make gets as many as may be, not 0."""
     drawn = torch.randint(3, 6, (4,), device="cuda")

@@ -141,6 +141,14 @@ def test_of_ranks_that_are_waited_for_elsewhere_the_others_end(
     assert (seen, ended.value.code) == ([0, 1], 0)
 
 
+def test_a_job_may_begin_with_a_barrier(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By what its processes have in common, which ours do not (`_is_barrier_after_init`); OLMo-core asks for it."""
+    monkeypatch.setenv("TORCH_DIST_INIT_BARRIER", "1")
+    with joined(runtime, _Untold()):
+        dist.init_process_group("nccl", rank=0, world_size=2)
+        assert dist.get_process_group_ranks(dist.new_group([0, 1])) == [0, 1]
+
+
 def test_what_lightning_asks_of_a_job(runtime: Runtime) -> None:
     """Its barriers are gloo's monitored ones (fabric/utilities/distributed.py), and it reads DDP's log at the end."""
     with joined(runtime, _Untold()):
