@@ -184,9 +184,9 @@ class Runtime:
         wanted = passing()
         return self.truth if wanted is None else wanted
 
-    def unread(self, dtype: torch.dtype) -> float:
-        """What a number without a value is."""
-        return self.values.number if dtype.is_floating_point else 0
+    def unread(self, tensor: torch.Tensor) -> float:
+        """What a number of `tensor`, which has no values, is."""
+        return self.values.number if tensor.dtype.is_floating_point else self.values.integer(tensor)
 
     def note(self, what: str) -> None:
         """Count an assumption once more."""

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
+from torch import zeros
 from torch.nn.parameter import is_lazy
 
 from graph.fake_cuda.marks import TOLD
@@ -178,6 +179,8 @@ def _as_on_cuda(
         return (Layout(first.shape, iterated.steps(func, args), first.dtype), *made[1:])
     if name == _FLASH and version_of(torch.__version__) < (2, 7):
         return (*made[:6], *[_Host((), torch.int64)] * 2, *made[8:])
+    if name == "aten::_weight_norm_interface" and first.dtype == torch.float16:  # for the backward (WeightNorm.cu)
+        return (first, Layout(made[1].shape, made[1].strides, torch.float32))
     place = _REDUCED_LOSSES.get(name)
     if place is not None and (args[place] if len(args) > place else kwargs.get("reduction", 1)):
         elements = math.prod(_broadcast(args[0].shape, args[1].shape))
@@ -294,7 +297,7 @@ class Kernels:
                 return [make(item, args, kwargs, born) for item in what]
             if kind is _Argument:
                 return args[what.key] if what.key.__class__ is int else kwargs[what.key]
-            return torch.zeros(what.shape, dtype=what.dtype) if kind is _Host else what
+            return zeros(what.shape, dtype=what.dtype) if kind is _Host else what
 
         def kernel(*args: object, **kwargs: object) -> Any:
             key = (_kind(args, True), *kwargs, _kind(kwargs.values(), True)) if kwargs else _kind(args, True)
@@ -492,7 +495,7 @@ class Kernels:
             if known is not None:
                 target.copy_(known)
             elif target.nbytes <= _FILLED and not runtime.host_copies_keep:
-                value = runtime.truth if boolean else runtime.unread(target.dtype)
+                value = runtime.truth if boolean else runtime.unread(source)
                 runtime.assume(f"the values of a {_named(target.dtype)} tensor", value)
                 target.fill_(value)
             on_device(target, sent, non_blocking)
@@ -541,7 +544,7 @@ class Kernels:
             if known is not None:
                 value: Any = known.item()
             else:
-                value = runtime.boolean() if dtype is torch.bool else runtime.unread(dtype)
+                value = runtime.boolean() if dtype is torch.bool else runtime.unread(tensor)
                 runtime.assume(f"the value of a {_named(dtype)}", value)
             if runtime.observer is not None:
                 runtime.observer.operator(func, (tensor,), {}, value, [], Kind(()))

@@ -18,6 +18,7 @@ from typing import Any, Final
 
 import numpy as np
 import torch
+from torch import empty  # not what a program puts in its place
 
 from graph.fake_cuda.torch_private import BY_CPU_KERNEL, from_dlpack, mark_zero
 from traces.forks import locking
@@ -142,7 +143,7 @@ def empty_layout(shape: tuple[int, ...], dtype: torch.dtype, memory_format: torc
     """How a tensor lies that `torch.empty` makes."""
     if memory_format is None or memory_format is torch.contiguous_format:
         return Layout(shape, contiguous(shape), dtype)
-    strides = torch.empty(shape, dtype=dtype, device="meta", memory_format=memory_format).stride()
+    strides = empty(shape, dtype=dtype, device="meta", memory_format=memory_format).stride()
     return Layout(shape, strides, dtype)
 
 

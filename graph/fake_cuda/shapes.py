@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Iterator
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
+from torch import empty, zeros  # not those that a program puts in their place
 
 from graph.errors import CaptureError
 from graph.fake_cuda.memory import storage_bytes
@@ -342,7 +343,7 @@ def _zeros(value: object) -> Any:
     """Zeros like a CUDA tensor, on the CPU."""
     if isinstance(value, torch.Tensor) and value.is_cuda:
         count = storage_bytes(value.shape, value.stride(), 1)
-        return torch.zeros(count, dtype=value.dtype).as_strided(value.shape, value.stride())
+        return zeros(count, dtype=value.dtype).as_strided(value.shape, value.stride())
     return value
 
 
@@ -350,6 +351,6 @@ def _on_meta(value: object) -> Any:
     """A result on the CPU without its values: what stands for the CPU itself comes from FakeTensorMode alone."""
     if isinstance(value, torch.Tensor):
         size = value.untyped_storage().nbytes() // value.dtype.itemsize
-        storage = torch.empty(size, dtype=value.dtype, device="meta")
+        storage = empty(size, dtype=value.dtype, device="meta")
         return storage.as_strided(value.shape, value.stride(), value.storage_offset())
     return value

@@ -13,11 +13,11 @@ import contextlib
 import math
 import mmap
 import operator
-import sys
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
+from torch import empty, full  # not those that a program puts in their place
 from torch.overrides import TorchFunctionMode
 
 from graph.fake_cuda.marks import Marks
@@ -97,7 +97,7 @@ class Values:
         self.wanted: Callable[[], bool | None] = lambda: None  # what has to be so for the program not to raise
         self._comparing: bool | None = None  # how numbers without values compare: None, as they are read
         self.known: MutableMapping[int, torch.UntypedStorage] = {} if known is None else known
-        self._bounds: dict[int, int] = {}  # of storages of integers that are below a number, that number
+        self._bounds: dict[int, range] = {}  # of storages of integers, what they are among
         self._unwritten: dict[int, None] = {}  # storages that nobody has written, the last of them
         self._shares: dict[int, float] = {}  # of elements that are not zero, of storages scattered into
         self.marks = Marks(key, size, self.of)
@@ -167,13 +167,29 @@ class Values:
         self._shares.clear()
         self._bounds.clear()
 
-    def bound(self, tensor: torch.Tensor, most: int) -> None:
-        """The integers of `tensor`, new, are from 0 on and below `most`: places along a dimension of so many."""
-        self._bounds[self.key(tensor)] = most
+    def bound(self, tensor: torch.Tensor, most: int, least: int = 0) -> None:
+        """The integers of `tensor`, new, are from `least` on and below `most`: places along a dimension, or drawn."""
+        self._bounds[self.key(tensor)] = range(least, most)
 
     def different(self, tensor: torch.Tensor) -> int:
         """How many different values a tensor without values has at most."""
-        return min(tensor.numel(), self._bounds.get(self.key(tensor), sys.maxsize))
+        among = self._bounds.get(self.key(tensor))
+        return tensor.numel() if among is None else min(tensor.numel(), among.stop - among.start)
+
+    def integer(self, tensor: torch.Tensor) -> int:
+        """What an integer without a value is read as: 0, or what is next to it of what the integer can be."""
+        among = self._bounds.get(self.key(tensor))
+        return 0 if among is None else min(max(0, among.start), among.stop - 1)
+
+    def _drawn(self, func: Operator, args: tuple[Any, ...]) -> None:
+        """`random_` has drawn integers, of which is known what they are among (Distributions.cpp, `random_from_to`)."""
+        target, first, last = (args[0], 0, args[1]) if func._overloadname == "to" else args
+        if last is None or target.dtype not in COUNTED or target.numel() * target.itemsize != self.size(target):
+            return
+        if last - first == 1:
+            self.put(target, full(target.shape, first, dtype=target.dtype))
+        else:
+            self.bound(target, last, first)
 
     def nonzero(self, tensor: torch.Tensor) -> int | None:
         """How many elements are not zero of a part of zeros into which a number was scattered, where nobody knows to
@@ -206,7 +222,7 @@ class Values:
             result = self.marks.compared(func, args)
         made = tree_leaves(out)
         if result is None and made[0].dtype is torch.bool and (truth := self._truth(func, args)) is not None:
-            result = [torch.full(one.shape, truth) for one in made]
+            result = [full(one.shape, truth) for one in made]
         if result is not None:
             for tensor, host in zip(made, tree_leaves(result), strict=True):
                 if tensor.shape == host.shape:  # statistics of batch norm in evaluation are empty on the CPU
@@ -260,18 +276,20 @@ class Values:
                 self._shares[self.key(args[0])] = share
             if func._opname == "copy_" and args[1].device.type != "cpu":
                 self._copied(*args[:2])
+            elif func._opname == "random_" and len(args) > 1:
+                self._drawn(func, args)
 
     def _copied(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """The target is a copy of integers without values, of which may be known that they are below a number."""
-        most = self._bounds.get(self.key(source))
-        if most is not None and target.numel() * target.itemsize == self.size(target):
-            self.bound(target, most)
+        """The target is a copy of integers without values, of which may be known what they are among."""
+        among = self._bounds.get(self.key(source))
+        if among is not None and target.numel() * target.itemsize == self.size(target):
+            self.bound(target, among.stop, among.start)
 
     def _begin(self, targets: tuple[torch.Tensor, ...]) -> None:
         """Targets that are a part of what nobody has written: the rest is zeros."""
         for target in targets:
             if self.key(target) in self._unwritten and (room := self._give_room(target)) is not None:
-                torch.empty(0, dtype=torch.uint8, device=_CPU).set_(room).zero_()
+                empty(0, dtype=torch.uint8, device=_CPU).set_(room).zero_()
             self._unwritten.pop(self.key(target), None)
 
     def _make_room(self, targets: tuple[torch.Tensor, ...], read: tuple[object, ...]) -> None:
@@ -328,14 +346,14 @@ def _room(dtype: torch.dtype, size: int) -> torch.UntypedStorage | None:
     if not has_room(dtype, size):
         return None
     if size < _PAGES:
-        return torch.empty(size, dtype=torch.uint8, device=_CPU).untyped_storage()
+        return empty(size, dtype=torch.uint8, device=_CPU).untyped_storage()
     return torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8).untyped_storage()
 
 
 def _view(storage: torch.UntypedStorage, tensor: torch.Tensor) -> torch.Tensor:
     """The storage seen as `tensor` sees its own."""
-    empty = torch.empty(0, dtype=tensor.dtype, device=_CPU)
-    return empty.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
+    plain = empty(0, dtype=tensor.dtype, device=_CPU)
+    return plain.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
 
 
 @contextlib.contextmanager

@@ -86,6 +86,7 @@ def joined(runtime: Runtime, recorder: Any, peers: Peers | None = None) -> Itera
         "scatter_object_list": objects.scatter,
         "broadcast_object_list": objects.broadcast,
         "monitored_barrier": _passed,
+        "_store_based_barrier": _passed,  # with TORCH_DIST_INIT_BARRIER=1
     }
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(dist, "get_backend", backends.of))  # torch's own code asks another
@@ -139,8 +140,8 @@ def _with_keys_of_others(fsdp: ModuleType) -> tuple[str, Callable[..., tuple[lis
     return name, keys
 
 
-def _passed(group: Group = None, timeout: object = None, wait_all_ranks: bool = False) -> None:
-    """gloo's monitored barrier, on the host: nobody waits at it here."""
+def _passed(*args: object, **kwargs: object) -> None:
+    """A barrier on the host, gloo's monitored one or that of a store: nobody waits at it here."""
 
 
 class _Ended:

@@ -221,9 +221,9 @@ class Messages:
 
 
 def ranks_of(group: dist.ProcessGroup) -> list[int]:
-    """The ranks of the job that a group has."""
+    """The ranks of the job that a group has; a program may have named them by integers of numpy."""
     try:
-        return dist.get_process_group_ranks(group)
+        return [int(rank) for rank in dist.get_process_group_ranks(group)]
     except KeyError:  # made below torch.distributed
         return list(range(group.size()))
 

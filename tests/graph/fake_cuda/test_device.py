@@ -472,6 +472,15 @@ def test_statistics_of_half_precision_norms_are_single(log: Log) -> None:
     assert log.operators[-1] == "_fused_rms_norm"
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64], ids=str)
+def test_norms_of_half_precision_weights_are_single(dtype: torch.dtype, runtime: Runtime) -> None:
+    """Recorded, PyTorch 2.13: `weight_norm` stashes them for its backward (cuda/WeightNorm.cu)."""
+    v, g = torch.ones(64, 32, 3, dtype=dtype, device="cuda"), torch.ones(64, 1, 1, dtype=dtype, device="cuda")
+    weight, norms = torch._weight_norm_interface(v, g, 0)
+    assert (weight.dtype, norms.shape) == (dtype, (64, 1, 1))
+    assert norms.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+
+
 def test_bad_operands_are_refused(runtime: Runtime) -> None:
     tensor = torch.empty(2, 3, device="cuda")
     with pytest.raises(RuntimeError, match=r"reduction dim|shapes cannot be multiplied"):
@@ -545,6 +554,36 @@ def test_values_that_are_not_known_count_as_different(runtime: Runtime) -> None:
     assert unique(torch.tensor([4, 4, 7]).cuda())[0].tolist() == [4, 7]
     assert torch.tensor([1, 1, 3]).cuda().bincount().tolist() == [0, 2, 0, 1]
     assert [text for text in runtime.assumptions if "values that differ: that all do is assumed" in text]
+
+
+def test_a_program_may_put_its_own_constructors_in_place(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As accelerate's `init_on_device` and nanotron do: all tensors of a model are made on one device."""
+
+    def there(plain: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        return lambda *args, **kwargs: plain(*args, **{**kwargs, "device": "cuda"})
+
+    for name in ("empty", "zeros", "ones", "full"):
+        monkeypatch.setattr(torch, name, there(getattr(torch, name)))
+    lengths = torch.zeros(2, dtype=torch.int64)
+    lengths[1] = 5
+    assert lengths.is_cuda
+    assert (lengths.tolist(), lengths.nonzero().tolist(), (lengths > 2).tolist()) == ([0, 5], [[1]], [False, True])
+    assert torch.empty(2, 3, 4, 5, memory_format=torch.channels_last).stride() == (60, 1, 15, 3)
+
+
+def test_integers_that_are_drawn_are_in_their_range(runtime: Runtime) -> None:
+    """A program that draws how many of something to make gets as many as may be, not 0."""
+    drawn = torch.randint(3, 6, (4,), device="cuda")
+    assert drawn.tolist() == [3] * 4
+    assert drawn[1].int().item() == drawn.to("cpu")[0] == 3
+    assert torch.randint(-5, -2, (1,), device="cuda").item() == -3
+    assert torch.randint(6, (1,), device="cuda").item() == 0
+    assert len(torch.unique(torch.randint(10, 14, (99,), device="cuda"))) == 4
+    assert runtime.assumptions
+    runtime.assumptions.clear()
+    assert torch.randint(2, 3, (2,), device="cuda").mul(2).tolist() == [4, 4]
+    assert torch.empty(2, dtype=torch.int32, device="cuda").random_(1).tolist() == [0, 0]
+    assert not runtime.assumptions
 
 
 @pytest.mark.parametrize("mode", ["sum", "mean", "max"])

@@ -5,10 +5,12 @@ from __future__ import annotations
 import copy
 import gc
 import io
+import json
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -23,6 +25,7 @@ from torch.profiler import ProfilerActivity, profile, record_function  # noqa: E
 
 from graph.fake_cuda.device import Runtime, fake_cuda  # noqa: E402
 from graph.fake_cuda.ranks.job import joined  # noqa: E402
+from graph.fake_cuda.ranks.messages import ranks_of  # noqa: E402
 from graph.hardware.profile import profile as card  # noqa: E402
 from tests.support.births import Births  # noqa: E402
 
@@ -139,6 +142,22 @@ def test_of_ranks_that_are_waited_for_elsewhere_the_others_end(
         with pytest.raises(SystemExit) as ended:
             torch.multiprocessing.start_processes(seen.append, nprocs=2, join=False)
     assert (seen, ended.value.code) == ([0, 1], 0)
+
+
+def test_a_job_may_begin_with_a_barrier(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By what its processes have in common, which ours do not (`_is_barrier_after_init`); OLMo-core asks for it."""
+    monkeypatch.setenv("TORCH_DIST_INIT_BARRIER", "1")
+    with joined(runtime, _Untold()):
+        dist.init_process_group("nccl", rank=0, world_size=2)
+        assert dist.get_process_group_ranks(dist.new_group([0, 1])) == [0, 1]
+
+
+def test_ranks_of_a_group_may_be_integers_of_numpy(runtime: Runtime) -> None:
+    """As nanotron has them, from an array of all ranks: what other processes are told is plain."""
+    with joined(runtime, _Untold()):
+        dist.init_process_group("nccl", rank=0, world_size=2)
+        group = dist.new_group([*np.arange(2)])
+        assert json.dumps(ranks_of(group)) == "[0, 1]"
 
 
 def test_what_lightning_asks_of_a_job(runtime: Runtime) -> None:
