@@ -16,7 +16,6 @@ import torch
 from torch import zeros
 from torch.nn.parameter import is_lazy
 
-from graph.fake_cuda.marks import TOLD
 from graph.fake_cuda.memory import Layout, contiguous, empty_layout, set_storage
 from graph.fake_cuda.operators import fits, iterated, places
 from graph.fake_cuda.operators.composed import COMPOSED
@@ -324,14 +323,12 @@ class Kernels:
         """A kernel that only writes its arguments; numbers count where they may decide what it takes meanwhile."""
         runtime, kinds, written = self.runtime, dict[Any, Kind](), schema.written
         first = written[0] if len(written) == 1 else None
-        check, exact = CHECKS.get(func), str(func) in rules()
-        marks = runtime.values.marks if func._opname in TOLD else None
+        told = [one for one in (CHECKS.get(func), runtime.values.marks.told(func)) if one is not None]
+        exact = str(func) in rules()
 
         def kernel(*args: object, **kwargs: object) -> Any:
-            if check is not None:
-                check(args)
-            if marks is not None:
-                marks.written(func, args)
+            for one in told:
+                one(args)
             if first == 0:
                 out = args[0]
             else:

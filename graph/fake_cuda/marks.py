@@ -6,18 +6,20 @@ Floating-point numbers of large tensors have no values. A mask that a program ma
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
+from torch import zeros  # not what a program puts in its place
 
 if TYPE_CHECKING:
     from graph.fake_cuda.torch_private import Operator
 
-#: Operators in place that are told to `Marks.written`.
-TOLD: Final = frozenset({"fill_", "zero_", "scatter_"})
+#: Operators in place that make masks, and what masks are made of.
+_MAKING: Final = frozenset({"fill_", "zero_", "scatter_"})
 #: Comparisons with a number that masks answer.
 _COMPARING: Final = frozenset({"lt", "le", "gt", "ge", "eq", "ne"})
 #: So many storages are known to be of one number, the last of them; masks are as many.
@@ -56,8 +58,11 @@ class Marks:
         self._filled.clear()
         self._masks.clear()
 
-    def written(self, func: Operator, args: tuple[Any, ...]) -> None:
-        """An operator of `TOLD` writes its first argument, of floating-point numbers that have no values."""
+    def told(self, func: Operator) -> Callable[[tuple[Any, ...]], None] | None:
+        """What is to be told the arguments of an operator in place, before it writes them; None: nothing."""
+        return functools.partial(self._written, func) if func._opname in _MAKING else None
+
+    def _written(self, func: Operator, args: tuple[Any, ...]) -> None:
         target = args[0]
         if target.is_inference() or not target.is_floating_point():
             return
@@ -75,7 +80,7 @@ class Marks:
         size = self._size(target) // target.itemsize
         if off is None or places is None or not isinstance(on, int | float) or size > _MOST:
             return
-        mask = torch.zeros(size, dtype=torch.bool)
+        mask = zeros(size, dtype=torch.bool)
         _seen(mask, target).scatter_(dim, places, True)
         _add(self._masks, self._key(target), _Mask(target._version + 1, off, float(on), mask))
 
