@@ -275,3 +275,23 @@ def test_works_keep_what_they_keep_until_they_are_waited_for_or_seen(rank: int, 
         f"rank{rank} another collective 16777728 16777728 102",
         f"rank{rank} another collective, some time later 512 16777728 102",
     ]
+
+
+WARNED = """
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+dist.init_process_group("nccl")
+model = torch.nn.Linear(8, 8).cuda()
+replica = DistributedDataParallel(model, device_ids=[0], check_reduction=True)
+for step in range(12):
+    replica(torch.ones(2, 8, device="cuda")).sum().backward()
+"""
+
+
+def test_what_is_said_of_a_replica_has_the_line_that_makes_it(tmp_path: Path) -> None:
+    folder_of(tmp_path, {"train.py": WARNED})
+    done = record(tmp_path, "-q", "--", "torchrun", "--nproc-per-node", "1", "train.py")
+    assert "train.py:8: FutureWarning: The `check_reduction` argument" in done.stderr
+    assert done.returncode == 0
