@@ -69,6 +69,7 @@ def joined(runtime: Runtime, recorder: Any, peers: Peers | None = None) -> Itera
         rank = rank if rank >= 0 else int(os.environ.get("RANK", "0"))
         world = world_size if world_size > 0 else int(os.environ.get("WORLD_SIZE", "1"))
         plain("fake", rank=rank, world_size=world, store=fake_store())
+        _bind(kwargs.get("device_id"))
         backends.world = backends.asked(backend)
         collectives.install()
         from torch.distributed.checkpoint import default_planner  # only jobs need it
@@ -81,6 +82,7 @@ def joined(runtime: Runtime, recorder: Any, peers: Peers | None = None) -> Itera
     changes: dict[str, Callable[..., Any]] = {
         "init_process_group": start,
         "new_group": backends.making(dist.new_group),
+        "split_group": _split(dist.split_group),
         "all_gather_object": objects.all_gather,
         "gather_object": objects.gather,
         "scatter_object_list": objects.scatter,
@@ -110,6 +112,31 @@ def joined(runtime: Runtime, recorder: Any, peers: Peers | None = None) -> Itera
             collectives.release()
             if dist.is_initialized():
                 dist.destroy_process_group()
+
+
+def _bind(device: object) -> None:
+    """The job's group, and those made later, are of this device: what `init_process_group(device_id=)` says of them
+    (`_new_process_group_helper`, torch/distributed/distributed_c10d.py)."""
+    if device is not None:
+        group: Any = dist.group.WORLD
+        group.bound_device_id = torch.device("cuda", device) if isinstance(device, int) else device
+
+
+def _split(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """`split_group`, which needs NCCL's communicators: a new group for each part of the parent's ranks."""
+
+    def split_group(
+        parent_pg: Group = None, split_ranks: Sequence[Sequence[int]] | None = None, *rest: object, **named: Any
+    ) -> Any:
+        world: Any = dist.group.WORLD
+        if not split_ranks or world.bound_device_id is None:
+            return plain(parent_pg, split_ranks, *rest, **named)
+        ranks = dist.get_process_group_ranks(parent_pg or world)
+        parts = [sorted(ranks[place] for place in part) for part in split_ranks]
+        groups = [dist.new_group(part, group_desc=named.get("group_desc")) for part in parts]
+        return next((group for part, group in zip(parts, groups, strict=True) if dist.get_rank() in part), None)
+
+    return split_group
 
 
 def _with_keys_of_others(fsdp: ModuleType) -> tuple[str, Callable[..., tuple[list[Any], dict[Any, Any]]]]:

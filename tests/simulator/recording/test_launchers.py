@@ -275,3 +275,50 @@ def test_works_keep_what_they_keep_until_they_are_waited_for_or_seen(rank: int, 
         f"rank{rank} another collective 16777728 16777728 102",
         f"rank{rank} another collective, some time later 512 16777728 102",
     ]
+
+
+WARNED = """
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+dist.init_process_group("nccl")
+model = torch.nn.Linear(8, 8).cuda()
+replica = DistributedDataParallel(model, device_ids=[0], check_reduction=True)
+for step in range(12):
+    replica(torch.ones(2, 8, device="cuda")).sum().backward()
+"""
+
+
+def test_what_is_said_of_a_replica_has_the_line_that_makes_it(tmp_path: Path) -> None:
+    folder_of(tmp_path, {"train.py": WARNED})
+    done = record(tmp_path, "-q", "--", "torchrun", "--nproc-per-node", "1", "train.py")
+    assert "train.py:8: FutureWarning: The `check_reduction` argument" in done.stderr
+    assert done.returncode == 0
+
+
+BOUND = """
+import os
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+rank = int(os.environ["RANK"])
+dist.init_process_group("nccl", device_id=torch.device("cuda", rank))
+mesh = init_device_mesh("cuda", (2, 2), mesh_dim_names=("a", "b"))
+part = dist.split_group(split_ranks=[[0, 1], [2, 3]])
+made = dist.new_group([0, 1, 2])
+said = dist.group.WORLD, mesh.get_group("a"), mesh.get_group("b"), part, made
+print(*[f"{one.bound_device_id}{dist.get_process_group_ranks(one)}" for one in said])
+torch.ones(2, device="cuda").sum()
+dist.barrier(part)
+print(torch.cuda.memory_stats()["allocation.all.allocated"])
+"""
+
+
+def test_groups_of_a_bound_device_are_bound_and_split(tmp_path: Path) -> None:
+    folder_of(tmp_path, {"train.py": BOUND})
+    done = record(tmp_path, "-q", "--ranks", "2", "--", "torchrun", "--nproc-per-node", "4", "train.py")
+    groups = "cuda:2[0, 1, 2, 3] cuda:2[0, 2] cuda:2[2, 3] cuda:2[2, 3] cuda:2[0, 1, 2]"
+    assert done.stdout == f"{groups}\n4\n", done.stderr
+    assert "barrier(): using the device under current context" not in done.stderr
