@@ -10,13 +10,15 @@ import functools
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import torch
 from torch import zeros  # not what a program puts in its place
 
 if TYPE_CHECKING:
     from graph.fake_cuda.torch_private import Operator
+
+_T = TypeVar("_T")
 
 #: Operators in place that make masks, and what masks are made of.
 _MAKING: Final = frozenset({"fill_", "zero_", "scatter_"})
@@ -106,7 +108,7 @@ def _seen(elements: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
     return elements.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
 
-def _add(known: dict[int, Any], key: int, value: object) -> None:
+def _add(known: dict[int, _T], key: int, value: _T) -> None:
     known.pop(key, None)
     known[key] = value
     if len(known) > _NEWEST:

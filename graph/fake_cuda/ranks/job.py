@@ -126,14 +126,15 @@ def _split(plain: Callable[..., Any]) -> Callable[..., Any]:
     """`split_group`, which needs NCCL's communicators: a new group for each part of the parent's ranks."""
 
     def split_group(
-        parent_pg: Group = None, split_ranks: Sequence[Sequence[int]] | None = None, *rest: object, **named: Any
-    ) -> Any:
+        parent_pg: Group = None, split_ranks: Sequence[Sequence[int]] | None = None, *rest: object, **named: object
+    ) -> object:
         world: Any = dist.group.WORLD
         if not split_ranks or world.bound_device_id is None:
             return plain(parent_pg, split_ranks, *rest, **named)
         ranks = dist.get_process_group_ranks(parent_pg or world)
         parts = [sorted(ranks[place] for place in part) for part in split_ranks]
-        groups = [dist.new_group(part, group_desc=named.get("group_desc")) for part in parts]
+        said = None if named.get("group_desc") is None else str(named["group_desc"])
+        groups = [dist.new_group(part, group_desc=said) for part in parts]
         return next((group for part, group in zip(parts, groups, strict=True) if dist.get_rank() in part), None)
 
     return split_group
