@@ -163,3 +163,14 @@ def test_truncated_numbers_that_are_not_drawn_are_told(b: float, monkeypatch: py
     with runtime() as made:
         init.trunc_normal_(torch.empty(1 << 20), a=0, b=b)
         assert len(made.assumptions) == 1
+
+
+def test_matrices_of_weights_can_be_inverted_on_the_host() -> None:
+    """They are zeros; PEFT's FRoD inverts such products while it makes its adapters."""
+    with runtime() as made:
+        weight = torch.nn.Linear(64, 64).cuda().weight.detach().cpu()
+        assert torch.linalg.inv(weight.T @ weight).shape == (64, 64)
+        assert torch.linalg.cholesky(weight.T @ weight).shape == (64, 64)
+        assert any("could not be factorized" in one for one in made.assumptions)
+    with pytest.raises(torch.linalg.LinAlgError):
+        torch.linalg.inv(torch.zeros(2, 2))
