@@ -26,7 +26,7 @@ from statistics import NormalDist
 from typing import Any, Final
 
 from graph.models import catalogue
-from tests.accuracy.sft import FOLDER, arguments_of, compared, read, recorded, spread
+from tests.accuracy.sft import FOLDER, of_kept, of_root, read, recorded, spread
 
 TABLE: Final = FOLDER / "adapters.csv"
 #: What our runs of the table's rows held (README there).
@@ -39,6 +39,10 @@ LONGEST: Final = 702
 _MEAN: Final = 4_198_051 / 20_000 - 1
 #: The standard deviation of their logarithm: one in a thousand has 620 or more, and texts end at 1,300 letters.
 _SPREAD: Final = 0.4
+#: Where PEFT's benchmarks have settings, those of one experiment, and what they log.
+DEFAULTS: Final = "default_training_params.json"
+SETTINGS: Final = "training_params.json"
+LOGS: Final = ("results", "temporary_results", "cancelled_results")
 _BUCKET: Final = 80
 _STEPS: Final = 30
 #: New tokens of an evaluation, which needs less memory than training does (300 in theirs).
@@ -87,21 +91,14 @@ def usual() -> list[int]:
 
 def prepare(folder: Path, benchmark: Path, experiment: str) -> None:
     """Put an experiment of the benchmark, a model without weights, a tokenizer and lengths into a folder."""
-    for name in ("run.py", "utils.py", "default_training_params.json"):
-        shutil.copy(benchmark / name, folder)
-    shutil.copytree(benchmark / "experiments" / experiment, folder / "experiments" / experiment)
-    for name in ("results", "temporary_results", "cancelled_results"):
-        (folder / name).mkdir()
+    settings = copied(folder, benchmark, experiment, "run.py", "utils.py")
     (folder / "run.py").write_text(_SANITY.sub("", (folder / "run.py").read_text()))
     shutil.copy(FOLDER / "programs" / "adapters_data.py", folder / "data.py")
     lengths = {"train": [*usual(), *usual()[:-1], LONGEST], "valid": [50, 60], "test": [50, 60], "articles": 4}
     _write(folder / "lengths.json", lengths)
-    own = folder / "experiments" / experiment / "training_params.json"
-    settings = json.loads((folder / "default_training_params.json").read_text())
-    settings |= json.loads(own.read_text()) if own.exists() else {}
     settings |= {"model_id": str(folder / "model"), "max_steps": _STEPS, "eval_steps": _STEPS}
     settings["generation_kwargs"]["max_new_tokens"] = _NEW
-    _write(own, settings)
+    _write(folder / "experiments" / experiment / SETTINGS, settings)
     (folder / "model").mkdir()
     _write(folder / "model" / "config.json", catalogue.configuration("llama-3.2-3b"))
     words = {"type": "WordLevel", "vocab": {"[UNK]": 0, "word": 1, "</s>": 2}, "unk_token": "[UNK]"}
@@ -109,6 +106,19 @@ def prepare(folder: Path, benchmark: Path, experiment: str) -> None:
     _write(folder / "model" / "tokenizer.json", {"version": "1.0", **parts})
     kind = {"tokenizer_class": "PreTrainedTokenizerFast", "unk_token": "[UNK]", "eos_token": "</s>"}
     _write(folder / "model" / "tokenizer_config.json", kind)
+
+
+def copied(folder: Path, benchmark: Path, experiment: str, *files: str) -> dict[str, Any]:
+    """Put files and an experiment of a benchmark into a folder, with the folders of its logs; the experiment's settings
+    are to be written as `SETTINGS`."""
+    for name in (*files, DEFAULTS):
+        shutil.copy(benchmark / name, folder)
+    shutil.copytree(benchmark / "experiments" / experiment, folder / "experiments" / experiment)
+    for name in LOGS:
+        (folder / name).mkdir()
+    own = folder / "experiments" / experiment / SETTINGS
+    settings: dict[str, Any] = json.loads((folder / DEFAULTS).read_text())
+    return settings | (json.loads(own.read_text()) if own.exists() else {})
 
 
 def _write(file: Path, document: Any) -> None:
@@ -120,22 +130,22 @@ def ran(row: Mapping[str, str], root: Path, python: str) -> Run:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         prepare(folder, root / "method_comparison" / "MetaMathQA", row["id"])
-        words = ["--gpu", "L40S", "--steps", "all", "run.py", f"experiments/{row['id']}"]
-        _, failure = recorded(words, folder, python, root / "src")
-        log, failure = logged(folder, failure)
-        if log is None:
+        train, failure = trained(folder, row["id"], root, python)
+        if train is None:
             return Run(failure=failure)
-        return Run(log["train_info"]["accelerator_memory_max"], log["train_info"]["num_trainable_params"])
+        return Run(train["accelerator_memory_max"], train["num_trainable_params"])
 
 
-def logged(folder: Path, failure: str) -> tuple[Any, str]:
-    """What a benchmark has logged in its folder (None: it did not train to the end), and why it has not."""
+def trained(folder: Path, experiment: str, root: Path, python: str) -> tuple[Any, str]:
+    """What a benchmark, run in its folder, logs of a training (None: it did not come to the end), and why not."""
+    words = ["--gpu", "L40S", "--steps", "all", "run.py", f"experiments/{experiment}"]
+    _, failure = recorded(words, folder, python, root / "src")
     files = list(folder.glob("*results/*.json"))
     if failure or not files:
         return None, failure or "no log"
     log = json.loads(files[0].read_text())
     failure = log["run_info"]["error_msg"]
-    return (None, failure) if failure else (log, "")
+    return (None, failure) if failure else (log["train_info"], "")
 
 
 def summary(found: Sequence[Compared]) -> str:
@@ -160,16 +170,11 @@ def known(results: Path) -> dict[str, Run]:
 
 def kept() -> list[str]:
     """The summary of the runs that are kept with the table, for `python -m tests.accuracy published`."""
-    runs = known(KEPT)
-    found = [Compared(row, runs[row["id"]]) for row in read(TABLE) if row["id"] in runs]
+    found = of_kept(read(TABLE), known(KEPT), Compared)
     return [f"PEFT's comparison of adapters, reserved memory; runs kept in {KEPT.name}:", f"    {summary(found)}"]
 
 
 def main(arguments: list[str]) -> None:
     """Print theirs, ours and the difference."""
-    parser = arguments_of("adapters")
-    parser.add_argument("--root", type=Path, required=True)
-    options = parser.parse_args(arguments)
-    root = options.root.resolve()
-    found = compared(read(TABLE), options, known, lambda row: ran(row, root, options.python), Compared)
+    found = of_root("adapters", arguments, read(TABLE), known, ran, Compared)
     print(summary(found))

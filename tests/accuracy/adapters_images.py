@@ -15,14 +15,13 @@ from __future__ import annotations
 
 import importlib
 import json
-import shutil
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from tests.accuracy.adapters import Compared, Run, known, logged, summary
-from tests.accuracy.sft import FOLDER, arguments_of, compared, read, recorded
+from tests.accuracy.adapters import LOGS, SETTINGS, Compared, Run, copied, known, summary, trained
+from tests.accuracy.sft import FOLDER, of_kept, of_root, read
 
 TABLE: Final = FOLDER / "adapters_images.csv"
 #: What our runs of the table's rows held (README there).
@@ -37,21 +36,15 @@ _THEIRS: Final = 100
 
 def prepare(folder: Path, benchmark: Path, experiment: str) -> None:
     """Put an experiment of the benchmark, a pipeline without weights, and pictures into a folder."""
-    for name in ("run.py", "utils.py", "data.py", "default_training_params.json"):
-        shutil.copy(benchmark / name, folder)
-    shutil.copytree(benchmark / "experiments" / experiment, folder / "experiments" / experiment)
-    for name in ("results", "temporary_results", "cancelled_results"):
-        (folder / name).mkdir()
+    settings = copied(folder, benchmark, experiment, "run.py", "utils.py", "data.py")
+    for name in LOGS:
         (folder / "sample-images" / name).mkdir(parents=True)
-    own = folder / "experiments" / experiment / "training_params.json"
-    settings = json.loads((folder / "default_training_params.json").read_text())
-    settings |= json.loads(own.read_text()) if own.exists() else {}
     settings |= {"model_id": str(folder / "flux"), "dataset_id": str(folder / "cats")}
     settings |= {"dino_model_id": str(folder / "dino"), "max_steps": _STEPS, "eval_steps": _STEPS}
     settings["num_inference_steps"] = 1
     for name in ("drift_image_prompts", "sample_image_prompts"):
         settings[name] = settings[name][:1]
-    own.write_text(json.dumps(settings))
+    (folder / "experiments" / experiment / SETTINGS).write_text(json.dumps(settings))
     for path, document in json.loads(CONFIGURATIONS.read_text()).items():
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
         (folder / path).write_text(json.dumps(document))
@@ -75,12 +68,9 @@ def ran(row: Mapping[str, str], root: Path, python: str) -> Run:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         prepare(folder, root / "method_comparison" / "image-gen", row["id"])
-        words = ["--gpu", "L40S", "--steps", "all", "run.py", f"experiments/{row['id']}"]
-        _, failure = recorded(words, folder, python, root / "src")
-        log, failure = logged(folder, failure)
-        if log is None:
+        train, failure = trained(folder, row["id"], root, python)
+        if train is None:
             return Run(failure=failure)
-        train = log["train_info"]
         mean = hundred(train["metrics"][0]["mem reserved avg"], train["accelerator_memory_max"])
         return Run(mean, train["num_trainable_params"])
 
@@ -93,16 +83,11 @@ def hundred(mean: float, last: int) -> int:
 
 def kept() -> list[str]:
     """The summary of the runs that are kept with the table, for `python -m tests.accuracy published`."""
-    runs = known(KEPT)
-    found = [Compared(row, runs[row["id"]]) for row in read(TABLE) if row["id"] in runs]
+    found = of_kept(read(TABLE), known(KEPT), Compared)
     return [f"PEFT's comparison of adapters of FLUX.2, reserved; runs kept in {KEPT.name}:", f"    {summary(found)}"]
 
 
 def main(arguments: list[str]) -> None:
     """Print theirs, ours and the difference."""
-    parser = arguments_of("adapters_images")
-    parser.add_argument("--root", type=Path, required=True)
-    options = parser.parse_args(arguments)
-    root = options.root.resolve()
-    found = compared(read(TABLE), options, known, lambda row: ran(row, root, options.python), Compared)
+    found = of_root("adapters_images", arguments, read(TABLE), known, ran, Compared)
     print(summary(found))

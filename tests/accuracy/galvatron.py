@@ -25,7 +25,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from tests.accuracy.sft import FOLDER, MIB, WORKSPACE, arguments_of, compared, read, record
+from tests.accuracy.sft import FOLDER, MIB, WORKSPACE, of_kept, of_root, read, record
 
 TABLE: Final = FOLDER / "galvatron.csv"
 #: What our runs of the table's rows held (README there).
@@ -143,16 +143,11 @@ def known(results: Path) -> dict[str, Run]:
 
 def kept() -> list[str]:
     """The summary of the runs that are kept with the table, for `python -m tests.accuracy published`."""
-    runs = known(KEPT)
-    found = [Compared(row, runs[row["id"]]) for row in read(TABLE) if row["id"] in runs]
+    found = of_kept(read(TABLE), known(KEPT), Compared)
     return [f"Hetu-Galvatron's profiler; runs kept in {KEPT.name}:", *(f"    {line}" for line in summary(found))]
 
 
 def main(arguments: list[str]) -> None:
     """Print theirs, ours and the difference."""
-    parser = arguments_of("galvatron")
-    parser.add_argument("--root", type=Path, required=True)
-    options = parser.parse_args(arguments)
-    root = options.root.resolve()
-    found = compared(read(TABLE), options, known, lambda row: ran(row, root, options.python), Compared)
+    found = of_root("galvatron", arguments, read(TABLE), known, ran, Compared)
     print("\n".join(summary(found)))

@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from tests.accuracy.sft import FOLDER, WORKSPACE, Run, arguments_of, compared, known, read, recorded, spread
+from tests.accuracy.sft import FOLDER, WORKSPACE, Run, known, of_kept, of_root, read, recorded, spread
 
 TABLE: Final = FOLDER / "litgpt.csv"
 #: What our runs of the table's rows held (README there).
@@ -157,16 +157,11 @@ def _of_tables(row: Mapping[str, str]) -> bool:
 
 def kept() -> list[str]:
     """The summary of the runs that are kept with the table, for `python -m tests.accuracy published`."""
-    runs = known(KEPT)
-    found = [Compared(row, runs[row["id"]]) for row in read(TABLE) if row["id"] in runs]
+    found = of_kept(read(TABLE), known(KEPT), Compared)
     return [f"LitGPT's own tables; runs kept in {KEPT.name}:", *(f"    {line}" for line in by_table(found))]
 
 
 def main(arguments: list[str]) -> None:
     """Print theirs, ours and the difference."""
-    parser = arguments_of("litgpt")
-    parser.add_argument("--root", type=Path, required=True, metavar="ROOT")
-    options = parser.parse_args(arguments)
-    root = options.root.resolve()
-    found = compared(read(TABLE), options, known, lambda row: ran(row, root, options.python), Compared)
+    found = of_root("litgpt", arguments, read(TABLE), known, ran, Compared)
     print("\n".join(by_table(found)))

@@ -260,7 +260,7 @@ def summary(found: Sequence[Compared]) -> list[str]:
 def kept() -> list[str]:
     """The summary of the runs that are kept with the table, for `python -m tests.accuracy published`."""
     table, runs = read(TABLE), known(KEPT)
-    found = [Compared(row, runs[row["id"]]) for row in table if row["id"] in runs]
+    found = of_kept(table, runs, Compared)
     reserved = {row["id"]: int(row["reserved"]) for row in read(RESERVED)}
     return [f"fms-acceleration, {len(table)} rows, each with a program; runs kept in {KEPT.name}:"] + [
         f"    {line}" for line in [*summary(found), *of_that_machine(table, reserved)]
@@ -345,6 +345,32 @@ def compared(
         found.append(beside(row, run))
         print(found[-1], flush=True)
     return found
+
+
+def of_root(
+    name: str,
+    arguments: list[str],
+    rows: Iterable[Mapping[str, str]],
+    known: Callable[[Path], Mapping[str, R]],
+    ran: Callable[[Mapping[str, str], Path, str], R],
+    beside: Callable[[Mapping[str, str], R], C],
+) -> list[C]:
+    """`compared`, as `python -m tests.accuracy NAME` asks for it with `--root` of the repository that has the programs.
+
+    `ran(row, root, python)` runs a row's.
+    """
+    parser = arguments_of(name)
+    parser.add_argument("--root", type=Path, required=True)
+    options = parser.parse_args(arguments)
+    root = options.root.resolve()
+    return compared(rows, options, known, lambda row: ran(row, root, options.python), beside)
+
+
+def of_kept(
+    rows: Iterable[Mapping[str, str]], runs: Mapping[str, R], beside: Callable[[Mapping[str, str], R], C]
+) -> list[C]:
+    """Each row that has a run, by its id, `beside` it."""
+    return [beside(row, runs[row["id"]]) for row in rows if row["id"] in runs]
 
 
 def keep(results: Path, name: str, run: object) -> None:

@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Final
 
 from tests.accuracy import checkpoints
-from tests.accuracy.sft import FOLDER, Run, arguments_of, compared, known, read, recorded, spread
+from tests.accuracy.sft import FOLDER, Run, arguments_of, compared, known, of_kept, read, recorded, spread
 
 TABLE: Final = FOLDER / "trainers.csv"
 #: What our runs of the table's rows held (README there).
@@ -175,8 +175,7 @@ def summary(found: Sequence[Compared]) -> str:
 
 def kept() -> list[str]:
     """The summaries of the runs that are kept with the table, for `python -m tests.accuracy published`."""
-    runs = known(KEPT)
-    found = [Compared(row, runs[row["id"]]) for row in read(TABLE) if row["id"] in runs]
+    found = of_kept(read(TABLE), known(KEPT), Compared)
     lines = [f"{name}: {summary([one for one in found if one.row['program'] == name])}" for name in CARDS]
     return [f"training by other programs; runs kept in {KEPT.name}:", *(f"    {line}" for line in lines)]
 

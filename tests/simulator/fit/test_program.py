@@ -66,7 +66,7 @@ Trainer(GPT2LMHeadModel(config), given, train_dataset=Texts()).train()
 def ran(folder: Path, command: str, program: str, *words: str) -> subprocess.CompletedProcess[str]:
     """A command with a program, whose text this is, in a folder."""
     (folder / "train.py").write_text(program)
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     return warm.run([sys.executable, "-m", "simulator", command, *words], cwd=folder, env=environment)
 
 
