@@ -22,10 +22,12 @@ _T = TypeVar("_T")
 
 #: Operators in place that make masks, and what masks are made of.
 _MAKING: Final = frozenset({"fill_", "zero_", "scatter_"})
-#: Comparisons with a number that masks answer.
-_COMPARING: Final = frozenset({"lt", "le", "gt", "ge", "eq", "ne"})
-#: So many storages are known to be of one number, the last of them; masks are as many.
+#: Comparisons.
+COMPARING: Final = frozenset({"lt", "le", "gt", "ge", "eq", "ne"})
+#: So many storages are known to be of one number, the last of them.
 _NEWEST: Final = 64
+#: So many masks are kept: a program asks the one that it has made.
+_MASKS: Final = 4
 #: Masks of more elements are not kept.
 _MOST: Final = 1 << 25
 
@@ -68,13 +70,14 @@ class Marks:
         target = args[0]
         if target.is_inference() or not target.is_floating_point():
             return
-        if func._opname == "scatter_":
-            self._scattered(target, *args[1:4])
+        if func._opname == "scatter_":  # others (`reduce`) compute with what is there
+            if func._overloadname in ("src", "value"):
+                self._scattered(target, *args[1:4])
             return
         number = args[1] if func._opname == "fill_" else 0.0
         whole = target.numel() * target.itemsize == self._size(target)
         if isinstance(number, int | float) and whole and target._version == 0:
-            _add(self._filled, self._key(target), float(number))
+            remember(self._filled, self._key(target), float(number), _NEWEST)
 
     def _scattered(self, target: torch.Tensor, dim: int, index: torch.Tensor, source: object) -> None:
         off, places = self._number(target), self._values(index)
@@ -84,7 +87,7 @@ class Marks:
             return
         mask = zeros(size, dtype=torch.bool)
         _seen(mask, target).scatter_(dim, places, True)
-        _add(self._masks, self._key(target), _Mask(target._version + 1, off, float(on), mask))
+        remember(self._masks, self._key(target), _Mask(target._version + 1, off, float(on), mask), _MASKS)
 
     def _number(self, tensor: torch.Tensor) -> float | None:
         """The one number of a tensor that nobody has written since it was made."""
@@ -92,7 +95,7 @@ class Marks:
 
     def compared(self, func: Operator, args: tuple[Any, ...]) -> torch.Tensor | None:
         """How a mask compares with a number; None where the first argument is none, or has been written since."""
-        if func._opname not in _COMPARING or not isinstance(args[0], torch.Tensor):
+        if func._opname not in COMPARING or not isinstance(args[0], torch.Tensor):
             return None
         mask = self._masks.get(self._key(args[0]))
         number = args[1] if len(args) > 1 else None
@@ -108,8 +111,9 @@ def _seen(elements: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
     return elements.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
 
-def _add(known: dict[int, _T], key: int, value: _T) -> None:
+def remember(known: dict[int, _T], key: int, value: _T, most: int) -> None:
+    """Add to what is known, of which the newest `most` are kept."""
     known.pop(key, None)
     known[key] = value
-    if len(known) > _NEWEST:
+    if len(known) > most:
         del known[next(iter(known))]

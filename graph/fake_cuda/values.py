@@ -20,7 +20,7 @@ import torch
 from torch import empty, full  # not those that a program puts in their place
 from torch.overrides import TorchFunctionMode
 
-from graph.fake_cuda.marks import Marks
+from graph.fake_cuda.marks import COMPARING, Marks, remember
 from graph.fake_cuda.shapes import numbers_as_tensors
 from graph.fake_cuda.torch_private import TorchDispatchMode, tree_flatten, tree_leaves, tree_unflatten
 
@@ -44,9 +44,6 @@ _OVERWRITING: Final = frozenset({"copy_", "fill_", "zero_"})
 
 #: What is asked of floating-point numbers, and the answer where they are finite.
 _FINITE: Final = {"isnan": False, "isinf": False, "isposinf": False, "isneginf": False, "isfinite": True}
-
-#: Comparisons: of single numbers without values, as if they were what they are read as.
-_COMPARING: Final = frozenset({"lt", "le", "gt", "ge", "eq", "ne"})
 
 #: Operators on booleans that have one answer as soon as one side is that.
 _DECISIVE: Final = {"bitwise_and": False, "logical_and": False, "bitwise_or": True, "logical_or": True}
@@ -156,9 +153,7 @@ class Values:
 
     def unwritten(self, tensor: torch.Tensor) -> None:
         """`tensor` is new, and what is in it is nobody's: zeros, once a part of it is written by values."""
-        self._unwritten[self.key(tensor)] = None
-        if len(self._unwritten) > _NEWEST:
-            del self._unwritten[next(iter(self._unwritten))]
+        remember(self._unwritten, self.key(tensor), None, _NEWEST)
 
     def restart(self) -> None:
         """Storages are counted from 1 again."""
@@ -239,7 +234,7 @@ class Values:
             self.assume("whether numbers are among others", False)
             return False
         known = _of_finite(func, args)
-        return self._compared(func, args) if known is None and func._opname in _COMPARING else known
+        return self._compared(func, args) if known is None and func._opname in COMPARING else known
 
     def _compared(self, func: Operator, args: tuple[Any, ...]) -> bool | None:
         """How single numbers compare, those without values as they are read; None if there are several."""

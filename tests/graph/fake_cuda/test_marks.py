@@ -62,6 +62,14 @@ def test_a_mask_that_is_written_again_is_none(runtime: fake_cuda.Runtime) -> Non
         assert runtime.values.of(mask == 1.0) is None
 
 
+def test_what_is_computed_with_what_is_there_is_no_mask(runtime: fake_cuda.Runtime) -> None:
+    """`reduce="multiply"` leaves zeros zeros, `"add"` adds what comes twice."""
+    for reduce in ("multiply", "add"):
+        mask = torch.zeros(ROWS * COLUMNS, device="cuda")
+        mask.scatter_(0, places(5).cuda(), 1.0, reduce=reduce)
+        assert runtime.values.of(mask == 1.0) is None
+
+
 def test_what_was_written_before_is_no_mask(runtime: fake_cuda.Runtime) -> None:
     zeros = torch.zeros(ROWS * COLUMNS, device="cuda")
     zeros.add_(torch.rand_like(zeros))
