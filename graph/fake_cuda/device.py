@@ -70,6 +70,7 @@ class Observer(Protocol):
     #   launched(name, args, written)    compiled code launches a kernel (`Runtime.launched`)
     #   graph_captured(graph)            a CUDA graph has what was launched since the last one
     #   graph_replayed(graph)            it runs
+    #   perhaps(library, bytes)          a library may take as much here, for the time of a call
     #   wait_stream(stream, on)          what comes on a stream waits for what another one has now
 
 
@@ -145,7 +146,7 @@ class Runtime:
         """The number of the storage at `address`."""
         return address >> ADDRESS_BITS
 
-    def tell(self, what: str, *values: int) -> None:
+    def tell(self, what: str, *values: int | str) -> None:
         """Call the observer's method `what`, if it has one."""
         told = getattr(self._observer, what, None)
         if told is not None:

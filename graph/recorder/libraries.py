@@ -1,7 +1,8 @@
-"""What cuDNN may take for itself beside what is recorded: its workspaces, by the algorithms that it chooses on a GPU.
+"""What cuDNN and cuFFT may take beside what is recorded: workspaces of the algorithms that they choose on a GPU.
 
-PyTorch takes them from its allocator for the time of a call. Where there is no room for one, the next algorithm is
-tried (`try_plans`, aten/src/ATen/native/cudnn/Conv_v8.cpp), so they decide on peaks, not on whether a program ends.
+PyTorch takes them from its allocator for the time of a call. Where there is no room for one of cuDNN's, the next
+algorithm is tried (`try_plans`, aten/src/ATen/native/cudnn/Conv_v8.cpp), so they decide on peaks, not on whether a
+program ends.
 """
 
 from __future__ import annotations
@@ -22,6 +23,14 @@ if TYPE_CHECKING:
 
 #: What is worth a word.
 _LEAST: Final = 1 << 20
+#: By library: why its workspaces are not known here, and what is likely.
+_REASONS: Final[Mapping[str, tuple[str, str]]] = {
+    "cuDNN": ("chooses its algorithms on the GPU, and workspaces of convolutions", "a copy of each operand is likely"),
+    "cuFFT": (
+        "plans its transforms on the GPU, and their workspaces",
+        "the signal once is likely, at most eight times",
+    ),
+}
 
 
 def of_program(labels: Labels, events: Events) -> str:
@@ -33,12 +42,13 @@ def of_program(labels: Labels, events: Events) -> str:
     sizes = np.zeros(len(labels.operator), dtype=np.int64)  # 0 of what a private pool has given back
     sizes[ids[births]] = events.ints("bytes")[births]
     event_of = dict(zip(ids[births].tolist(), births.tolist(), strict=True))
-    perhaps = {event_of[number]: size for number, size in labels.perhaps.items() if number in event_of}
+    perhaps = {event_of[number]: size for number, (_, size) in labels.perhaps.items() if number in event_of}
     more, event = _more(signs, sizes, ids, perhaps)
     if more < _LEAST:
         return ""
-    leaf = labels.lines.leaf(labels.stack[int(ids[event])])
-    return _told(more, "" if leaf is None else place(*leaf))
+    number = int(ids[event])
+    leaf = labels.lines.leaf(labels.stack[number])
+    return _told(more, labels.perhaps[number][0], "" if leaf is None else place(*leaf))
 
 
 def of_log(log: Log) -> str:
@@ -49,12 +59,12 @@ def of_log(log: Log) -> str:
     kind, index = packed & ((1 << KIND_BITS) - 1), packed >> KIND_BITS
     signs = (kind == Kind.ALLOC).astype(np.int64) - (kind == Kind.FREE)
     sizes = np.array([row[0] for row in log.born], dtype=np.int64)
-    more, event = _more(signs, sizes, index, log.perhaps)
+    more, event = _more(signs, sizes, index, {position: size for position, (_, size) in log.perhaps.items()})
     if more < _LEAST:
         return ""
     calls = np.flatnonzero(kind[: event + 1] == Kind.OPERATOR)
     module = log.operators[int(index[calls[-1]])][1]
-    return _told(more, list(log.names)[module] if module >= 0 else "")
+    return _told(more, log.perhaps[event][0], list(log.names)[module] if module >= 0 else "")
 
 
 def _more(signs: Int64Array, sizes: Int64Array, of: Int64Array, perhaps: Mapping[int, int]) -> tuple[int, int]:
@@ -71,9 +81,7 @@ def _more(signs: Int64Array, sizes: Int64Array, of: Int64Array, perhaps: Mapping
     return int(most[first] - allocated.max()), int(after[first])
 
 
-def _told(more: int, where: str) -> str:
+def _told(more: int, library: str, where: str) -> str:
     at = f", first of all at {where}" if where else ""
-    return (
-        f"the peak may be {format_bytes(more)} higher: cuDNN chooses its algorithms on the GPU, and workspaces of "
-        f"convolutions are not in these figures (a copy of each operand is likely{at})"
-    )
+    reason, likely = _REASONS[library]
+    return f"the peak may be {format_bytes(more)} higher: {library} {reason} are not in these figures ({likely}{at})"

@@ -67,7 +67,7 @@ class Labels:
         self.category: dict[int, int] = {}  # of those whose category was found
         self.title: dict[int, int] = {}  # of those that have a name of their own
         self.collected = array("i")  # allocations that Python's collector has freed
-        self.perhaps: dict[int, int] = {}  # bytes that a library may have taken for itself, after an allocation
+        self.perhaps: dict[int, tuple[str, int]] = {}  # by allocation: a library, bytes that it may have taken after it
         self.lines = lines
 
     def code(self, name: str) -> int:
@@ -240,6 +240,10 @@ class ProgramRecorder:
         if old >= 0:
             self._free(old)
 
+    def perhaps(self, library: str, size: int) -> None:
+        """A library may take as many bytes here, for the time of a call."""
+        self.labels.perhaps[len(self.labels.operator) - 1] = library, size
+
     def record_stream(self, storage: int, stream: int) -> None:
         """A storage is in use on another stream."""
         number = self._numbers.get(storage, -1)
@@ -317,7 +321,7 @@ class ProgramRecorder:
                 elif action == EMPTY:
                     self.allocator.empty_cache()
                 elif action == PERHAPS:
-                    self.labels.perhaps[len(self.labels.operator) - 1] = size
+                    self.perhaps(name, size)
                 else:
                     ident = self._allocate(size, stream, (self.labels.code(name), *place[1:]))
                     self.labels.category[ident] = self.labels.code("workspace")

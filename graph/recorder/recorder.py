@@ -96,7 +96,7 @@ class Log:
         self.operators: list[tuple[Any, ...]] = []
         self.born: list[tuple[int, int, Any, int]] = []  # storage -> (bytes, operator, dtype or text, stream)
         self.names: dict[str, int] = {}
-        self.perhaps: dict[int, int] = {}  # position in `events` -> bytes that a library may have taken, after it
+        self.perhaps: dict[int, tuple[str, int]] = {}  # position in `events` -> a library, bytes it may take after it
 
     def code(self, name: str) -> int:
         """The code of a text in the name table."""
@@ -220,6 +220,10 @@ class Recorder:
         if old is not None:
             log.events.append(old << KIND_BITS | _FREE)
             self._given_back[storage] = old
+
+    def perhaps(self, library: str, size: int) -> None:
+        """A library may take as many bytes here, for the time of a call."""
+        self.log.perhaps[len(self.log.events) - 1] = library, size
 
     def record_stream(self, storage: int, stream: int) -> None:
         """A storage is in use on another stream."""
@@ -377,7 +381,7 @@ class Recorder:
             elif kind == "keep":
                 self._scratch(step[2], number, "workspace", stream)
             elif kind == "perhaps":
-                log.perhaps[len(log.events) - 1] = step[1]
+                self.perhaps(*step[1:])
             elif kind == "rest":
                 for position in rest:
                     writes.append((self._birth(born[position], number, signature, position, stream), 0))

@@ -36,7 +36,7 @@ def sequence(plan: Plan | None, outputs: int) -> Sequence:
         elif kind == "empty":
             found.append((EMPTY, 0, 0, ""))
         elif kind == "perhaps":
-            found.append((PERHAPS, 0, step[1], ""))
+            found.append((PERHAPS, 0, step[2], step[1]))
         elif kind == "alloc" and step[2]:
             slots[step[1]] = len(slots) if step[1] not in slots else slots[step[1]]
             alive.append(slots[step[1]])

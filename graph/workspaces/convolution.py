@@ -115,7 +115,7 @@ def cudnn_convolution(call: Call) -> Plan | None:
 
 def _perhaps(last: bool, *sizes: int) -> Plan:
     """What cuDNN may take: a copy of each operand, where they do not have channels last."""
-    return () if last else (("perhaps", sum(sizes)),)
+    return () if last else (("perhaps", "cuDNN", sum(sizes)),)
 
 
 def _search(call: Call, operation: str, settings: Sequence[Any]) -> Plan:

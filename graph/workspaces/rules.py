@@ -14,8 +14,8 @@ from graph.hardware.profile import Profile
 
 #: ("alloc", key, bytes): scratch `key` is born; ("free", key): it dies; ("out", i): the i-th new output storage of the
 #: call (flattened outputs, new storages only) is born; ("keep", key, bytes): a workspace that stays, noted in `state`
-#: under this key, which ends with its stream; ("rest",): outputs not named yet are born here; ("perhaps", bytes): a
-#: library may take as much here, until the call ends. Outputs that no step names are born before the first step.
+#: under this key, which ends with its stream; ("rest",): outputs not named yet are born here; ("perhaps", library,
+#: bytes): it may take as much here, until the call ends. Outputs that no step names are born before the first step.
 Step = tuple[Any, ...]
 Plan = tuple[Step, ...]
 #: `Call.deterministic` where what is not deterministic is an error.

@@ -14,6 +14,7 @@ import torch
 
 from graph.fake_cuda.memory import Layout, contiguous
 from graph.fake_cuda.operators.fast_path import FAST_PATH
+from graph.fake_cuda.operators.fft import FOURIER
 from graph.fake_cuda.operators.rnn import RECURRENT
 from graph.fake_cuda.torch_private import BY_CPU_KERNEL
 
@@ -427,4 +428,5 @@ COMPOSED: Final[Mapping[str, Callable[..., Any]]] = {
     "_thnn_fused_gru_cell_backward": _gru_cell_backward,
     **RECURRENT,
     **FAST_PATH,
+    **FOURIER,
 }

@@ -56,12 +56,24 @@ def test_the_peak_of_a_capture() -> None:
         log.event(Kind.ALLOC, number)
         log.born.append((size << 20, number, None, 0))
         if number == 1:
-            log.perhaps[len(log.events) - 1] = 60 << 20
+            log.perhaps[len(log.events) - 1] = "cuDNN", 60 << 20
             log.event(Kind.FREE, number)
     assert of_log(log).startswith("the peak may be 30.00 MiB higher: cuDNN")
     assert "first of all at layers.1)" in of_log(log)
-    log.perhaps[3] = 30 << 20
+    log.perhaps[3] = "cuDNN", 30 << 20
     assert of_log(log) == ""
+
+
+def test_the_peak_with_a_transform_s_workspace(tmp_path: Path) -> None:
+    """64 MiB of complex numbers, as many again for the result, and once more for cuFFT."""
+    (tmp_path / "waves.py").write_text(
+        "import torch\nx = torch.empty(8, 1024, 1024, device='cuda', dtype=torch.complex64)\ny = torch.fft.fft2(x)\n"
+    )
+    done = record(tmp_path, "waves.py")
+    assert done.returncode == 0, done.stderr
+    (told,) = (text for text in answer(tmp_path)["notices"] if "cuFFT" in text)
+    assert told.startswith("the peak may be 64.00 MiB higher: cuFFT")
+    assert "waves.py:3" in told
 
 
 def test_an_estimate_says_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -68,9 +68,16 @@ def test_rare_parts_of_programs_take_what_they_take(tmp_path: Path) -> None:
     assert done.stdout == program.with_suffix(".txt").read_text(), done.stderr
 
 
-def test_layers_in_evaluation_take_what_their_fast_path_takes(tmp_path: Path) -> None:
-    """nn.TransformerEncoderLayer and nn.MultiheadAttention without gradients: as PyTorch 2.13.0+cu130 said."""
-    program = ROOT / "tests/data/programs/fast_path.py"
+@pytest.mark.parametrize(
+    "name",
+    [
+        "fast_path",  # nn.TransformerEncoderLayer and nn.MultiheadAttention in evaluation without gradients
+        "fourier",  # torch.fft and torch.stft
+    ],
+)
+def test_calls_take_what_they_took(name: str, tmp_path: Path) -> None:
+    """As PyTorch 2.13.0+cu130 said after each call."""
+    program = ROOT / f"tests/data/programs/{name}.py"
     done = record(tmp_path, "-q", "--gpu", "A100", str(program))
     assert done.stdout == program.with_suffix(".txt").read_text(), done.stderr
 

@@ -1,0 +1,189 @@
+"""Fourier transforms as PyTorch has cuFFT do them: copies, passes of at most three dimensions, and how results lie.
+
+cuFFT's workspaces come from PyTorch's allocator too, for the time of a pass, and cuFFT alone knows their size: at the
+least, it says, the signal once as complex numbers, at the most eight times (its manual's cufftPlanMany). They are told,
+not taken.
+Source: aten/src/ATen/native/cuda/SpectralOps.cpp and CuFFTPlanCache.h.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from math import prod
+from typing import TYPE_CHECKING, Final
+
+import torch
+
+if TYPE_CHECKING:
+    from graph.fake_cuda.device import Runtime
+
+#: Dimensions of one pass (`cufft_max_ndim`).
+_MOST: Final = 3
+_HALVES: Final = (torch.float16, torch.complex32)
+
+
+def _complex_to_complex(
+    runtime: Runtime, source: torch.Tensor, dim: Sequence[int], normalization: int, forward: bool
+) -> torch.Tensor:
+    """`_fft_c2c_cufft`: passes from the innermost dimensions on, to and fro between two tensors."""
+    if not dim:
+        return source.clone()
+    out, working, left = _empty(source, source.shape), source, list(dim)
+    while True:
+        _outermost_first(left, working)
+        out = _executed(runtime, out, working, source.shape, left[-_MOST:])
+        del left[-_MOST:]
+        if not left:
+            return _normalized(out, normalization, source.shape, dim)
+        out, working = _empty(source, source.shape) if working is source else working, out
+
+
+def _real_to_complex(
+    runtime: Runtime, source: torch.Tensor, dim: Sequence[int], normalization: int, onesided: bool
+) -> torch.Tensor:
+    """`_fft_r2c_cufft`: one half of the last dimension; the other one is its mirror image."""
+    last, full = dim[-1], source.shape
+    half = [size // 2 + 1 if place == last else size for place, size in enumerate(full)]
+    out, spare = _half_transformed(runtime, source, dim, half, half if onesided else full)
+    _normalized(out, normalization, full, dim)
+    return out if onesided or out.shape[last] == full[last] else spare.resize_(full)
+
+
+def _half_transformed(
+    runtime: Runtime, source: torch.Tensor, dim: Sequence[int], half: Sequence[int], sizes: Sequence[int]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The transform in a tensor that has room for `sizes`, and what it was last made of."""
+    out, working = _empty(source, sizes, source.dtype.to_complex()), _aligned(source, dim[-1])
+    if _in_one_pass(dim):
+        return _executed(runtime, out, working, sizes, dim), working
+    out, left = _executed(runtime, out, working, sizes if len(dim) == 1 else half, dim[-1:]), list(dim[:-1])
+    if left:
+        working = _empty(out, sizes)
+    while left:
+        out, working = working, out
+        _outermost_first(left, working)
+        out = _executed(runtime, out, working, half, left[-_MOST:])
+        del left[-_MOST:]
+    return out, working
+
+
+def _aligned(source: torch.Tensor, last: int) -> torch.Tensor:
+    """A real tensor that begins where one of complex numbers could, or a copy of it."""
+    if source.storage_offset() % 2 == 0:
+        return source
+    return source.movedim(last, -1).clone(memory_format=torch.contiguous_format).movedim(-1, last)
+
+
+def _complex_to_real(
+    runtime: Runtime, source: torch.Tensor, dim: Sequence[int], normalization: int, last_dim_size: int
+) -> torch.Tensor:
+    """`_fft_c2r_cufft`: of a copy, since cuFFT may write over what it reads."""
+    sizes = [last_dim_size if place == dim[-1] else size for place, size in enumerate(source.shape)]
+    out = _empty(source, sizes, source.dtype.to_real())
+    if _in_one_pass(dim) or len(dim) == 1:
+        working, passed = source.clone(memory_format=torch.contiguous_format), dim
+    else:
+        working, passed = _complex_to_complex(runtime, source, dim[:-1], 0, False), dim[-1:]
+    out = _executed(runtime, out, working, sizes, passed)
+    del working
+    return _normalized(out, normalization, sizes, dim)
+
+
+def _in_one_pass(dim: Sequence[int]) -> bool:
+    """`use_optimized_cufft_path`."""
+    return len(dim) <= _MOST and tuple(dim[:2]) != (0, 1)
+
+
+def _empty(like: torch.Tensor, sizes: Sequence[int], dtype: torch.dtype | None = None) -> torch.Tensor:
+    made: torch.Tensor = torch.ops.aten.empty.memory_format(sizes, dtype=dtype or like.dtype, device=like.device)
+    return made
+
+
+def _normalized(out: torch.Tensor, normalization: int, sizes: Sequence[int], dim: Sequence[int]) -> torch.Tensor:
+    """`_fft_apply_normalization`: scaled where it lies, by a factor that is not 1."""
+    return out.mul_(0.5) if normalization and prod(sizes[place] for place in dim) != 1 else out
+
+
+def _outermost_first(dims: list[int], tensor: torch.Tensor) -> None:
+    """Sort dimensions by their strides, the largest first."""
+    strides = tensor.stride()
+    dims.sort(key=lambda place: -strides[place])
+
+
+def _executed(
+    runtime: Runtime, out: torch.Tensor, source: torch.Tensor, sizes: Sequence[int], dim: Sequence[int]
+) -> torch.Tensor:
+    """`_exec_fft`: one pass over dimensions `dim`, from `source` to `out`, which has then `sizes`."""
+    order = _batch_first(source, dim)
+    batch = source.ndim - len(dim)
+    signal = [source.shape[place] for place in dim]
+    count = prod(source.shape[place] for place in order[:batch])
+    given = source.permute(order).reshape(count, *signal)
+    results = [sizes[place] for place in dim]
+    whole = [max(pair) for pair in zip(signal, results, strict=True)]
+    out.resize_([count, *results])
+    _check_half(given, whole)
+    if _must_be_copied(given, [count, *whole]):
+        given = given.clone(memory_format=torch.contiguous_format)
+    runtime.tell("perhaps", "cuFFT", count * prod(whole) * out.dtype.to_complex().itemsize)
+    strides, step = [0] * source.ndim, out.stride(0)
+    for place in reversed(order[:batch]):
+        strides[place], step = step, step * sizes[place]
+    for number, place in enumerate(dim):
+        strides[place] = out.stride(1 + number)
+    return torch.as_strided_(out, list(sizes), strides, out.storage_offset())
+
+
+def _batch_first(source: torch.Tensor, dim: Sequence[int]) -> list[int]:
+    """The dimensions as they are permuted: those that are not transformed first, by their strides."""
+    places = _parted(range(source.ndim), lambda place: place not in dim)
+    batch = places[: source.ndim - len(dim)]
+    _outermost_first(batch, source)
+    return [*batch, *dim]
+
+
+def _parted(values: Sequence[int], first: Callable[[int], bool]) -> list[int]:
+    """`std::partition` of libstdc++ (bits/stl_algo.h): what comes first is exchanged with the last that does not."""
+    found, low, high = list(values), 0, len(values)
+    while True:
+        while low < high and first(found[low]):
+            low += 1
+        while low < high and not first(found[high - 1]):
+            high -= 1
+        if low >= high:
+            return found
+        found[low], found[high - 1] = found[high - 1], found[low]
+        low, high = low + 1, high - 1
+
+
+def _check_half(given: torch.Tensor, signal: Sequence[int]) -> None:
+    if given.dtype in _HALVES and any(size & (size - 1) for size in signal):
+        raise RuntimeError(
+            "cuFFT only supports dimensions whose sizes are powers of two when computing in half precision, but got a "
+            f"signal size of{signal}"
+        )
+
+
+def _must_be_copied(given: torch.Tensor, sizes: Sequence[int]) -> bool:
+    """Whether a batch of signals cannot be taken as it lies (`CuFFTConfig`, `as_cufft_embed`)."""
+    strides = given.stride()
+    if given.dtype in _HALVES and strides[-1] != 1:
+        return True
+    last = strides[-1]
+    if last <= 0 or (sizes[0] != 1 and strides[0] == 0):
+        return True
+    for place in range(len(sizes) - 2, 0, -1):
+        if sizes[place] == 1:
+            continue
+        if strides[place] <= 0 or strides[place] % last:
+            return True
+        last = strides[place]
+    return False
+
+
+#: By operator, called as those of `graph.fake_cuda.operators.composed`.
+FOURIER: Final[Mapping[str, Callable[..., torch.Tensor]]] = {
+    "_fft_c2c": _complex_to_complex,
+    "_fft_r2c": _real_to_complex,
+    "_fft_c2r": _complex_to_real,
+}
