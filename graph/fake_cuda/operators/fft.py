@@ -44,9 +44,22 @@ def _real_to_complex(
     """`_fft_r2c_cufft`: one half of the last dimension; the other one is its mirror image."""
     last, full = dim[-1], source.shape
     half = [size // 2 + 1 if place == last else size for place, size in enumerate(full)]
-    out, spare = _half_transformed(runtime, source, dim, half, half if onesided else full)
+    if source.dtype == torch.bfloat16:
+        if not _in_bfloat16(runtime, [full[place] for place in dim]) or not _in_one_pass(dim):
+            return _real_to_complex(runtime, source.float(), dim, normalization, onesided)
+        proxy, working = _empty(source, half, torch.complex32), _aligned(source, last)
+        proxy = _executed(runtime, proxy, working, half, dim)
+        out = torch.view_as_complex(torch.view_as_real(proxy).view(torch.bfloat16).float())
+        spare = out if onesided or half[last] == full[last] else _empty(out, full)
+    else:
+        out, spare = _half_transformed(runtime, source, dim, half, half if onesided else full)
     _normalized(out, normalization, full, dim)
     return out if onesided or out.shape[last] == full[last] else spare.resize_(full)
+
+
+def _in_bfloat16(runtime: Runtime, signal: Sequence[int]) -> bool:
+    """Whether cuFFT transforms bfloat16 itself, where PyTorch takes it at all (2.15 does, 2.13 not)."""
+    return runtime.profile.arch >= (8, 0) and not any(size & (size - 1) for size in signal)
 
 
 def _half_transformed(
@@ -167,7 +180,7 @@ def _check_half(given: torch.Tensor, signal: Sequence[int]) -> None:
 def _must_be_copied(given: torch.Tensor, sizes: Sequence[int]) -> bool:
     """Whether a batch of signals cannot be taken as it lies (`CuFFTConfig`, `as_cufft_embed`)."""
     strides = given.stride()
-    if given.dtype in _HALVES and strides[-1] != 1:
+    if given.dtype in (*_HALVES, torch.bfloat16) and strides[-1] != 1:
         return True
     last = strides[-1]
     if last <= 0 or (sizes[0] != 1 and strides[0] == 0):
