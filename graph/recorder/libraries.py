@@ -28,7 +28,7 @@ _REASONS: Final[Mapping[str, tuple[str, str]]] = {
     "cuDNN": ("chooses its algorithms on the GPU, and workspaces of convolutions", "a copy of each operand is likely"),
     "cuFFT": (
         "plans its transforms on the GPU, and their workspaces",
-        "the signal once is likely, at most eight times",
+        "the signal twice is likely, at most eight times",
     ),
 }
 

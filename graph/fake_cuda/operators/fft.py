@@ -1,8 +1,8 @@
 """Fourier transforms as PyTorch has cuFFT do them: copies, passes of at most three dimensions, and how results lie.
 
-cuFFT's workspaces come from PyTorch's allocator too, for the time of a pass, and cuFFT alone knows their size: at the
-least, it says, the signal once as complex numbers, at the most eight times (its manual's cufftPlanMany). They are told,
-not taken.
+cuFFT's workspaces come from PyTorch's allocator too, for the time of a pass, and cuFFT alone knows their size: from the
+signal once, as complex numbers, to eight times (its manual's cufftPlanMany). They are told, not taken, as twice: with
+that PEFT's FourierFT has the memory that was measured on an L40S (docs/explanation/accuracy.md).
 Source: aten/src/ATen/native/cuda/SpectralOps.cpp and CuFFTPlanCache.h.
 """
 
@@ -138,7 +138,7 @@ def _executed(
     _check_half(given, whole)
     if _must_be_copied(given, [count, *whole]):
         given = given.clone(memory_format=torch.contiguous_format)
-    runtime.tell("perhaps", "cuFFT", count * prod(whole) * out.dtype.to_complex().itemsize)
+    runtime.tell("perhaps", "cuFFT", 2 * count * prod(whole) * out.dtype.to_complex().itemsize)
     strides, step = [0] * source.ndim, out.stride(0)
     for place in reversed(order[:batch]):
         strides[place], step = step, step * sizes[place]
