@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequen
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
-from torch import empty, full  # not those that a program puts in their place
+from torch import empty, full, randperm  # not those that a program puts in their place
 from torch.overrides import TorchFunctionMode
 
 from graph.fake_cuda.marks import COMPARING, Marks, remember
@@ -96,6 +96,7 @@ class Values:
         self.known: MutableMapping[int, torch.UntypedStorage] = {} if known is None else known
         self._bounds: dict[int, range] = {}  # of storages of integers, what they are among
         self._unwritten: dict[int, None] = {}  # storages that nobody has written, the last of them
+        self._order = torch.Generator()
         self._shares: dict[int, float] = {}  # of elements that are not zero, of storages scattered into
         self.marks = Marks(key, size, self.of)
 
@@ -202,10 +203,14 @@ class Values:
     def computed(self, func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What `func` gives on the values of its arguments; None where one of them has none."""
         unknown = any(isinstance(arg, torch.Tensor) and self.of(arg) is None for arg in args)
-        if unknown or torch.Tag.nondeterministic_seeded in func.tags:
+        ordered = func._opname == "randperm" and args[0] <= MOST_BYTES // 8
+        if unknown or (torch.Tag.nondeterministic_seeded in func.tags and not ordered):
             return None
         try:
             host_args, host_kwargs = self._host((args, kwargs))
+            if ordered:  # any order is as good as the GPU's, and what the program draws on the host stays as it is
+                given = {name: host_kwargs[name] for name in ("dtype", "out") if name in host_kwargs}
+                return randperm(host_args[0], generator=self._order, **given)
             return func(*numbers_as_tensors(func, host_args), **host_kwargs)
         except (_UnknownError, RuntimeError, IndexError):  # NotImplementedError is a RuntimeError: no kernel on the CPU
             return None

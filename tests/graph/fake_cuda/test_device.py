@@ -586,6 +586,20 @@ def test_integers_that_are_drawn_are_in_their_range(runtime: Runtime) -> None:
     assert not runtime.assumptions
 
 
+def test_a_random_order_has_each_place_once(runtime: Runtime) -> None:
+    """And takes nothing of what the program draws on the host."""
+    before = torch.get_rng_state()
+    order = torch.randperm(6, device="cuda")
+    assert sorted(order.tolist()) == list(range(6))
+    assert sorted(torch.arange(10, 16, device="cuda")[order].tolist()) == list(range(10, 16))
+    narrow = torch.randperm(7, device="cuda", dtype=torch.int32, generator=torch.Generator("cuda"))
+    assert (narrow.dtype, len(torch.unique(narrow[:4]))) == (torch.int32, 4)
+    out = torch.empty(5, dtype=torch.int64, device="cuda")
+    assert sorted(torch.randperm(5, out=out).tolist()) == sorted(out.tolist()) == list(range(5))
+    assert torch.equal(torch.get_rng_state(), before)
+    assert not runtime.assumptions
+
+
 @pytest.mark.parametrize("mode", ["sum", "mean", "max"])
 def test_gradients_of_bags_are_those_of_their_table(mode: str, log: Log) -> None:
     """EmbeddingBag.cpp: it asks for a sparse gradient (with a CUDA build of PyTorch alone) or for a dense one."""
