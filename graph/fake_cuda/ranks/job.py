@@ -70,7 +70,9 @@ def joined(runtime: Runtime, recorder: Any, peers: Peers | None = None) -> Itera
         world = world_size if world_size > 0 else int(os.environ.get("WORLD_SIZE", "1"))
         plain("fake", rank=rank, world_size=world, store=fake_store())
         _bind(kwargs.get("device_id"))
-        backends.world = backends.asked(backend)
+        backends.world = backends.asked(
+            _OF_DEVICE if backend is None and kwargs.get("device_id") is not None else backend
+        )
         collectives.install()
         from torch.distributed.checkpoint import default_planner  # only jobs need it
 

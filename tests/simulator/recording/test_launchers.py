@@ -304,7 +304,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 rank = int(os.environ["RANK"])
-dist.init_process_group("nccl", device_id=torch.device("cuda", rank))
+dist.init_process_group(device_id=torch.device("cuda", rank))
 mesh = init_device_mesh("cuda", (2, 2), mesh_dim_names=("a", "b"))
 part = dist.split_group(split_ranks=[[0, 1], [2, 3]])
 made = dist.new_group([0, 1, 2])
@@ -312,7 +312,7 @@ said = dist.group.WORLD, mesh.get_group("a"), mesh.get_group("b"), part, made
 print(*[f"{one.bound_device_id}{dist.get_process_group_ranks(one)}" for one in said])
 torch.ones(2, device="cuda").sum()
 dist.barrier(part)
-print(torch.cuda.memory_stats()["allocation.all.allocated"])
+print(torch.cuda.memory_stats()["allocation.all.allocated"], dist.get_backend())
 """
 
 
@@ -320,5 +320,5 @@ def test_groups_of_a_bound_device_are_bound_and_split(tmp_path: Path) -> None:
     folder_of(tmp_path, {"train.py": BOUND})
     done = record(tmp_path, "-q", "--ranks", "2", "--", "torchrun", "--nproc-per-node", "4", "train.py")
     groups = "cuda:2[0, 1, 2, 3] cuda:2[0, 2] cuda:2[2, 3] cuda:2[2, 3] cuda:2[0, 1, 2]"
-    assert done.stdout == f"{groups}\n4\n", done.stderr
+    assert done.stdout == f"{groups}\n4 nccl\n", done.stderr
     assert "barrier(): using the device under current context" not in done.stderr
