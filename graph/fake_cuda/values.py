@@ -195,7 +195,7 @@ class Values:
 
     def _scattered(self, func: Operator, args: tuple[Any, ...]) -> float | None:
         """The share of elements that this operator makes other than zero, if it scatters a number into zeros."""
-        if func._opname != "scatter_" or isinstance(args[3], torch.Tensor) or not args[3]:
+        if f"{func._opname}.{func._overloadname}" != "scatter_.value" or not args[3]:
             return None
         before = self.of(args[0])
         return None if before is None or before.any() else args[2].numel() / max(1, args[0].numel())

@@ -746,6 +746,8 @@ def test_a_choice_that_nobody_knows_is_spread_evenly_over_its_classes(log: Log) 
     assert len(mask.nonzero()) == 24
     other = torch.zeros(4, 8, dtype=torch.int64, device="cuda").scatter_(1, chosen[:4], 1).bitwise_xor_(chosen[:4, :1])
     assert len(other.nonzero()) == 32
+    product = torch.zeros(12, 8, dtype=torch.int64, device="cuda").scatter_(1, chosen, 3, reduce="multiply")
+    assert len(product.nonzero()) == 96
 
 
 def test_places_that_are_not_zero(log: Log) -> None:
