@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.abc
 import importlib.machinery
 import inspect
+import operator
 import re
 import shutil
 import sys
@@ -59,6 +60,41 @@ class Anything:
 
     def __iter__(self) -> Iterator[Any]:
         return iter(())
+
+
+class Constexpr(Anything):
+    """`triton.language.constexpr`: a number that kernels know when they are compiled. Libraries read it on the host,
+    and choose dtypes by it (Liger's norms). Its operators give others (triton/language/core.py)."""
+
+    def __init__(self, value: object = None) -> None:
+        self.value: Any = value.value if isinstance(value, Constexpr) else value
+
+    def __repr__(self) -> str:
+        return f"constexpr[{self.value}]"
+
+    def __hash__(self) -> int:
+        return hash(self.value)
+
+    def __index__(self) -> int:
+        return int(self.value)
+
+    def __bool__(self) -> bool:
+        return bool(self.value)
+
+
+def _combining(operation: Callable[[Any, Any], object], *, swapped: bool = False) -> Callable[[Constexpr, object], Any]:
+    def combined(self: Constexpr, other: object) -> Constexpr:
+        left, right = self.value, Constexpr(other).value
+        return Constexpr(operation(right, left) if swapped else operation(left, right))
+
+    return combined
+
+
+for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow"):
+    setattr(Constexpr, f"__{_name}__", _combining(getattr(operator, _name)))
+    setattr(Constexpr, f"__r{_name}__", _combining(getattr(operator, _name), swapped=True))
+for _name in ("eq", "ne", "lt", "le", "gt", "ge", "and_", "or_", "xor", "lshift", "rshift"):
+    setattr(Constexpr, f"__{_name.rstrip('_')}__", _combining(getattr(operator, _name)))
 
 
 def _source(fn: Callable[..., Any] | None) -> str:
@@ -205,7 +241,7 @@ def next_power_of_2(n: int) -> int:
 
 
 #: Classes of `triton.language` whose names do not begin with a capital.
-_CLASSES = ("constexpr", "tensor", "block_type", "pointer_type")
+_CLASSES = ("tensor", "block_type", "pointer_type")
 
 
 def __getattr__(name: str) -> Any:
@@ -218,6 +254,8 @@ def __getattr__(name: str) -> Any:
         return TensorDescriptor
     if name == "dtype":
         return Dtype
+    if name == "constexpr":
+        return Constexpr
     if name == "triton_key":
         return lambda: __version__
     if name.endswith(("Error", "OutOfResources")):

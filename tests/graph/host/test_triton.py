@@ -69,6 +69,15 @@ def test_a_stand_in_says_which_types_there_are() -> None:
     assert isinstance(dtype("bf16"), dtype)
 
 
+def test_numbers_that_kernels_know_are_read_on_the_host() -> None:
+    """As triton/language/core.py of 3.7: Liger's RMSNorm makes its sums of fp32 where the mode's number is this one."""
+    constexpr = triton_stand_in.__getattr__("constexpr")
+    mode = constexpr(constexpr(2))
+    assert (mode.value, [10, 20, 30][mode], bool(constexpr(0)), repr(mode)) == (2, 30, False, "constexpr[2]")
+    assert [(mode * 3).value, (3 - mode).value, (mode < 1).value, (mode == constexpr(2)).value] == [6, 1, False, True]
+    assert isinstance(mode, constexpr)
+
+
 def test_a_measurement_copies_what_it_restores(births: Births) -> None:
     """Triton clones before each launch the tensors that `restore_value` names (triton/runtime/autotuner.py): a launch
     without the buffer, and one beside it."""
