@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from types import ModuleType
 from typing import TYPE_CHECKING, Final
 
-from graph.host import apex, deepspeed_ops, flash_attn, torchvision, triton_installed
+from graph.host import apex, deepspeed_ops, flash_attn, nvml, torchvision, triton_installed
 from graph.host.imports import Change, changed
 from graph.models import quantization
 
@@ -82,6 +82,7 @@ def launching_nothing(runtime: Runtime) -> Iterator[None]:
         "torchvision.extension": lambda module: torchvision.ready(runtime),
     }
     changes |= triton_installed.changes(runtime)
+    changes |= nvml.changes(runtime)
     standing = _standing()
     sys.modules.update(standing)
     try:

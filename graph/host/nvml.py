@@ -1,0 +1,104 @@
+"""NVIDIA's management library, which comes with the driver: pynvml's Python code runs, and this is what it calls.
+
+The device's name, its number of bytes and how many are free are those of the GPU that is not there; what is measured
+(load, power, temperature, clocks) is 0, and no process is listed. So `torch.cuda.utilization()`, `power_draw()` and
+`device_memory_used()` answer, where pynvml is installed. Functions as in nvml.h of the NVML API reference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Final
+
+from graph.host.imports import Change
+
+if TYPE_CHECKING:
+    from graph.fake_cuda.device import Runtime
+
+#: `NVML_SUCCESS` and `NVML_ERROR_INVALID_ARGUMENT`.
+_DONE: Final = 0
+_INVALID: Final = 2
+#: A driver for CUDA 13.0, and that number as NVML has it.
+_DRIVER: Final = b"580.65.06"
+_CUDA: Final = 13000
+
+
+class Library:
+    """What pynvml takes for the library: a function of C for each name, which writes where its arguments point."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+
+    def __getattr__(self, name: str) -> Callable[..., int]:
+        answer = _ANSWERS.get(name.partition("_")[0])
+        return _done if answer is None else lambda *args: _DONE if answer(self._runtime, *args) is None else _INVALID
+
+
+def changes(runtime: Runtime) -> dict[str, Change]:
+    """What is done to pynvml when it is imported, as nvidia-ml-py has it and as the older package of that name has."""
+
+    def ready(module: Any) -> Callable[[], None] | None:
+        known = "_nvmlGetFunctionPointer_cache"
+        pointers: dict[str, object] | None = vars(module).get(known)  # of a real library, else of this one
+        if pointers is None:  # the older package's outer module, or what torch has where there is none
+            return None
+        pointers.clear()
+        module.nvmlLib = Library(runtime)
+        return pointers.clear
+
+    return dict.fromkeys(("pynvml", "pynvml.nvml"), ready)
+
+
+def _done(*args: object) -> int:
+    return _DONE
+
+
+def _count(runtime: Runtime, count: Any) -> None:
+    count._obj.value = runtime.count
+
+
+def _handle(runtime: Runtime, index: Any, handle: object) -> int | None:
+    return None if 0 <= getattr(index, "value", index) < runtime.count else _INVALID
+
+
+def _name(runtime: Runtime, handle: object, text: Any, length: object) -> None:
+    text.value = runtime.profile.product.encode()
+
+
+def _uuid(runtime: Runtime, handle: object, text: Any, length: object) -> None:
+    text.value = b"GPU-00000000-0000-0000-0000-000000000000"
+
+
+def _capability(runtime: Runtime, handle: object, major: Any, minor: Any) -> None:
+    major._obj.value, minor._obj.value = runtime.profile.arch
+
+
+def _memory(runtime: Runtime, handle: object, memory: Any) -> None:
+    free, total = _free_and_all(runtime)
+    memory._obj.total, memory._obj.free, memory._obj.used = total, free, total - free
+
+
+def _free_and_all(runtime: Runtime) -> tuple[int, int]:
+    total = runtime.profile.total_bytes
+    return (total - runtime.allocated(), total) if runtime.allocator is None else runtime.allocator.memory_info()
+
+
+def _driver(runtime: Runtime, text: Any, length: object) -> None:
+    text.value = _DRIVER
+
+
+def _cuda(runtime: Runtime, version: Any) -> None:
+    version._obj.value = _CUDA
+
+
+#: What functions do that answer something, by their names without version.
+_ANSWERS: Final[dict[str, Callable[..., int | None]]] = {
+    "nvmlDeviceGetCount": _count,
+    "nvmlDeviceGetHandleByIndex": _handle,
+    "nvmlDeviceGetName": _name,
+    "nvmlDeviceGetUUID": _uuid,
+    "nvmlDeviceGetCudaComputeCapability": _capability,
+    "nvmlDeviceGetMemoryInfo": _memory,
+    "nvmlSystemGetDriverVersion": _driver,
+    "nvmlSystemGetCudaDriverVersion": _cuda,
+}
