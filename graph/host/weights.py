@@ -213,10 +213,12 @@ class _StandIn:
 
     def _where_files_are_found(self, module: Any) -> None:
         plain = inspect.unwrap(module._get_resolved_checkpoint_files)
+        together = "download_kwargs" in inspect.signature(plain).parameters  # from 5 on
 
         @functools.wraps(plain)
         def resolve(*args: Any, **kwargs: Any) -> Any:
-            kwargs["download_kwargs"] = {**(kwargs.get("download_kwargs") or {}), "local_files_only": True}
+            alone: dict[str, object] = {"local_files_only": True}
+            kwargs |= {"download_kwargs": (kwargs.get("download_kwargs") or {}) | alone} if together else alone
             try:
                 found = plain(*args, **kwargs)
             except OSError:

@@ -199,7 +199,7 @@ class Collectives:
             schema = schemas.get(f"c10d::{name}")
             if schema is not None:
                 self.runtime.override(schema.name, self._kernel(name, schema), ("CUDA",))
-            if schema is not None and self.messages is not None and name != "barrier":
+            if schema is not None and self.messages is not None:
                 self.runtime.override(schema.name, self._host_kernel(name, schema), ("CPU",))
 
     def _host_kernel(self, name: str, schema: torch.FunctionSchema) -> Callable[..., Any]:
@@ -210,7 +210,7 @@ class Collectives:
 
         def kernel(*args: object) -> Any:
             given: dict[str, Any] = dict(zip(names, args, strict=False))
-            if not self.on_host(dist.ProcessGroup.unbox(given["process_group"])):
+            if name != "barrier" and not self.on_host(dist.ProcessGroup.unbox(given["process_group"])):
                 raise RuntimeError("No backend type associated with device type cpu")
             self._move(name, given, args)
             work = _finished(list(metadata.tensors(args[0]))).boxed()

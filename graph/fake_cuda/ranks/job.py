@@ -80,6 +80,13 @@ def joined(runtime: Runtime, recorder: Any, peers: Peers | None = None) -> Itera
         stack.enter_context(mock.patch.object(default_planner, "_validate_global_plan", return_value=[]))
         stack.enter_context(mock.patch.object(fsdp_states(), *_with_keys_of_others(fsdp_states())))
 
+    def monitored(group: Group = None, *args: object, **kwargs: object) -> None:
+        """gloo's barrier, at which ranks that do not come are named."""
+        met = dist.group.WORLD if group is None else group
+        if isinstance(met, dist.ProcessGroup):
+            messages.met(met)
+            messages.waited()
+
     objects = Objects(backends.device, messages)
     changes: dict[str, Callable[..., Any]] = {
         "init_process_group": start,
@@ -89,13 +96,13 @@ def joined(runtime: Runtime, recorder: Any, peers: Peers | None = None) -> Itera
         "gather_object": objects.gather,
         "scatter_object_list": objects.scatter,
         "broadcast_object_list": objects.broadcast,
-        "monitored_barrier": _passed,
+        "monitored_barrier": monitored,
         "_store_based_barrier": _passed,  # with TORCH_DIST_INIT_BARRIER=1
     }
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(dist, "get_backend", backends.of))  # torch's own code asks another
         stack.enter_context(mock.patch.object(*OBJECT_DEVICE, backends.device))
-        stack.enter_context(mock.patch.object(dist.ProcessGroup, "monitored_barrier", _passed))
+        stack.enter_context(mock.patch.object(dist.ProcessGroup, "monitored_barrier", monitored))
         for name, function in changes.items():
             for module in (dist, c10d, device_mesh):  # the last has some of them by name
                 if hasattr(module, name):
@@ -171,7 +178,7 @@ def _with_keys_of_others(fsdp: ModuleType) -> tuple[str, Callable[..., tuple[lis
 
 
 def _passed(*args: object, **kwargs: object) -> None:
-    """A barrier on the host, gloo's monitored one or that of a store: nobody waits at it here."""
+    """The barrier of a store, when a group is made: nobody waits at it here."""
 
 
 class _Ended:

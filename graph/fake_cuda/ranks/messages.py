@@ -129,6 +129,9 @@ class Messages:
 
     def moved(self, name: str, kind: str, given: Mapping[str, Any], args: Sequence[Any]) -> None:
         """Operator `name` of c10d, a collective of this kind, has moved what values there are."""
+        if kind == "barrier":
+            self.met(dist.ProcessGroup.unbox(given["process_group"]))
+            return
         if not _travels(kind, args):
             if kind not in ("send", "broadcast"):
                 self._write([(target, None) for target in tensors(args[0])])
@@ -142,6 +145,19 @@ class Messages:
             self._to_receive.append(functools.partial(self._take, kind, group, topic, plan))
         else:
             self._take(kind, group, topic, plan)
+
+    def met(self, group: dist.ProcessGroup) -> None:
+        """This rank has come to a barrier: when it waits there, it goes on once the group's first has come too, which
+        may have made files for all. The first goes on at once: ranks that only listen to it need not live beside it."""
+        topic = self._topic(group, range(group.size()), "barrier")
+
+        def come(*first: int) -> None:
+            self._exchanged(group, topic, b"", first)
+
+        if group.rank() == 0:
+            come()
+        else:
+            self._to_receive.append(functools.partial(come, 0))
 
     @contextlib.contextmanager
     def asking(self) -> Iterator[None]:
@@ -379,5 +395,5 @@ _PLANS: Final[Mapping[str, Callable[[_Call], _Plan]]] = {
     "send": _send,
     "recv_": _receive,
 }
-#: Kinds whose results have no values: of gradients, and of nothing.
-_APART: Final = frozenset({"reduce_scatter", "barrier"})
+#: Kinds whose results have no values: of gradients.
+_APART: Final = frozenset({"reduce_scatter"})

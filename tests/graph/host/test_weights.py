@@ -309,6 +309,22 @@ def test_releases_of_transformers_that_find_the_files_themselves(runtime: Runtim
     assert [told for told in runtime.assumptions if "they count as those that Tiny saves, in torch.bfloat16" in told]
 
 
+def test_releases_of_transformers_that_say_alone_what_is_downloaded(runtime: Runtime, tmp_path: Path) -> None:
+    """From 4.50 on a function finds the files, which before 5 takes `local_files_only` itself."""
+    asked = []
+
+    def _get_resolved_checkpoint_files(
+        pretrained_model_name_or_path: str, token: str | None = None, local_files_only: bool = False
+    ) -> tuple[list[str], None]:
+        asked.append(local_files_only)
+        return [str(tmp_path)], None
+
+    module = SimpleNamespace(_get_resolved_checkpoint_files=_get_resolved_checkpoint_files)
+    _StandIn(runtime, tmp_path).install(module)
+    found = module._get_resolved_checkpoint_files(pretrained_model_name_or_path="llama", local_files_only=False)
+    assert (found, asked) == (([str(tmp_path)], None), [True])
+
+
 def test_a_name_of_the_hub_needs_its_configuration_alone(runtime: Runtime, tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     place = tmp_path / "models--someone--llama"

@@ -149,3 +149,33 @@ print(int(sizes))
     (assumed,) = answer(tmp_path)["assumptions"]
     assert done.stdout == "5\n"
     assert assumed.startswith("train.py:5 (<module>) takes integers from ranks that are not recorded, or have ended")
+
+
+#: Others read what the first has made: with NCCL, gloo, its monitored barrier, and one that is not waited for at once.
+AT_BARRIERS = """
+import os, time
+import torch, torch.distributed as dist
+
+dist.init_process_group("cpu:gloo,cuda:nccl")
+hosts = dist.new_group(backend="gloo")
+barriers = {
+    "nccl": dist.barrier,
+    "gloo": lambda: dist.barrier(hosts),
+    "monitored": lambda: dist.monitored_barrier(hosts),
+    "later": lambda: dist.barrier(async_op=True).wait(),
+}
+for name, barrier in barriers.items():
+    if dist.get_rank() == 0:
+        time.sleep(0.5)
+        open(name, "w").close()
+    barrier()
+    print(name, os.path.exists(name), flush=True)
+"""
+
+
+def test_nobody_passes_a_barrier_before_the_first(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    folder_of(tmp_path, {"train.py": AT_BARRIERS})
+    done = record(tmp_path, "--nproc-per-node", "2", "train.py")
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == sorted(["nccl True", "gloo True", "monitored True", "later True"] * 2)
