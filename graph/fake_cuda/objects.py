@@ -32,7 +32,7 @@ class Generator(torch.Generator, metaclass=_Named):
         if (torch.device("cuda", device) if isinstance(device, int) else torch.device(device)).type != "cuda":
             return _plain(device)
         made = super().__new__(cls)
-        made._state = torch.zeros(_STATE, dtype=torch.uint8)
+        made._state = torch.zeros(_STATE, dtype=torch.uint8, device="cpu")
         return made
 
     @property
@@ -123,7 +123,7 @@ def _moved(plain: Callable[..., Any]) -> Callable[..., Any]:
             return plain(self, device, non_blocking)
         there = _bytes(self.nbytes())
         if len(there) <= _READ:
-            there.copy_(torch.empty(0, dtype=torch.uint8).set_(self))
+            there.copy_(torch.empty(0, dtype=torch.uint8, device="cpu").set_(self))
         return there.untyped_storage()
 
     return moved

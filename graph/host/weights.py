@@ -58,7 +58,7 @@ def _headers_only(plain: Any) -> Any:
         def get_storage_from_record(self, name: str, size: int, dtype: object) -> Any:
             number: Any = sys._getframe(1).f_locals.get("dtype")  # of the tensor; the argument is that of bytes
             if size >= LARGE and isinstance(number, torch.dtype) and number.is_floating_point:
-                return torch.empty(size, dtype=torch.uint8)
+                return torch.empty(size, dtype=torch.uint8, device="cpu")
             return super().get_storage_from_record(name, size, dtype)
 
     return Reader

@@ -65,6 +65,17 @@ def test_what_was_saved_is_loaded_to_where_it_was(births: Births) -> None:
     assert (found.is_cuda, found.tolist(), births.bytes[before:]) == (True, [4, 5], [16])
 
 
+def test_what_was_saved_is_loaded_where_new_tensors_are_on_the_device(runtime: Runtime) -> None:
+    """As on CUDA libraries that do nothing: what was on the host comes there, and a generator's state is there."""
+    file = io.BytesIO()
+    torch.save({"there": torch.tensor([4, 5]).cuda(), "here": torch.zeros(1 << 20)}, file)
+    file.seek(0)
+    with torch.device("cuda"):
+        found = torch.load(file)
+        state = torch.Generator(device="cuda").get_state()
+    assert [found["there"].is_cuda, found["here"].is_cuda, state.is_cuda] == [True, False, False]
+
+
 def test_generators_are_of_their_device(runtime: Runtime) -> None:
     ours, host = torch.Generator(device="cuda").manual_seed(3), torch.Generator()
     assert (ours.device, host.device) == (torch.device("cuda", 0), torch.device("cpu"))
