@@ -24,7 +24,7 @@ from graph.fake_cuda.operators.refused import CHECKS
 from graph.fake_cuda.sdpa import corrected
 from graph.fake_cuda.shapes import Shapes
 from graph.fake_cuda.torch_private import BY_CPU_KERNEL, is_dense, tree_leaves
-from graph.fake_cuda.values import alike, has_room, may_have_values
+from graph.fake_cuda.values import alike, knowable, may_have_values
 from graph.workspaces import rules
 from traces.release import version_of
 
@@ -114,13 +114,13 @@ _PLAIN: Final = (str, torch.dtype, torch.device, torch.layout, torch.memory_form
 
 class Kind:
     """One kind of call: an operator with arguments of certain shapes. `note` is the observer's, None at first;
-    `counted`: all that it makes is new, and has room for values."""
+    `counted`: all that it makes is new, and something may be known of it."""
 
     __slots__ = ("counted", "made", "note")
 
     def __init__(self, made: tuple[Any, ...]) -> None:
         self.made = made
-        self.counted = bool(made) and all(one.__class__ is Layout and has_room(one.dtype, one.nbytes) for one in made)
+        self.counted = bool(made) and all(one.__class__ is Layout and knowable(one.dtype, one.nbytes) for one in made)
         self.note: Any = None
 
 

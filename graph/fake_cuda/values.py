@@ -45,6 +45,11 @@ _OVERWRITING: Final = frozenset({"copy_", "fill_", "zero_"})
 #: What is asked of floating-point numbers, and the answer where they are finite.
 _FINITE: Final = {"isnan": False, "isinf": False, "isposinf": False, "isneginf": False, "isfinite": True}
 
+#: Operators that give what all booleans are that they are given, of one tensor or of two, or the contrary.
+_SAME: Final = frozenset({"any", "all", "_is_any_true", "_is_all_true"})
+_SAME_OF_BOTH: Final = frozenset({"mul", "bitwise_and", "bitwise_or", "logical_and", "logical_or"})
+_CONTRARY: Final = frozenset({"bitwise_not", "logical_not"})
+
 #: Operators on booleans that have one answer as soon as one side is that.
 _DECISIVE: Final = {"bitwise_and": False, "logical_and": False, "bitwise_or": True, "logical_or": True}
 
@@ -54,6 +59,11 @@ _CPU: Final = torch.device("cpu")
 def has_room(dtype: torch.dtype, size: int) -> bool:
     """Whether a storage of `size` bytes can have values."""
     return size <= (MOST_BYTES if dtype in COUNTED else MOST_FLOAT_BYTES)
+
+
+def knowable(dtype: torch.dtype, size: int) -> bool:
+    """The same, or whether it may be known that all booleans of it are one."""
+    return dtype is torch.bool or has_room(dtype, size)
 
 
 def alike(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -97,6 +107,7 @@ class Values:
         self._bounds: dict[int, range] = {}  # of storages of integers, what they are among
         self._unwritten: dict[int, None] = {}  # storages that nobody has written, the last of them
         self._order = torch.Generator()
+        self._uniform: dict[int, bool] = {}  # what all booleans of large storages are, of the last of those
         self._shares: dict[int, float] = {}  # of elements that are not zero, of storages scattered into
         self.marks = Marks(key, size, self.of)
 
@@ -150,6 +161,7 @@ class Values:
             self.known.pop(self.key(tensor), None)
             self._shares.pop(self.key(tensor), None)
             self._bounds.pop(self.key(tensor), None)
+            self._uniform.pop(self.key(tensor), None)
             self._unwritten.pop(self.key(tensor), None)
 
     def unwritten(self, tensor: torch.Tensor) -> None:
@@ -162,6 +174,7 @@ class Values:
         self.marks.restart()
         self._shares.clear()
         self._bounds.clear()
+        self._uniform.clear()
 
     def bound(self, tensor: torch.Tensor, most: int, least: int = 0) -> None:
         """The integers of `tensor`, new, are from `least` on and below `most`: places along a dimension, or drawn."""
@@ -216,11 +229,14 @@ class Values:
             return None
 
     def made(self, func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], out: object) -> None:
-        """`func` has made `out`: new tensors that have room for values."""
+        """`func` has made `out`: new tensors that have room for values, or large ones of booleans."""
+        made = tree_leaves(out)
+        if not all(has_room(one.dtype, self.size(one)) for one in made):
+            self._large(func, args, made)
+            return
         result = self.computed(func, args, kwargs)
         if result is None:
             result = self.marks.compared(func, args)
-        made = tree_leaves(out)
         if result is None and made[0].dtype is torch.bool and (truth := self._truth(func, args)) is not None:
             result = [full(one.shape, truth) for one in made]
         if result is not None:
@@ -228,8 +244,26 @@ class Values:
                 if tensor.shape == host.shape:  # statistics of batch norm in evaluation are empty on the CPU
                     self.put(tensor, host)
 
+    def _large(self, func: Operator, args: tuple[Any, ...], made: Sequence[torch.Tensor]) -> None:
+        """Of large tensors of booleans no more is kept than what all of them are, if that is known."""
+        if (truth := self._truth(func, args)) is not None:
+            for tensor in made:
+                remember(self._uniform, self.key(tensor), truth, _NEWEST)
+
+    def _of_uniform(self, func: Operator, args: tuple[Any, ...]) -> bool | None:
+        """The same where it follows from what all elements of large arguments are."""
+        if not self._uniform or func._opname not in _SAME | _SAME_OF_BOTH | _CONTRARY:
+            return None
+        asked = args[:2] if func._opname in _SAME_OF_BOTH else args[:1]
+        tensors = [arg for arg in asked if isinstance(arg, torch.Tensor) and arg.device.type != "cpu"]
+        given = {self._uniform.get(self.key(tensor)) for tensor in tensors}
+        one = given.pop() if len(given) == 1 and len(tensors) == len(asked) else None
+        return one if one is None or func._opname not in _CONTRARY else not one
+
     def _truth(self, func: Operator, args: tuple[Any, ...]) -> bool | None:
         """What all elements of the answer are although the values of some argument are not known, if that is so."""
+        if (uniform := self._of_uniform(func, args)) is not None:
+            return uniform
         decisive = _DECISIVE.get(func._opname)
         if decisive is not None and any(self._all(arg, decisive) for arg in args):
             return decisive

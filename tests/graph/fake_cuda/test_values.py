@@ -175,3 +175,23 @@ def test_values_on_meta() -> None:
     assert found is not None
     assert found[0].tolist() == [False, True, True, *[False] * 5, *[True] * 8]
     assert values.of(weight) is None
+
+
+@pytest.mark.filterwarnings("ignore:Anomaly Detection")
+def test_large_masks_of_finite_numbers_are_one_thing(runtime: fake_cuda.Runtime) -> None:
+    """What is asked of numbers that count as finite, where the answer has no room for values."""
+    runtime.values.finite = True
+    try:
+        large = torch.empty(MOST_BYTES + 1, device="cuda")
+        unusual = large.isnan()
+        whole = large.isfinite().all(), (~unusual).all()
+        found = [unusual.any(), *whole, torch._is_any_true(unusual), large.isinf().any()]
+        assert [bool(one) for one in found] == [False, True, True, False, False]
+        assert runtime.values.of((large.isfinite() & False).all()) is None
+        unusual[3:5] = True
+        assert runtime.values.of(unusual.any()) is None
+        with torch.autograd.detect_anomaly():
+            loss: torch.Tensor = (torch.zeros(1, requires_grad=True, device="cuda") * large).sum()
+            torch.autograd.backward(loss)
+    finally:
+        runtime.values.finite = False
