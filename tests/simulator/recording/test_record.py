@@ -198,6 +198,35 @@ def folder_of(path: Path, files: dict[str, str]) -> Path:
     return path
 
 
+#: How many lists a program makes after importing torch until a cycle is found that was looked at twice.
+CYCLE = """
+import gc
+import weakref
+import torch
+
+class One:
+    pass
+
+one, gone = One(), []
+one.me = one
+weakref.finalize(one, gone.append, 1)
+gc.collect(1)
+del one
+made = []
+while not gone:
+    made.append([])
+print(len(made))
+"""
+
+
+def test_cycles_are_found_about_as_soon_as_where_torch_is_imported(tmp_path: Path) -> None:
+    """In Python itself after some thousands; after 85,000 where the collector had looked at all that torch makes."""
+    folder = folder_of(tmp_path, {"train.py": CYCLE})
+    done = record(folder, "train.py", run=warm.cold)
+    itself = subprocess.run([sys.executable, "train.py"], cwd=folder, capture_output=True, text=True, check=True)
+    assert max(int(done.stdout), int(itself.stdout)) < 20_000
+
+
 @pytest.mark.parametrize("words", [("train.py",), ("-m", "train"), ("--", sys.executable, "train.py")])
 def test_modules_with_our_names_arguments_exit_code_and_streams(words: tuple[str, ...], tmp_path: Path) -> None:
     folder = folder_of(tmp_path, OWN)
