@@ -15,6 +15,7 @@ import torch
 from graph.fake_cuda.memory import Layout, contiguous
 from graph.fake_cuda.operators.fast_path import FAST_PATH
 from graph.fake_cuda.operators.fft import FOURIER
+from graph.fake_cuda.operators.least_squares import LEAST_SQUARES
 from graph.fake_cuda.operators.rnn import RECURRENT
 from graph.fake_cuda.torch_private import BY_CPU_KERNEL
 
@@ -426,6 +427,7 @@ COMPOSED: Final[Mapping[str, Callable[..., Any]]] = {
     **dict.fromkeys(("_ctc_loss_backward", "_ctc_loss_backward.Tensor"), _ctc_loss_backward),
     "_thnn_fused_gru_cell": _gru_cell,
     "_thnn_fused_gru_cell_backward": _gru_cell_backward,
+    **LEAST_SQUARES,
     **RECURRENT,
     **FAST_PATH,
     **FOURIER,
