@@ -8,7 +8,8 @@ The device's name, its number of bytes and how many are free are those of the GP
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Final
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from graph.host.imports import Change
 
@@ -21,6 +22,18 @@ _INVALID: Final = 2
 #: A driver for CUDA 13.0, and that number as NVML has it.
 _DRIVER: Final = b"580.65.06"
 _CUDA: Final = 13000
+
+
+class Reference(Protocol):
+    """`ctypes.byref` of what a function writes."""
+
+    _obj: Any
+
+
+class Text(Protocol):
+    """`ctypes.create_string_buffer`."""
+
+    value: bytes
 
 
 class Library:
@@ -37,13 +50,13 @@ class Library:
 def changes(runtime: Runtime) -> dict[str, Change]:
     """What is done to pynvml when it is imported, as nvidia-ml-py has it and as the older package of that name has."""
 
-    def ready(module: Any) -> Callable[[], None] | None:
+    def ready(module: ModuleType) -> Callable[[], None] | None:
         known = "_nvmlGetFunctionPointer_cache"
         pointers: dict[str, object] | None = vars(module).get(known)  # of a real library, else of this one
         if pointers is None:  # the older package's outer module, or what torch has where there is none
             return None
         pointers.clear()
-        module.nvmlLib = Library(runtime)
+        vars(module)["nvmlLib"] = Library(runtime)
         return pointers.clear
 
     return dict.fromkeys(("pynvml", "pynvml.nvml"), ready)
@@ -53,27 +66,27 @@ def _done(*args: object) -> int:
     return _DONE
 
 
-def _count(runtime: Runtime, count: Any) -> None:
+def _count(runtime: Runtime, count: Reference) -> None:
     count._obj.value = runtime.count
 
 
-def _handle(runtime: Runtime, index: Any, handle: object) -> int | None:
+def _handle(runtime: Runtime, index: object, handle: object) -> int | None:
     return None if 0 <= getattr(index, "value", index) < runtime.count else _INVALID
 
 
-def _name(runtime: Runtime, handle: object, text: Any, length: object) -> None:
+def _name(runtime: Runtime, handle: object, text: Text, length: object) -> None:
     text.value = runtime.profile.product.encode()
 
 
-def _uuid(runtime: Runtime, handle: object, text: Any, length: object) -> None:
+def _uuid(runtime: Runtime, handle: object, text: Text, length: object) -> None:
     text.value = b"GPU-00000000-0000-0000-0000-000000000000"
 
 
-def _capability(runtime: Runtime, handle: object, major: Any, minor: Any) -> None:
+def _capability(runtime: Runtime, handle: object, major: Reference, minor: Reference) -> None:
     major._obj.value, minor._obj.value = runtime.profile.arch
 
 
-def _memory(runtime: Runtime, handle: object, memory: Any) -> None:
+def _memory(runtime: Runtime, handle: object, memory: Reference) -> None:
     free, total = _free_and_all(runtime)
     memory._obj.total, memory._obj.free, memory._obj.used = total, free, total - free
 
@@ -83,11 +96,11 @@ def _free_and_all(runtime: Runtime) -> tuple[int, int]:
     return (total - runtime.allocated(), total) if runtime.allocator is None else runtime.allocator.memory_info()
 
 
-def _driver(runtime: Runtime, text: Any, length: object) -> None:
+def _driver(runtime: Runtime, text: Text, length: object) -> None:
     text.value = _DRIVER
 
 
-def _cuda(runtime: Runtime, version: Any) -> None:
+def _cuda(runtime: Runtime, version: Reference) -> None:
     version._obj.value = _CUDA
 
 
