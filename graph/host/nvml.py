@@ -7,6 +7,7 @@ The device's name, its number of bytes and how many are free are those of the GP
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Final, Protocol
@@ -70,8 +71,9 @@ def _count(runtime: Runtime, count: Reference) -> None:
     count._obj.value = runtime.count
 
 
-def _handle(runtime: Runtime, index: object, handle: object) -> int | None:
-    return None if 0 <= getattr(index, "value", index) < runtime.count else _INVALID
+def _handle(runtime: Runtime, index: ctypes.c_uint | int, handle: object) -> int | None:
+    number = index if isinstance(index, int) else index.value
+    return None if 0 <= number < runtime.count else _INVALID
 
 
 def _name(runtime: Runtime, handle: object, text: Text, length: object) -> None:
