@@ -56,7 +56,9 @@ def _lstsq(
         _factored(source, factors, prod(batch))
     if rows > columns:
         _aten.sum.IntList_out(solution.narrow(-1, columns, rows - columns), [-1], out=residuals)
-    del factors, infos
+    del factors
+    _aten._linalg_check_errors.default(infos, "torch.linalg.lstsq", is_matrix=source.ndim == 2)
+    del infos
     steps = (*solution.stride()[:-2], 1, longest)
     shape = [*batch, columns, count]
     _aten.as_strided_.default(solution, shape[:-1] if vectors else shape, steps[:-1] if vectors else steps)

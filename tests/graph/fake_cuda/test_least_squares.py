@@ -42,6 +42,7 @@ def test_results_are_those_of_the_host_and_what_is_allocated_as_recorded(name: s
     runtime.observer = None
     assert [(one.shape, one.stride()) for one in found] == [(one.shape, one.stride()) for one in expected]
     assert births.bytes[: len(recorded)] == recorded
+    assert births.bytes[-1] == 1  # whether a matrix could not be solved, for the host to read (`_linalg_check_errors`)
 
 
 def test_solutions_have_gradients(runtime: fake_cuda.Runtime) -> None:
