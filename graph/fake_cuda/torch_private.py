@@ -188,7 +188,7 @@ OBJECT_DEVICE: Final[tuple[ModuleType, str]] = (distributed_c10d, "_get_object_c
 def interpreted_groups() -> Iterator[None]:
     """Inside, groups that TorchScript fuses run operator by operator: a fused kernel allocates past the dispatcher.
 
-    What a group keeps and gives is the same; what it makes in between is there for a moment.
+    What a group gives is the same; what it makes in between is there for a moment.
     """
     bindings: Any = BINDINGS
     with _needed():
