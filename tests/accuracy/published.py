@@ -25,7 +25,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from tests.accuracy import adapters, adapters_images, galvatron, litgpt, pipelines, sft, trainers
+from tests.accuracy import adapters, adapters_images, galvatron, guide, litgpt, pipelines, sft, trainers
 from tests.places import DATA, ROOT
 
 #: The whole collection, where it stands beside the project, and the part of it that the project has.
@@ -374,6 +374,8 @@ def read(row: Row) -> Reading:
         raise LeftOutError("LLMem's own runs: `python -m tests.accuracy table2`, `python -m tests.accuracy.choice`")
     if row["source"].startswith(("LitGPT config_hub", "LitGPT tutorials")):
         raise LeftOutError("LitGPT's own programs: `python -m tests.accuracy litgpt`")
+    if row["source"].startswith("HF transformers docs perf_train_gpu_one"):
+        raise LeftOutError("a Trainer as it was: `python -m tests.accuracy guide`")
     if not _counter(row) or not row["peak_bytes"]:
         raise LeftOutError("no peak was printed")
     reading = Reading(row)
@@ -512,5 +514,5 @@ def main(arguments: list[str]) -> None:
             print(told(one), flush=True)
     print("\n" + "\n".join(summary(found)))
     print("\nkept from runs of their own programs (`python -m tests.accuracy NAME`):")
-    tables = (sft, adapters, adapters_images, litgpt, trainers, pipelines, galvatron)
+    tables = (sft, guide, adapters, adapters_images, litgpt, trainers, pipelines, galvatron)
     print("\n".join(line for table in tables for line in table.kept()))
