@@ -86,7 +86,7 @@ def test_columns_become_keys() -> None:
     assert (lean["loss"], lean["release"], lean["gpu"]) == ("chunk8", "2.5", "A100-80GB")
     spread = read(next(one for one in ROWS if one["strategy"] == "FSDP2 128-way")).case
     assert (spread["strategy"], spread["world"], spread["autocast"], spread["seq"]) == ("fsdp2", 128, "bf16", 8192)
-    assert read(row("HF", source="another page")).case["head"] == "sequence-classification"
+    assert read({**row("HF"), "source": "another page"}).case["head"] == "sequence-classification"
 
 
 @pytest.mark.parametrize(
