@@ -45,10 +45,12 @@ _OVERWRITING: Final = frozenset({"copy_", "fill_", "zero_"})
 #: What is asked of floating-point numbers, and the answer where they are finite.
 _FINITE: Final = {"isnan": False, "isinf": False, "isposinf": False, "isneginf": False, "isfinite": True}
 
-#: Operators that give what all booleans are that they are given, of one tensor or of two, or the contrary.
-_SAME: Final = frozenset({"any", "all", "_is_any_true", "_is_all_true"})
-_SAME_OF_BOTH: Final = frozenset({"mul", "bitwise_and", "bitwise_or", "logical_and", "logical_or"})
+#: Operators that give what all booleans are that they are given, of so many tensors, or the contrary.
 _CONTRARY: Final = frozenset({"bitwise_not", "logical_not"})
+_FOLLOWING: Final = {
+    **dict.fromkeys(("any", "all", "_is_any_true", "_is_all_true", *_CONTRARY), 1),
+    **dict.fromkeys(("mul", "bitwise_and", "bitwise_or", "logical_and", "logical_or"), 2),
+}
 
 #: Operators on booleans that have one answer as soon as one side is that.
 _DECISIVE: Final = {"bitwise_and": False, "logical_and": False, "bitwise_or": True, "logical_or": True}
@@ -106,7 +108,7 @@ class Values:
         self.known: MutableMapping[int, torch.UntypedStorage] = {} if known is None else known
         self._bounds: dict[int, range] = {}  # of storages of integers, what they are among
         self._unwritten: dict[int, None] = {}  # storages that nobody has written, the last of them
-        self._order = torch.Generator()
+        self._order = torch.Generator()  # of random orders
         self._uniform: dict[int, bool] = {}  # what all booleans of large storages are, of the last of those
         self._shares: dict[int, float] = {}  # of elements that are not zero, of storages scattered into
         self.marks = Marks(key, size, self.of)
@@ -231,7 +233,7 @@ class Values:
     def made(self, func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], out: object) -> None:
         """`func` has made `out`: new tensors that have room for values, or large ones of booleans."""
         made = tree_leaves(out)
-        if not all(has_room(one.dtype, self.size(one)) for one in made):
+        if any(one.dtype is torch.bool and not has_room(one.dtype, self.size(one)) for one in made):
             self._large(func, args, made)
             return
         result = self.computed(func, args, kwargs)
@@ -252,12 +254,12 @@ class Values:
 
     def _of_uniform(self, func: Operator, args: tuple[Any, ...]) -> bool | None:
         """The same where it follows from what all elements of large arguments are."""
-        if not self._uniform or func._opname not in _SAME | _SAME_OF_BOTH | _CONTRARY:
+        count = _FOLLOWING.get(func._opname) if self._uniform else None
+        if count is None:
             return None
-        asked = args[:2] if func._opname in _SAME_OF_BOTH else args[:1]
-        tensors = [arg for arg in asked if isinstance(arg, torch.Tensor) and arg.device.type != "cpu"]
+        tensors = [arg for arg in args[:count] if isinstance(arg, torch.Tensor) and arg.device.type != "cpu"]
         given = {self._uniform.get(self.key(tensor)) for tensor in tensors}
-        one = given.pop() if len(given) == 1 and len(tensors) == len(asked) else None
+        one = given.pop() if len(given) == 1 and len(tensors) == count else None
         return one if one is None or func._opname not in _CONTRARY else not one
 
     def _truth(self, func: Operator, args: tuple[Any, ...]) -> bool | None:

@@ -26,7 +26,7 @@ from statistics import NormalDist
 from typing import Any, Final
 
 from graph.models import catalogue
-from tests.accuracy.sft import FOLDER, of_kept, of_root, read, recorded, spread
+from tests.accuracy.sft import FOLDER, Judged, of_kept, of_root, read, recorded, spread
 
 TABLE: Final = FOLDER / "adapters.csv"
 #: What our runs of the table's rows held (README there).
@@ -61,16 +61,15 @@ class Run:
 
 
 @dataclass(frozen=True)
-class Compared:
+class Compared(Judged[Run]):
     """A row, and our run of it."""
 
-    row: Mapping[str, str]
-    run: Run
+    column = "reserved"
 
     @property
-    def error(self) -> float | None:
-        """Relative error, signed; None where ours failed."""
-        return None if self.run.reserved is None else self.run.reserved / int(self.row["reserved"]) - 1
+    def ours(self) -> float | None:
+        """Our reserved bytes; None where the run failed."""
+        return self.run.reserved
 
     def __str__(self) -> str:
         if self.run.reserved is None:

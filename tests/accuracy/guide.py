@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from tests.accuracy.sft import FOLDER, MIB, Run, arguments_of, compared, known, of_kept, read, recorded, spread
+from tests.accuracy.sft import FOLDER, MIB, Judged, Run, arguments_of, compared, known, of_kept, read, recorded
+from tests.accuracy.trainers import summary
 
 TABLE: Final = FOLDER / "guide.csv"
 #: What our runs of the table's rows held (README there).
@@ -29,26 +30,20 @@ MODEL: Final = {
     "model_type": "bert", "architectures": ["BertForMaskedLM"], "hidden_size": 1024, "intermediate_size": 4096,
     "num_attention_heads": 16, "num_hidden_layers": 24, "max_position_embeddings": 512, "vocab_size": 30522,
 }  # fmt: skip
-#: Of micro-batches or steps; nothing changes from the second on.
+#: Of the optimizer, that are run.
 _STEPS: Final = 4
 
 
 @dataclass(frozen=True)
-class Compared:
+class Compared(Judged[Run]):
     """A row, and our run of it."""
 
-    row: Mapping[str, str]
-    run: Run
+    column = "mib"
 
     @property
     def ours(self) -> float | None:
         """Ours of the whole card in MiB; None where the run failed."""
         return None if self.run.reserved is None else self.run.reserved / MIB + OUTSIDE
-
-    @property
-    def error(self) -> float | None:
-        """Relative error, signed; None where ours failed."""
-        return None if self.ours is None else self.ours / float(self.row["mib"]) - 1
 
     def __str__(self) -> str:
         if self.ours is None:
@@ -68,12 +63,6 @@ def ran(row: Mapping[str, str], python: str) -> Run:
         if rank is None or failure:
             return Run(failure=failure)
         return Run(rank["peak_allocated"], rank["peak_reserved"])
-
-
-def summary(found: Sequence[Compared]) -> str:
-    """Rows that ran, and how far off they are."""
-    errors = [one.error for one in found if one.error is not None]
-    return f"{len(errors)} of {len(found)} rows ran{spread(errors)}"
 
 
 def kept() -> list[str]:

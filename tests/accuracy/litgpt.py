@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from tests.accuracy.sft import FOLDER, WORKSPACE, Run, known, of_kept, of_root, read, recorded, spread
+from tests.accuracy.sft import FOLDER, WORKSPACE, Judged, Run, known, of_kept, of_root, read, recorded, spread
 
 TABLE: Final = FOLDER / "litgpt.csv"
 #: What our runs of the table's rows held (README there).
@@ -41,22 +41,16 @@ _SETTINGS: Final = Path("config_hub") / "finetune"
 
 
 @dataclass(frozen=True)
-class Compared:
+class Compared(Judged[Run]):
     """A row, and our run of it."""
 
-    row: Mapping[str, str]
-    run: Run
+    column = "gb"
 
     @property
     def ours(self) -> float | None:
         """Our peak in GB; None where the program failed or ran out of memory."""
         backward = self.row["program"] != _INFERENCE
         return None if not self.run.allocated else (self.run.allocated + backward * WORKSPACE) / GB
-
-    @property
-    def error(self) -> float | None:
-        """Relative error, signed; None where either has no figure."""
-        return self.ours / float(self.row["gb"]) - 1 if self.ours and self.row["gb"] else None
 
     def __str__(self) -> str:
         if self.run.failure:

@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from subprocess import CompletedProcess
-from typing import Any, Final, TypeVar
+from typing import Any, ClassVar, Final, Generic, TypeVar
 
 import numpy as np
 
@@ -88,17 +88,37 @@ class Run:
 
 
 @dataclass(frozen=True)
-class Compared:
-    """A row, and our run of it."""
+class Judged(Generic[R]):
+    """A row of a table, and our run of it."""
+
+    #: Where the row has their figure, in the unit of ours.
+    column: ClassVar[str]
 
     row: Mapping[str, str]
-    run: Run
+    run: R
+
+    @property
+    def ours(self) -> float | None:
+        """Our figure; None where the program failed or ran out of memory."""
+        raise NotImplementedError
 
     @property
     def error(self) -> float | None:
-        """Relative error of torch's own counter, signed; None where either has no figure."""
-        theirs = int(self.row["peak_bytes"] or 0)
-        return self.run.allocated / theirs - 1 if self.run.allocated and theirs else None
+        """Relative error, signed; None where either has no figure."""
+        theirs = float(self.row[self.column] or 0)
+        return self.ours / theirs - 1 if self.ours and theirs else None
+
+
+@dataclass(frozen=True)
+class Compared(Judged[Run]):
+    """A row, and our run of it, by torch's own counter."""
+
+    column = "peak_bytes"
+
+    @property
+    def ours(self) -> float | None:
+        """Our peak in bytes."""
+        return self.run.allocated
 
     @property
     def device(self) -> int | None:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.accuracy.guide import KEPT, MODEL, OUTSIDE, TABLE, Compared, kept, summary
+from tests.accuracy.guide import KEPT, MODEL, OUTSIDE, TABLE, Compared, kept
 from tests.accuracy.sft import FOLDER, MIB, Run, read
+from tests.accuracy.trainers import summary
+from tests.simulator.recording.test_record import answer, folder_of, record
 
 ROWS = read(TABLE)
 
@@ -34,10 +34,7 @@ def test_an_experiment_trains(experiment: str, tmp_path: Path) -> None:
     """A small model of the same kind, by the transformers that is installed."""
     pytest.importorskip("transformers")
     small = {**MODEL, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "num_hidden_layers": 1}
-    (tmp_path / "bert").mkdir()
-    (tmp_path / "bert" / "config.json").write_text(json.dumps(small))
-    program = [str(FOLDER / "programs" / "guide.py"), "bert", experiment]
-    command = [sys.executable, "-m", "simulator", "record", "--gpu", "V100-16GB", "--steps", "2", "--json", "a.json"]
-    done = subprocess.run([*command, *program], cwd=tmp_path, capture_output=True, text=True, check=False)
-    answer = json.loads((tmp_path / "a.json").read_text())
-    assert (answer["exit_code"], answer["steps"]) == (0, 2), done.stderr
+    folder_of(tmp_path, {"bert/config.json": json.dumps(small)})
+    program = str(FOLDER / "programs" / "guide.py")
+    done = record(tmp_path, "--gpu", "V100-16GB", "--steps", "2", program, "bert", experiment)
+    assert (answer(tmp_path)["exit_code"], answer(tmp_path)["steps"]) == (0, 2), done.stderr

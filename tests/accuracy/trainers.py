@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Final
 
 from tests.accuracy import checkpoints
-from tests.accuracy.sft import FOLDER, Run, arguments_of, compared, known, of_kept, read, recorded, spread
+from tests.accuracy.sft import FOLDER, Judged, Run, arguments_of, compared, known, of_kept, read, recorded, spread
 
 TABLE: Final = FOLDER / "trainers.csv"
 #: What our runs of the table's rows held (README there).
@@ -59,22 +59,16 @@ _WIDE: Final = 8192
 
 
 @dataclass(frozen=True)
-class Compared:
+class Compared(Judged[Run]):
     """A row, and our run of it."""
 
-    row: Mapping[str, str]
-    run: Run
+    column = "gib"
 
     @property
     def ours(self) -> float | None:
         """Our peak in GiB, of the kind that the row has; None where the run failed."""
         peak = self.run.reserved if self.row["program"] == "torchtitan" else self.run.allocated
         return None if not peak else (peak + CARDS[self.row["program"]][1]) / GIB
-
-    @property
-    def error(self) -> float | None:
-        """Relative error, signed; None where ours failed."""
-        return None if self.ours is None else self.ours / float(self.row["gib"]) - 1
 
     def __str__(self) -> str:
         if self.error is None:
@@ -167,7 +161,7 @@ def _active(folder: Path) -> int | None:
     return round(max(found) * GIB) if found else None
 
 
-def summary(found: Sequence[Compared]) -> str:
+def summary(found: Sequence[Judged[Run]]) -> str:
     """Rows that ran, and how far off they are."""
     errors = [one.error for one in found if one.error is not None]
     return f"{len(errors)} of {len(found)} rows ran{spread(errors)}"

@@ -8,7 +8,7 @@ Source: aten/src/ATen/native/cuda/SpectralOps.cpp and CuFFTPlanCache.h.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import prod
 from typing import TYPE_CHECKING, Final
 
@@ -28,14 +28,14 @@ def _complex_to_complex(
     """`_fft_c2c_cufft`: passes from the innermost dimensions on, to and fro between two tensors."""
     if not dim:
         return source.clone()
-    out, working, left = _empty(source, source.shape), source, list(dim)
+    out, working, left = source.new_empty(source.shape), source, list(dim)
     while True:
         _outermost_first(left, working)
         out = _executed(runtime, out, working, source.shape, left[-_MOST:])
         del left[-_MOST:]
         if not left:
             return _normalized(out, normalization, source.shape, dim)
-        out, working = _empty(source, source.shape) if working is source else working, out
+        out, working = source.new_empty(source.shape) if working is source else working, out
 
 
 def _real_to_complex(
@@ -44,34 +44,39 @@ def _real_to_complex(
     """`_fft_r2c_cufft`: one half of the last dimension; the other one is its mirror image."""
     last, full = dim[-1], source.shape
     half = [size // 2 + 1 if place == last else size for place, size in enumerate(full)]
-    if source.dtype == torch.bfloat16:
-        if not _in_bfloat16(runtime, [full[place] for place in dim]) or not _in_one_pass(dim):
-            return _real_to_complex(runtime, source.float(), dim, normalization, onesided)
-        proxy, working = _empty(source, half, torch.complex32), _aligned(source, last)
-        proxy = _executed(runtime, proxy, working, half, dim)
-        out = torch.view_as_complex(torch.view_as_real(proxy).view(torch.bfloat16).float())
-        spare = out if onesided or half[last] == full[last] else _empty(out, full)
-    else:
-        out, spare = _half_transformed(runtime, source, dim, half, half if onesided else full)
+    if source.dtype == torch.bfloat16 and not _in_bfloat16(runtime, full, dim):
+        source = source.float()
+    transformed = _half_of_bfloat16 if source.dtype == torch.bfloat16 else _half_transformed
+    out, spare = transformed(runtime, source, dim, half, half if onesided else full)
     _normalized(out, normalization, full, dim)
     return out if onesided or out.shape[last] == full[last] else spare.resize_(full)
 
 
-def _in_bfloat16(runtime: Runtime, signal: Sequence[int]) -> bool:
+def _in_bfloat16(runtime: Runtime, sizes: Sequence[int], dim: Sequence[int]) -> bool:
     """Whether cuFFT transforms bfloat16 itself, where PyTorch takes it at all (2.15 does, 2.13 not)."""
-    return runtime.profile.arch >= (8, 0) and not any(size & (size - 1) for size in signal)
+    return runtime.profile.arch >= (8, 0) and _in_one_pass(dim) and _powers_of_two(sizes[place] for place in dim)
+
+
+def _half_of_bfloat16(
+    runtime: Runtime, source: torch.Tensor, dim: Sequence[int], half: Sequence[int], sizes: Sequence[int]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The transform, by complex numbers of half precision in single ones, and what has room for `sizes`."""
+    proxy, working = source.new_empty(half, dtype=torch.complex32), _aligned(source, dim[-1])
+    proxy = _executed(runtime, proxy, working, half, dim)
+    out = torch.view_as_complex(torch.view_as_real(proxy).view(torch.bfloat16).float())
+    return out, out if list(sizes) == list(half) else out.new_empty(sizes)
 
 
 def _half_transformed(
     runtime: Runtime, source: torch.Tensor, dim: Sequence[int], half: Sequence[int], sizes: Sequence[int]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The transform in a tensor that has room for `sizes`, and what it was last made of."""
-    out, working = _empty(source, sizes, source.dtype.to_complex()), _aligned(source, dim[-1])
+    out, working = source.new_empty(sizes, dtype=source.dtype.to_complex()), _aligned(source, dim[-1])
     if _in_one_pass(dim):
         return _executed(runtime, out, working, sizes, dim), working
     out, left = _executed(runtime, out, working, sizes if len(dim) == 1 else half, dim[-1:]), list(dim[:-1])
     if left:
-        working = _empty(out, sizes)
+        working = out.new_empty(sizes)
     while left:
         out, working = working, out
         _outermost_first(left, working)
@@ -92,7 +97,7 @@ def _complex_to_real(
 ) -> torch.Tensor:
     """`_fft_c2r_cufft`: of a copy, since cuFFT may write over what it reads."""
     sizes = [last_dim_size if place == dim[-1] else size for place, size in enumerate(source.shape)]
-    out = _empty(source, sizes, source.dtype.to_real())
+    out = source.new_empty(sizes, dtype=source.dtype.to_real())
     if _in_one_pass(dim) or len(dim) == 1:
         working, passed = source.clone(memory_format=torch.contiguous_format), dim
     else:
@@ -105,11 +110,6 @@ def _complex_to_real(
 def _in_one_pass(dim: Sequence[int]) -> bool:
     """`use_optimized_cufft_path`."""
     return len(dim) <= _MOST and tuple(dim[:2]) != (0, 1)
-
-
-def _empty(like: torch.Tensor, sizes: Sequence[int], dtype: torch.dtype | None = None) -> torch.Tensor:
-    made: torch.Tensor = torch.ops.aten.empty.memory_format(sizes, dtype=dtype or like.dtype, device=like.device)
-    return made
 
 
 def _normalized(out: torch.Tensor, normalization: int, sizes: Sequence[int], dim: Sequence[int]) -> torch.Tensor:
@@ -169,8 +169,12 @@ def _parted(values: Sequence[int], first: Callable[[int], bool]) -> list[int]:
         low, high = low + 1, high - 1
 
 
+def _powers_of_two(sizes: Iterable[int]) -> bool:
+    return not any(size & (size - 1) for size in sizes)
+
+
 def _check_half(given: torch.Tensor, signal: Sequence[int]) -> None:
-    if given.dtype in _HALVES and any(size & (size - 1) for size in signal):
+    if given.dtype in _HALVES and not _powers_of_two(signal):
         raise RuntimeError(
             "cuFFT only supports dimensions whose sizes are powers of two when computing in half precision, but got a "
             f"signal size of{signal}"

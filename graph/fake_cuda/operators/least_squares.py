@@ -7,7 +7,7 @@ BatchLinearAlgebraLibBlas.cpp.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from math import prod
 from typing import TYPE_CHECKING, Any, Final
 
@@ -44,12 +44,12 @@ def _lstsq(
     vectors = other.ndim == 1 or other.shape == source.shape[:-1]
     right = other.unsqueeze(-1) if vectors else other
     batch = _broadcast(source.shape[:-2], right.shape[:-2])
-    infos = _new(source, [max(1, prod(source.shape[:-2]))], torch.int32)
+    infos = source.new_empty([max(1, prod(source.shape[:-2]))], dtype=torch.int32)
     count, longest = right.shape[-1], max(rows, columns)
     _aten.resize_.default(solution, [*batch, count, longest])
-    factors = _new(source, source.shape)
+    factors = source.new_empty(source.shape)
     if rows >= columns and _together(rows, prod(batch)):
-        copy = _new(source, [*batch, rows, columns])
+        copy = source.new_empty([*batch, rows, columns])
         _by_cublas(factors, prod(batch))
         del copy
     elif source.numel():
@@ -65,10 +65,6 @@ def _lstsq(
     return solution, residuals, rank, singular_values
 
 
-def _new(like: torch.Tensor, shape: Sequence[int], dtype: torch.dtype | None = None) -> torch.Tensor:
-    return torch.empty(shape, dtype=dtype or like.dtype, device=like.device)
-
-
 def _together(rows: int, batch: int) -> bool:
     """Whether cuBLAS takes all matrices of a batch at once."""
     return rows <= _ROWS and batch >= max(2, rows // 16)
@@ -76,7 +72,7 @@ def _together(rows: int, batch: int) -> bool:
 
 def _by_cublas(factors: torch.Tensor, batch: int) -> None:
     """Two arrays of pointers, and the handle, which comes with a workspace: as a product of two numbers takes it."""
-    pointers = [_new(factors, [batch], torch.int64) for _ in range(2)]
+    pointers = [factors.new_empty([batch], dtype=torch.int64) for _ in range(2)]
     one = factors.as_strided((1, 1), (1, 1))
     _aten.mm.out(one, one, out=one.detach())
     del pointers
@@ -85,8 +81,8 @@ def _by_cublas(factors: torch.Tensor, batch: int) -> None:
 def _factored(source: torch.Tensor, factors: torch.Tensor, batch: int) -> None:
     """`linalg_lstsq_gels`: by a QR decomposition, of the transposed matrices where they have more columns than rows."""
     rows, columns = source.shape[-2:]
-    scales = _new(source, [*source.shape[:-2], min(rows, columns)])
-    turned = _new(source, source.shape) if rows < columns else None
+    scales = source.new_empty([*source.shape[:-2], min(rows, columns)])
+    turned = source.new_empty(source.shape) if rows < columns else None
     if _together(max(rows, columns), prod(source.shape[:-2])):
         _by_cublas(factors, prod(source.shape[:-2]))
     del turned, scales
