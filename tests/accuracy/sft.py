@@ -17,6 +17,7 @@ import argparse
 import csv
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -219,13 +220,16 @@ def counted(metrics: Mapping[str, Any]) -> int:
 
 
 def record(words: Sequence[str], folder: Path, python: str, *paths: Path, **environment: str) -> CompletedProcess[str]:
-    """`record WORDS`, run in `folder` by another Python. Raises TimeoutExpired after `LIMIT` seconds.
+    """`record WORDS`, run in `folder` by another Python. Raises TimeoutExpired after `LIMIT` seconds, SystemExit where
+    there is no such Python.
 
     `paths` are searched for modules too; `environment` is added to this process's.
     """
     path = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), str(ROOT), *map(str, paths))))
     asked = [python, "-m", "simulator", "record", "-q", *words]
     given = {**os.environ, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1", **environment}
+    if shutil.which(python) is None:
+        sys.exit(f"error: --python {python}: is no program")
     return subprocess.run(asked, cwd=folder, env=given, capture_output=True, text=True, timeout=LIMIT, check=False)
 
 

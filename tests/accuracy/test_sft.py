@@ -128,6 +128,11 @@ def test_runs_are_kept_and_not_repeated(tmp_path: Path, capsys: pytest.CaptureFi
     assert "1 of 1 rows ran" in capsys.readouterr().out
 
 
+def test_a_python_that_is_not_there_is_one_line() -> None:
+    with pytest.raises(SystemExit, match=r"^error: --python /nowhere/python: is no program$"):
+        main([ROWS[0]["id"], "--python", "/nowhere/python"])
+
+
 def test_the_kept_runs_are_of_the_table() -> None:
     """No id is unknown, and rows that ran are as close as they should be."""
     table, runs = {one["id"]: one for one in ROWS}, known(KEPT)
