@@ -10,7 +10,6 @@ import pytest
 from tests.accuracy.guide import KEPT, MODEL, OUTSIDE, TABLE, Compared, kept
 from tests.accuracy.sft import FOLDER, MIB, Run, read
 from tests.accuracy.trainers import summary
-from tests.simulator.recording.test_record import answer, folder_of, record
 
 ROWS = read(TABLE)
 
@@ -33,6 +32,8 @@ def test_every_row_has_a_run_that_is_kept() -> None:
 def test_an_experiment_trains(experiment: str, tmp_path: Path) -> None:
     """A small model of the same kind, by the transformers that is installed."""
     pytest.importorskip("transformers")
+    from tests.simulator.recording.test_record import answer, folder_of, record  # needs torch
+
     small = {**MODEL, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "num_hidden_layers": 1}
     folder_of(tmp_path, {"bert/config.json": json.dumps(small)})
     program = str(FOLDER / "programs" / "guide.py")
