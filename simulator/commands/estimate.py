@@ -84,7 +84,7 @@ def command(
         except Interrupted as error:
             found, interrupted = error.found, True
     with working("writing", quiet):
-        written.write(found.result, found.trace, lambda: report.page_of(found))
+        written.write(found.result, found.trace, lambda said: report.with_case(said, found))
     announce((*assumed(options), *found.assumptions, *found.result.notes), quiet)
     show(report, found, as_json, as_markdown)
     return 130 if interrupted else exit_code(found.verdict)

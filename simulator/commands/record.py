@@ -42,6 +42,7 @@ _EPILOG: Final = (
     "--floats", metavar="X", default=0.0, show_default=True, help="What numbers are that it reads of the GPU."
 )
 @click.option("--json", "document", metavar="FILE", help="Write figures, steps and assumptions as JSON.")
+@click.option("--markdown", metavar="FILE", help="Write the report as Markdown, for a pull request.")
 @click.option("-o", "--output", metavar="FILE", help="Keep the trace (.json, .json.gz or .npz).")
 @output_options
 def command(
@@ -96,7 +97,7 @@ def command(
         if written.paths or not quiet:
             told = result_of.shown(recorded.trace, result, outside, **written.kept)
     with working("writing", quiet):
-        written.write(told, recorded.trace)
+        written.write(told, recorded.trace, lambda found: result_of.document_of(found, told, recorded))
     if document is not None:
         with write_atomically(document, force=written.force) as file:
             file.write(json.dumps(result_of.document(recorded, result), indent=1).encode())

@@ -105,13 +105,14 @@ def remedies_option(command: Command) -> Command:
 def output_options(command: Command) -> Command:
     """Add the options of the files that a replay writes, and `--quiet`.
 
-    The command gets the files as `written`, with its own option `output` (the trace), where it has one.
+    The command gets the files as `written`, with its own options `output` (the trace) and `markdown` (the report),
+    where it has them.
     """
 
     @functools.wraps(command)
-    def collected(*, force: bool, output: str | None = None, **options: Any) -> Any:
+    def collected(*, force: bool, output: str | None = None, markdown: str | None = None, **options: Any) -> Any:
         files = {name: options.pop(name) for name in _FILES}
-        return command(written=Outputs(**files, force=force, output=output), **options)
+        return command(written=Outputs(**files, force=force, output=output, markdown=markdown), **options)
 
     return _added(_FILE_OPTIONS, collected)
 

@@ -1,8 +1,10 @@
-"""What `record` says of a program: as JSON, and in a few lines."""
+"""What `record` says of a program: as JSON, in a few lines, and as a document (Markdown and the page)."""
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any, Final
 
 import numpy as np
@@ -13,7 +15,8 @@ from simulator.estimator.judging import judged
 from simulator.estimator.step_time import NOTE
 from simulator.recording.durations import Durations, of_step
 from simulator.recording.launch import Recorded
-from simulator.reports.run import format_time
+from simulator.reports.document import Document, Lines, Section
+from simulator.reports.run import few, format_time
 from simulator.reports.verdict import headline, label_of
 from traces.model import Trace
 from traces.units import format_bytes
@@ -60,20 +63,58 @@ def shown(trace: Trace, result: Result, outside: tuple[OutsideTerm, ...], **kept
 
 def told(result: Result, recorded: Recorded) -> Iterator[str]:
     """The verdict, the peaks of every kind of rank, a line each, and the time of a step."""
-    failed = recorded.exit_code and not any(rank.oom for rank in result.ranks)
-    until = f"the program ended with exit code {recorded.exit_code}, and until then: " if failed else ""
-    yield f"{until}{headline(result)}"
+    failed = f"{ended}, and until then: " if (ended := _failure(result, recorded)) else ""
+    yield f"{failed}{headline(result)}"
     for rank in result.ranks:
         peaks = f"{format_bytes(rank.peak_allocated)} allocated, {format_bytes(rank.peak_reserved)} reserved"
         ooms = rank.memory_stats["num_ooms"]
-        yield f"{label_of(rank.ranks)}: at most {peaks}" + (f"; out of memory {ooms} times" if ooms else "")
-        if spread := step_spread(rank, recorded.steps):
-            median, p99, most = (format_bytes(spread[name]) for name in ("median", "p99", "max"))
-            least = f"{median} in the median, {p99} at the 99th percentile"
-            yield f"  of steps: {least}, {most} in step {spread['step']}"
-    if step := step_of(recorded):
-        parts = ", ".join(f"{name} {format_time(duration)}" for name, duration in step.items())
-        yield f"a step takes {format_time(sum(step.values()))}: {parts}; this is {NOTE}"
+        yield f"{label_of(rank.ranks)}: at most {peaks}" + (
+            f"; out of memory {ooms} time{'s' * (ooms > 1)}" if ooms else ""
+        )
+        if spread := _spread_line(rank, recorded):
+            yield f"  of steps: {spread}"
+    if line := _time_line(recorded):
+        yield line
+
+
+def document_of(found: Document, result: Result, recorded: Recorded) -> Document:
+    """The document of a replay, for a report or for a page, with what is known of the program: how it was started, that
+    it failed, its steps, and what was assumed."""
+    if ended := _failure(result, recorded):
+        found = replace(found, says="", badge="", lead=f"{ended}, and until then: {headline(result)}")
+    spreads = ((label_of(rank.ranks), _spread_line(rank, recorded)) for rank in result.ranks)
+    steps = (*(f"{label}, of steps: {line}" for label, line in spreads if line), *filter(None, [_time_line(recorded)]))
+    assumed = (Lines(few(recorded.assumptions), "Assumed"), Lines(few(recorded.notices), "To know"))
+    return replace(
+        found,
+        subject=shlex.join(map(str, recorded.trace.metadata["program"])),
+        facts=(*found.facts, f"{recorded.steps} steps"),
+        head=(*found.head, Lines(steps)),
+        sections=(*found.sections, Section("", tuple(block for block in assumed if block.lines))),
+    )
+
+
+def _failure(result: Result, recorded: Recorded) -> str:
+    """That the program failed, in words, but for want of memory; empty if it did not."""
+    if recorded.exit_code and not any(rank.oom for rank in result.ranks):
+        return f"the program ended with exit code {recorded.exit_code}"
+    return ""
+
+
+def _spread_line(rank: RankResult, recorded: Recorded) -> str:
+    """The peaks of a rank's steps in words; empty where they are alike."""
+    if (spread := step_spread(rank, recorded.steps)) is None:
+        return ""
+    median, p99, most = (format_bytes(spread[name]) for name in ("median", "p99", "max"))
+    return f"{median} in the median, {p99} at the 99th percentile, {most} in step {spread['step']}"
+
+
+def _time_line(recorded: Recorded) -> str:
+    """The time of a step in words; empty where nobody asked for it."""
+    if not (step := step_of(recorded)):
+        return ""
+    parts = ", ".join(f"{name} {format_time(duration)}" for name, duration in step.items())
+    return f"a step takes {format_time(sum(step.values()))}: {parts}; this is {NOTE}"
 
 
 def step_spread(rank: RankResult, steps: int) -> dict[str, int] | None:

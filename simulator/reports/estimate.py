@@ -54,17 +54,10 @@ def render_markdown(estimate: Estimate) -> str:
 
 def document_of(estimate: Estimate) -> Document:
     """The document of its replay with what an estimate knows besides."""
-    return _with_case(run.document_of(estimate.result), estimate)
+    return with_case(run.document_of(estimate.result), estimate)
 
 
-def page_of(estimate: Estimate) -> Document:
-    """The document of its page."""
-    from simulator.reports.html import page
-
-    return _with_case(page.document_of(estimate.result), estimate)
-
-
-def _with_case(found: Document, estimate: Estimate) -> Document:
+def with_case(found: Document, estimate: Estimate) -> Document:
     """A document under a line that says the case, with what was built, what would fit, the time and the terms of other
     estimators."""
     built = (Lines((facts_line(estimate.facts),)),) if estimate.facts else ()

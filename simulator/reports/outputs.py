@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypedDict
 
 from traces.errors import ConfigError, OutputError, ReplayError
+from traces.files import write_atomically
 from traces.text import path_text
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ class Kept(TypedDict):
 class Outputs:
     """Paths of the files to write; None for those that nobody asked for. `force` replaces existing ones.
 
-    `output` is the trace itself, as it was replayed.
+    `output` is the trace itself, as it was replayed; `markdown` the report.
     """
 
     events: str | None = None
@@ -49,6 +50,7 @@ class Outputs:
     html: str | None = None
     force: bool = False
     output: str | None = None
+    markdown: str | None = None
 
     @property
     def kept(self) -> Kept:
@@ -63,7 +65,7 @@ class Outputs:
     @property
     def paths(self) -> Mapping[str, str]:
         """The paths asked for, by the name of their option."""
-        names = ("output", "events", "calls", "timeline", "snapshot", "html")
+        names = ("output", "events", "calls", "timeline", "snapshot", "html", "markdown")
         return {name: path for name in names if (path := getattr(self, name)) is not None}
 
     def check(self, source: str) -> None:
@@ -82,9 +84,9 @@ class Outputs:
             if self.timeline.lower().endswith(".parquet"):
                 check_parquet(self.timeline)
 
-    def write(self, result: Result, trace: Trace, page: Callable[[], Document] | None = None) -> None:
-        """Write every file asked for, out of a replay that kept what they need; `page` is what its page says, if that
-        is more than the replay."""
+    def write(self, result: Result, trace: Trace, more: Callable[[Document], Document] = lambda found: found) -> None:
+        """Write every file asked for, out of a replay that kept what they need; `more` makes of the replay's document
+        the one that its page and report show."""
         if self.output is not None:
             import traces
 
@@ -104,7 +106,12 @@ class Outputs:
         if self.html is not None:
             from simulator.reports.html import page as pages
 
-            pages.write(pages.document_of(result) if page is None else page(), self.html, force=self.force)
+            pages.write(more(pages.document_of(result)), self.html, force=self.force)
+        if self.markdown is not None:
+            from simulator.reports import markdown, run
+
+            with write_atomically(self.markdown, force=self.force) as file:
+                file.write(markdown.render(more(run.document_of(result))).encode())
 
 
 def check_output(path: str, *, force: bool) -> None:

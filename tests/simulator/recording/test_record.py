@@ -132,7 +132,7 @@ def test_snapshots_that_a_program_makes_have_the_history_that_it_asked_for(tmp_p
 
 def test_the_largest_step_is_told(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
-    done = record(tmp_path, "--steps", "all", str(programs.FOLDER / "lengths.py"))
+    done = record(tmp_path, "--steps", "all", "--markdown", "report.md", str(programs.FOLDER / "lengths.py"))
     peaks = sorted(ALLOCATED)
     assert answer(tmp_path)["ranks"][0]["step_peaks"] == {
         "max": peaks[-1],
@@ -140,7 +140,9 @@ def test_the_largest_step_is_told(tmp_path: Path) -> None:
         "p99": peaks[-1],
         "median": peaks[len(peaks) // 2],
     }
-    assert "63.22 MiB in the median, 93.18 MiB at the 99th percentile, 93.18 MiB in step 2" in done.stderr
+    told = "63.22 MiB in the median, 93.18 MiB at the 99th percentile, 93.18 MiB in step 2"
+    assert told in done.stderr
+    assert f"rank 0, of steps: {told}" in (tmp_path / "report.md").read_text()
 
 
 def test_ranks_end_with_the_recorded_figures(tmp_path: Path) -> None:
@@ -281,6 +283,21 @@ def test_what_was_recorded_is_kept_however_it_ends(ending: str, code: int, told:
         frames = [line for line in done.stderr.splitlines() if line.startswith("  File ")]
         assert [frame.split('"')[1] for frame in frames] == ["train.py", "train.py"]
     assert answer(folder)["ranks"][0]["peak_allocated"] == 4 << 20
+
+
+def test_the_report_says_how_the_program_ended(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path, {"train.py": RAISES.format(ending="print(x[0].item()); raise SystemExit(3)")})
+    done = record(folder, "--markdown", "report.md", "--html", "page.html", "train.py", "a `b|")
+    assert done.returncode == 3, done.stderr
+    report = (folder / "report.md").read_text()
+    assert report.startswith("### the program ended with exit code 3, and until then: fits: needs ")
+    assert "`train.py 'a 'b|'`" in report
+    assert "| 0 | 4.00 MiB | 20.00 MiB | " in report
+    assert r"train.py:6 (inner) asks for the value of a float32: 0.0 is assumed" in report
+    page = (folder / "page.html").read_text()
+    assert "The program ended with exit code 3, and until then: fits" in page
+    again = record(folder, "train.py", "--markdown", "report.md")  # the program's own: ours come first
+    assert (again.returncode, (folder / "report.md").read_text()) == (3, report)
 
 
 @pytest.mark.parametrize(
