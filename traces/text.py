@@ -31,11 +31,11 @@ def quoted(value: object) -> str:
     return f"a {type(value).__name__}"[:80]
 
 
-def one_line(text: object) -> str:
-    """The text of an error of another library, on one line of at most 160 printable characters."""
+def one_line(text: object, most: int = 160) -> str:
+    """The text of an error of another library, on one line of at most so many printable characters."""
     line = " ".join(str(text).split())
     line = "".join(c if c.isprintable() else "?" for c in line)
-    return line if len(line) <= 160 else line[:157] + "..."
+    return line if len(line) <= most else line[: most - 3] + "..."
 
 
 def first_of(said: Sequence[str], most: int, elsewhere: str = "") -> str:

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 #: Seconds of work before a spinner appears.
 PATIENCE: Final = 0.5
+#: Characters of a note: ours are whole, those of other libraries may have no end.
+_LONGEST: Final = 1000
 #: With more ranks than this, JSON comes on one line: breaking lines takes ten times as long.
 MANY_RANKS: Final = 64
 
@@ -29,7 +31,7 @@ def announce(notes: Iterable[str], quiet: bool) -> None:
     """Print each note once, as a line on stderr."""
     if not quiet:
         for note in dict.fromkeys(notes):
-            print(f"note: {one_line(note)}", file=sys.stderr)
+            print(f"note: {one_line(note, _LONGEST)}", file=sys.stderr)
 
 
 @contextlib.contextmanager
