@@ -46,6 +46,8 @@ def _check_storages(graph: StepGraph) -> None:
     _within("storages.bytes", table.bytes, 0)
     for name in ("dtype", "category", "name", "module"):
         _within(f"storages.{name}", getattr(table, name), -1, count, "names")
+    if table.gpu_bytes is not None:
+        _within("storages.gpu_bytes", table.gpu_bytes, -1)
     _within("storages.stream", table.stream, 0)
     _within("storages.source", table.source, -1, len(table), "storages")
     known = [text in CATEGORIES for text in graph.names] + [True]
@@ -126,7 +128,8 @@ def _check_lives(graph: StepGraph) -> None:
 
 
 def _same_length(name: str, table: DataclassInstance) -> None:
-    lengths = {entry.name: len(getattr(table, entry.name)) for entry in dataclasses.fields(table)}
+    columns = ((entry.name, getattr(table, entry.name)) for entry in dataclasses.fields(table))
+    lengths = {name: len(column) for name, column in columns if column is not None}
     first, expected = next(iter(lengths.items()))
     for column, length in lengths.items():
         if length != expected:

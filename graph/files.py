@@ -92,6 +92,7 @@ class _Storages(Struct, forbid_unknown_fields=True):
     module: list[_Code]
     stream: list[_Count]
     source: list[_Code]
+    gpu_bytes: list[_Any64] | None = None
 
 
 class _Accesses(Struct, forbid_unknown_fields=True):
@@ -174,7 +175,7 @@ def _pieces(graph: StepGraph) -> Iterator[bytes]:
     yield from _lines("tensors", [dataclasses.asdict(tensor) for tensor in graph.tensors])
     for name in ("storages", "reads", "writes"):
         table = getattr(graph, name)
-        yield from _table(name, {column: getattr(table, column) for column in table.__dataclass_fields__})
+        yield from _table(name, _columns(table))
     yield from _table("events", {"kind": graph.kind, "index": graph.index, "value": graph.value})
     found = edges(graph)
     operators = [{"id": number, **row} for number, row in enumerate(operator_rows(graph))]
@@ -183,6 +184,12 @@ def _pieces(graph: StepGraph) -> Iterator[bytes]:
     rows = zip(*ends, edge_rows(graph, found), strict=True)
     yield from _lines("edges", [{"source": s, "target": t, "key": key, **row} for s, t, key, row in rows])
     yield b"}\n"
+
+
+def _columns(table: Any) -> dict[str, Any]:
+    """The columns that a table has."""
+    found = {column: getattr(table, column) for column in table.__dataclass_fields__}
+    return {column: values for column, values in found.items() if values is not None}
 
 
 def _table(name: str, columns: Mapping[str, Any]) -> Iterator[bytes]:
@@ -253,7 +260,7 @@ def _graph(document: _Document) -> StepGraph:
         environment=document.graph.environment,
         names=tuple(document.names),
         phases=tuple(document.phases),
-        storages=Storages(*(_int32(document.storages, name) for name in Storages.__dataclass_fields__)),
+        storages=Storages(*(_numbers(document.storages, name) for name in Storages.__dataclass_fields__)),
         operators=_operators(document.nodes[:count], names, phases),
         reads=_to_accesses(document.reads),
         writes=_to_accesses(document.writes),
@@ -270,8 +277,9 @@ def _graph(document: _Document) -> StepGraph:
     return graph
 
 
-def _int32(table: _Storages, name: str) -> Any:
-    return np.array(getattr(table, name), dtype=np.int64 if name == "bytes" else np.int32)
+def _numbers(table: _Storages, name: str) -> Any:
+    values = getattr(table, name)
+    return None if values is None else np.array(values, dtype=np.int64 if "bytes" in name else np.int32)
 
 
 def _to_accesses(table: _Accesses) -> Accesses:

@@ -63,7 +63,8 @@ class Storages:
     dtype as torch prints it without `torch.` ("bfloat16"), category one of `traces.model.CATEGORIES`, name a
     parameter's qualified name, an optimizer state (parameter and key), an operator or a workspace. `module` is a code
     into `StepGraph.names` as well (-1: none). `source` is the storage of the parameter that a gradient, an optimizer
-    state or a cast belongs to (-1: none).
+    state or a cast belongs to (-1: none). `gpu_bytes` are the bytes on a GPU, where a library takes more than what is
+    known without one (-1: the same; None: of all).
     """
 
     bytes: Int64Array
@@ -73,6 +74,7 @@ class Storages:
     module: Int32Array
     stream: Int32Array
     source: Int32Array
+    gpu_bytes: Int64Array | None = None
 
     def __len__(self) -> int:
         return len(self.bytes)

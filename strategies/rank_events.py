@@ -53,6 +53,8 @@ def events_of(graph: StepGraph, speed: Speed | None = None, *, late: bool = Fals
     step = np.full(count, -1, dtype=np.int64)
     step[phase] = graph.value[source[phase]]
     columns: dict[str, Column] = {"id": ident, "bytes": size, "stream": stream, "step": step}
+    if (there := graph.storages.gpu_bytes) is not None:
+        columns["gpu_bytes"] = np.where(alloc, there[np.where(alloc, index, 0)], -1)
     columns["category"] = _coded(graph.storages.category, graph.names, index, alloc)
     labels = [
         (phase, index[phase], graph.phases),

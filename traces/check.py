@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Iterator, Mapping
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, get_args
 
 import numpy as np
 
@@ -29,6 +29,7 @@ from traces.model import (
     InitialSegment,
     Int64Array,
     Op,
+    Placement,
     RankEvents,
     Strings,
     Trace,
@@ -153,9 +154,10 @@ def _check_device(device: Device, place: str) -> None:
     _between(device.context_bytes, 0, device.total_bytes, place, "context_bytes")
     _between(device.launch_ns, 0, MAX_LAUNCH_NS, place, "launch_ns")
     _check_address(device.va_base, place, "va_base")
-    if device.placement not in ("first-fit", "bump", "recorded"):
+    if device.placement not in get_args(Placement):
         raise TraceError(
-            f"{place}: field 'placement': must be 'first-fit', 'bump' or 'recorded', not {quoted(device.placement)}"
+            f"{place}: field 'placement': must be 'first-fit', 'bump', 'recorded' or 'driver', "
+            f"not {quoted(device.placement)}"
         )
     for i, address in enumerate(device.segment_addresses):
         _check_address(address, place, f"segment_addresses[{i}]")

@@ -86,6 +86,7 @@ INT_FIELDS: Final[Mapping[str, int]] = {
     "on": -1,
     "checkpoint": -1,
     "was": -1,
+    "gpu_bytes": -1,
 }
 BOOL_FIELDS: Final[tuple[str, ...]] = ("hold", "no_split", "use_on_oom", "capture")
 FLOAT_FIELDS: Final[tuple[str, ...]] = ("fraction",)
@@ -100,7 +101,7 @@ DTYPES: Final[Mapping[str, Any]] = {
 }
 
 BlockState = Literal["active_allocated", "active_pending_free", "inactive"]
-Placement = Literal["first-fit", "bump", "recorded"]
+Placement = Literal["first-fit", "bump", "recorded", "driver"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,7 +280,9 @@ class Device:
     """A kind of GPU. `total_bytes` is what cudaMemGetInfo shows as total; `context_bytes` of it is not PyTorch's.
 
     `placement` is the rule by which cudaMalloc picks addresses: `first-fit` (lowest gap), `bump` (never reuse), or
-    `recorded` (`segment_addresses` in the order of cudaMallocs and address-space reservations, then bump).
+    `recorded` (`segment_addresses` in the order of cudaMallocs and address-space reservations, then bump); `driver` is
+    what CUDA's driver was seen to do on an H100: address space is taken downwards, in multiples of 32 MiB, and what is
+    left of these is used first, the newest first.
     `launch_ns` is the host's cost of one kernel or collective launch.
     """
 

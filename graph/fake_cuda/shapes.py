@@ -257,9 +257,29 @@ def _dropped(image: torch.Tensor, *rest: object) -> Any:
     return made, made.new_empty_strided(made.shape, made.stride(), dtype=torch.bool)
 
 
+def _product(
+    added: FakeTensor,
+    first: FakeTensor,
+    second: FakeTensor,
+    dtype: torch.dtype,
+    *,
+    out: FakeTensor | None = None,
+    **_: object,
+) -> Any:
+    """`addmm_dtype_cuda`, `baddbmm_dtype_cuda`, Blas.cpp."""
+    return first.new_empty((*first.shape[:-1], second.shape[-1]), dtype=dtype) if out is None else out
+
+
 _aten: Final = torch.ops.aten
 #: Rules of our own. That of `_grouped_mm` refuses all dtypes but bfloat16; operators of SyncBatchNorm have none.
 _RULES: Final[dict[Any, Any]] = {
+    # with `out_dtype`, which PyTorch's own rules take for beta
+    **{
+        getattr(packet, name): _product
+        for packet in (_aten.addmm, _aten.baddbmm)
+        for name in ("dtype", "dtype_out")
+        if hasattr(packet, name)
+    },
     **({_aten._grouped_mm.default: _grouped} if hasattr(_aten, "_grouped_mm") else {}),  # from 2.8 on
     _aten.im2col.default: _as_large(_aten.im2col.default),
     _aten.col2im.default: _as_large(_aten.col2im.default),

@@ -134,6 +134,8 @@ def _storages(
         what: -1 if what is None or isinstance(what, str) else log.code(str(what).removeprefix("torch."))
         for what in {row[2] for row in log.born}
     }
+    there = np.full(count, -1, dtype=np.int64)
+    there[list(log.gpu_bytes)] = list(log.gpu_bytes.values())
     return {
         "bytes": np.array([row[0] for row in log.born], dtype=np.int64),
         "dtype": np.array([dtypes[row[2]] for row in log.born], dtype=np.int64),
@@ -142,6 +144,7 @@ def _storages(
         "module": module,
         "stream": np.array([row[3] for row in log.born], dtype=np.int64),
         "source": source,
+        "gpu_bytes": there,
     }
 
 
@@ -292,9 +295,12 @@ def step_graph(
     modules: tuple[tuple[str, str], ...],
 ) -> StepGraph:
     """The frozen form, in the narrow types of `graph.model`."""
-    narrow = {"flops": np.int64, "moved": np.int64, "role": np.uint8, "thread": np.uint8, "bytes": np.int64}
+    narrow: dict[str, Any] = {"role": np.uint8, "thread": np.uint8}
+    narrow |= dict.fromkeys(("flops", "moved", "bytes", "gpu_bytes"), np.int64)
     operators = {name: column.astype(narrow.get(name, np.int32)) for name, column in table.operators.items()}
     storages = {name: column.astype(narrow.get(name, np.int32)) for name, column in table.storages.items()}
+    if (storages["gpu_bytes"] < 0).all():
+        del storages["gpu_bytes"]
     reads, writes = (
         Accesses(start, storage.astype(np.int32), version.astype(np.int32))
         for start, storage, version in (table.reads, table.writes)

@@ -67,6 +67,7 @@ class Labels:
         self.category: dict[int, int] = {}  # of those whose category was found
         self.title: dict[int, int] = {}  # of those that have a name of their own
         self.collected = array("i")  # allocations that Python's collector has freed
+        self.gpu_bytes: dict[int, int] = {}  # by allocation: bytes on a GPU, where libraries take more
         self.perhaps: dict[int, tuple[str, int]] = {}  # by allocation: a library, bytes that it may have taken after it
         self.lines = lines
 
@@ -299,9 +300,11 @@ class ProgramRecorder:
             self.origins.made(thread, stack + 1 << _BITS | module + 1)
         return operator, module, stack
 
-    def _allocate(self, size: int, stream: int, place: Place) -> int:
+    def _allocate(self, size: int, stream: int, place: Place, on_gpu: int = -1) -> int:
         labels = self.labels
         operator, module, stack = place
+        if on_gpu >= 0:
+            labels.gpu_bytes[len(labels.operator)] = on_gpu
         labels.operator.append(operator)
         labels.module.append(module)
         labels.stack.append(stack)
@@ -312,7 +315,7 @@ class ProgramRecorder:
         slots: dict[int, int] = {}
         told: list[int] = []
         try:
-            for action, slot, size, name in steps:
+            for action, slot, size, name, on_gpu in steps:
                 if action == BIRTH:
                     self._numbers[born[slot]] = self._allocate(self.runtime.bytes(born[slot]), stream, place)
                     told.append(born[slot])
@@ -323,7 +326,7 @@ class ProgramRecorder:
                 elif action == PERHAPS:
                     self.perhaps(name, size)
                 else:
-                    ident = self._allocate(size, stream, (self.labels.code(name), *place[1:]))
+                    ident = self._allocate(size, stream, (self.labels.code(name), *place[1:]), on_gpu)
                     self.labels.category[ident] = self.labels.code("workspace")
                     if action == KEEP:
                         self._workspaces[slot] = ident

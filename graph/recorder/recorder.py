@@ -19,6 +19,8 @@ import torch
 
 from graph.model import Kind, Role
 from graph.recorder.origins import Origins
+from graph.recorder.sequences import on_gpu
+from graph.workspaces.rules import Step
 
 if TYPE_CHECKING:
     from graph.fake_cuda.torch_private import Operator
@@ -96,6 +98,7 @@ class Log:
         self.operators: list[tuple[Any, ...]] = []
         self.born: list[tuple[int, int, Any, int]] = []  # storage -> (bytes, operator, dtype or text, stream)
         self.names: dict[str, int] = {}
+        self.gpu_bytes: dict[int, int] = {}  # storage -> bytes on a GPU, where libraries take more
         self.perhaps: dict[int, tuple[str, int]] = {}  # position in `events` -> a library, bytes it may take after it
 
     def code(self, name: str) -> int:
@@ -321,9 +324,11 @@ class Recorder:
         log.events.append(mine << KIND_BITS | _ALLOC)
         return mine
 
-    def _scratch(self, size: int, number: int, name: object, stream: int) -> int:
-        log = self.log
+    def _scratch(self, step: Step, number: int, name: object, stream: int) -> int:
+        log, size, there = self.log, step[2], on_gpu(step)
         mine = len(log.born)
+        if there >= 0:
+            log.gpu_bytes[mine] = there
         log.born.append((size, number, str(name), stream))
         log.events.append(mine << KIND_BITS | _ALLOC)
         return mine
@@ -369,8 +374,8 @@ class Recorder:
         for step in steps:
             kind = step[0]
             if kind == "alloc":
-                if step[2]:
-                    scratch[step[1]] = self._scratch(step[2], number, step[1], stream)
+                if max(step[2:]):
+                    scratch[step[1]] = self._scratch(step, number, step[1], stream)
             elif kind == "free":
                 mine = scratch.pop(step[1], -1)
                 if mine >= 0:
@@ -379,7 +384,7 @@ class Recorder:
                 if step[1] < len(born):
                     writes.append((self._birth(born[step[1]], number, signature, step[1], stream), 0))
             elif kind == "keep":
-                self._scratch(step[2], number, "workspace", stream)
+                self._scratch(step, number, "workspace", stream)
             elif kind == "perhaps":
                 self.perhaps(*step[1:])
             elif kind == "rest":

@@ -311,10 +311,17 @@ def _delta(steps: _Steps, out: torch.Tensor, *, half: bool, copied: bool, sums: 
 # ---------------------------------------------------------------------------------------------------------- cuDNN
 
 
+#: Bytes that a plan of cuDNN's attention asks for.
+_CUDNN_PLAN: Final = 256
+
+
 def cudnn_forward(call: Call) -> Plan | None:
-    """aten::_scaled_dot_product_cudnn_attention: seed and offset on the card first, then output and logsumexp."""
+    """aten::_scaled_dot_product_cudnn_attention: seed and offset on the card first, then output and logsumexp; on a GPU
+    a workspace of cuDNN's for more than one row.
+    """
     outputs = (2, 3, 0, 1) if bool(argument(call, 4, "compute_log_sumexp", False)) else (1, 2, 0)
-    return (*(("out", i) for i in outputs), REST)
+    plan = within([("workspace", 0, _CUDNN_PLAN)] if call.args[0].shape[2] > 1 else [])
+    return (*(("out", i) for i in outputs), REST, *plan)
 
 
 def cudnn_backward(call: Call) -> Plan | None:
@@ -322,15 +329,21 @@ def cudnn_backward(call: Call) -> Plan | None:
 
     In 2.9 with rows, in 2.10 with columns that do not fill blocks of 128 also two lengths (int32) a sequence.
     A gradient whose elements of a head do not follow one another is copied (`permute_to_matching_layout`).
-    What cuDNN's own plan asks for besides is not known here.
+    On a GPU the workspace also has what cuDNN's own plan asks for: with grouped heads dK and dV by head of the query
+    (cuDNN 9.19 on an H100: tests/data/gpu).
     """
     grad_out, query = call.args[:2]
     batch, heads, rows, head = query.shape
     release = call.profile.release
     padded = 0 if release > (2, 10) else call.args[2].shape[2] if release == (2, 10) else rows
     lengths = 8 * batch if padded % 128 else 0
-    taken = [("grad_out", size(grad_out))] if grad_out.stride()[-1] != 1 else []
-    taken.append(("workspace", batch * heads * rows * (4 + head * 4) + lengths))
+    taken: list[tuple[str, int] | tuple[str, int, int]] = []
+    if grad_out.stride()[-1] != 1:
+        taken.append(("grad_out", size(grad_out)))
+    known = batch * heads * rows * (4 + head * 4) + lengths
+    key = call.args[2]
+    by_head = 2 * size(key) // key.shape[1] * heads if key.shape[1] != heads else 0
+    taken.append(("workspace", known, known + by_head + _CUDNN_PLAN))
     return (("out", 0), ("out", 1), ("out", 2), *within(taken), REST)
 
 

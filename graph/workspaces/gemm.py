@@ -1,7 +1,8 @@
 """Matrix products: cuBLAS and cuBLASLt workspaces, and copies of operands that cuBLAS can't read.
 
 A handle exists for each (thread, stream); PyTorch gives it a workspace from its own allocator at the first product
-there. Sizes and life times by release, checked against recordings of the CUDA builds 2.9.1, 2.11.0, 2.12.1, 2.13.0 and
+there: autograd's thread has one of its own (on an H100: tests/data/gpu).
+Sizes and life times by release, checked against recordings of the CUDA builds 2.9.1, 2.11.0, 2.12.1, 2.13.0 and
 2.15.0 (aten/src/ATen/cuda/CublasHandlePool.cpp, aten/src/ATen/native/cuda/Blas.cpp):
 
 | release      | cuBLAS                             | cuBLASLt                                            |
@@ -52,11 +53,6 @@ def workspace_bytes(profile: Profile) -> int:
     return _DEFAULT
 
 
-#: Set this key in `Call.state` for one handle a thread, as cuBLAS gives them out. Without it every thread has the same
-#: handle, as in the recordings, whose cublasCreate returns one address.
-HANDLE_PER_THREAD: Final = "cublas handle per thread"
-
-
 #: Set this key in `Call.state` to the environment of the program, whose settings are read at the first product.
 ENVIRONMENT: Final = "environment"
 _SETTINGS: Final = "workspace settings"
@@ -96,12 +92,13 @@ def _settings(call: Call) -> Settings:
 
 
 def _stays(call: Call, kind: str, nbytes: int) -> list[Step]:
-    thread = call.thread if call.state.get(HANDLE_PER_THREAD) else 0
-    key = (kind, thread, call.stream)
+    """The workspace of a handle that has none yet: a second thread's is there on a GPU alone, for in the recordings all
+    threads have one handle."""
+    key, other = ((kind, thread, call.stream) for thread in (call.thread, 1 - call.thread))
     if key in call.state or not nbytes:
         return []
     call.state[key] = nbytes
-    return [("keep", key, nbytes)]
+    return [("keep", key, 0, nbytes)] if other in call.state else [("keep", key, nbytes)]
 
 
 def cublas(call: Call) -> tuple[list[Step], list[Step]]:
@@ -322,6 +319,7 @@ RULES: Mapping[str, Rule] = {
             "aten.addmm.out",
             "aten.addmm_.default",
             "aten.addmm.dtype",
+            "aten.addmm.dtype_out",
             "aten._addmm_activation.default",
             "aten._addmm_activation.out",
         ),
@@ -335,6 +333,8 @@ RULES: Mapping[str, Rule] = {
             "aten.baddbmm.default",
             "aten.baddbmm.out",
             "aten.baddbmm_.default",
+            "aten.baddbmm.dtype",
+            "aten.baddbmm.dtype_out",
         ),
         bmm,
     ),

@@ -16,6 +16,8 @@ from graph.hardware.profile import Profile
 #: call (flattened outputs, new storages only) is born; ("keep", key, bytes): a workspace that stays, noted in `state`
 #: under this key, which ends with its stream; ("rest",): outputs not named yet are born here; ("perhaps", library,
 #: bytes): it may take as much here, until the call ends. Outputs that no step names are born before the first step.
+#: A fourth entry of "alloc" and "keep" are its bytes on a GPU, where a library takes more than the recordings have, in
+#: which libraries do nothing.
 Step = tuple[Any, ...]
 Plan = tuple[Step, ...]
 #: `Call.deterministic` where what is not deterministic is an error.
@@ -52,10 +54,11 @@ class Call:
 Rule = Callable[[Call], Plan | None]
 
 
-def within(scratch: Iterable[tuple[str, int]], *inside: Step) -> Plan:
-    """Scratch (key, bytes) that is born in this order, what comes meanwhile, and its deaths in the reverse order."""
+def within(scratch: Iterable[tuple[str, int] | tuple[str, int, int]], *inside: Step) -> Plan:
+    """Scratch (key, bytes, perhaps bytes on a GPU) that is born in this order, what comes meanwhile, and its deaths in
+    the reverse order."""
     made = list(scratch)
-    births, deaths = [("alloc", *one) for one in made], [("free", key) for key, _ in reversed(made)]
+    births, deaths = [("alloc", *one) for one in made], [("free", one[0]) for one in reversed(made)]
     return (*births, *inside, *deaths)
 
 

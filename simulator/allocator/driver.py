@@ -3,6 +3,10 @@
 cudaMalloc fails exactly when fewer bytes are left than are asked for. Addresses and sizes are multiples of 2 MiB;
 `first-fit` takes the lowest gap that is large enough, `bump` never reuses a place, `recorded` takes the addresses
 that the trace gives, in order, and then goes on above all of them.
+
+`driver` is what CUDA's driver did on an H100 (580.159, tests/data/gpu): address space is taken downwards, in whole 32
+MiB, and what is left of that is used first, the newest part first, each from its start. That is the lowest gap again,
+but for what is taken where there is none. Rooms that the context leaves are not imitated: the first segments lie there.
 """
 
 from __future__ import annotations
@@ -13,6 +17,7 @@ from simulator.allocator.layout import Memory
 from traces.jit import kernel
 
 GRANULE = 2 << 20
+RESERVATION = 32 << 20
 LAST_ADDRESS = (1 << 63) - (1 << 45)  # sums of an address above it and a block's size could overflow
 
 
@@ -58,29 +63,16 @@ def take_gap(m: Memory, size: int) -> int:
     return -1
 
 
-@kernel
-def take_address(m: Memory, size: int) -> int:
-    """Place `size` bytes of address space by the device's rule; the base address."""
-    size = round_granule(size)
-    if m[at.PLACEMENT] == at.PLACE_FIRST_FIT:
-        address = take_gap(m, size)
-        if address >= 0:
-            return address
-    elif m[at.PLACEMENT] == at.PLACE_RECORDED and m[at.VA_RECORDED] < m[at.NUM_RECORDED]:
-        m[at.VA_RECORDED] += 1
-        return m[m[at.RECORDED] + m[at.VA_RECORDED] - 1]
-    address = m[at.VA_TOP]
-    if size > LAST_ADDRESS - address:
-        m[at.STOPPED] = at.STOP_ADDRESSES
-    else:
-        m[at.VA_TOP] += size
-    return address
+@kernel(inline=True)
+def keeps_gaps(m: Memory) -> bool:
+    """Whether address space that was given back is taken again."""
+    return m[at.PLACEMENT] == at.PLACE_FIRST_FIT or m[at.PLACEMENT] == at.PLACE_DRIVER
 
 
 @kernel
 def give_address(m: Memory, address: int, size: int) -> None:
-    """Give address space back; `first-fit` keeps the gaps below the top, joined with their neighbours."""
-    if m[at.PLACEMENT] != at.PLACE_FIRST_FIT:
+    """Give address space back; `first-fit` and `driver` keep the gaps, joined with their neighbours."""
+    if not keeps_gaps(m):
         return
     size = round_granule(size)
     after = free_lists.seek(m, m[at.GAPS], address, free_lists.FIRST)
@@ -100,7 +92,38 @@ def give_address(m: Memory, address: int, size: int) -> None:
             follows = False
     if follows:
         free_lists.erase_at(m, m[at.GAPS], after)
-    if address + size == m[at.VA_TOP]:
+    if m[at.PLACEMENT] == at.PLACE_FIRST_FIT and address + size == m[at.VA_TOP]:
         m[at.VA_TOP] = address
     else:
         free_lists.insert(m, m[at.GAPS], address, free_lists.FIRST, size)
+
+
+@kernel
+def take_below(m: Memory, size: int) -> int:
+    """Take address space below all that was taken, in whole reservations; what is left of them is a gap."""
+    whole = (size + RESERVATION - 1) // RESERVATION * RESERVATION
+    m[at.VA_TOP] -= whole
+    if whole > size:
+        give_address(m, m[at.VA_TOP] + size, whole - size)
+    return m[at.VA_TOP]
+
+
+@kernel
+def take_address(m: Memory, size: int) -> int:
+    """Place `size` bytes of address space by the device's rule; the base address."""
+    size = round_granule(size)
+    if keeps_gaps(m):
+        address = take_gap(m, size)
+        if address >= 0:
+            return address
+    if m[at.PLACEMENT] == at.PLACE_DRIVER:
+        return take_below(m, size)
+    if m[at.PLACEMENT] == at.PLACE_RECORDED and m[at.VA_RECORDED] < m[at.NUM_RECORDED]:
+        m[at.VA_RECORDED] += 1
+        return m[m[at.RECORDED] + m[at.VA_RECORDED] - 1]
+    address = m[at.VA_TOP]
+    if size > LAST_ADDRESS - address:
+        m[at.STOPPED] = at.STOP_ADDRESSES
+    else:
+        m[at.VA_TOP] += size
+    return address

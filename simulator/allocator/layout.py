@@ -253,6 +253,7 @@ TIE_SEGMENT: Final = 2
 PLACE_FIRST_FIT: Final = 0
 PLACE_BUMP: Final = 1
 PLACE_RECORDED: Final = 2
+PLACE_DRIVER: Final = 3
 
 UNLIMITED: Final = (1 << 63) - 1  # max_split_size where it is not set
 NEXT_POWER: Final = 1 << 55  # so many divisions make no division: rounded to the next power of two

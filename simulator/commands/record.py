@@ -94,13 +94,13 @@ def command(
     with working("replaying", quiet, compiles=True):
         result = replay(recorded.trace, analyse=False, after_oom="continue")  # as the program did
         told = result  # unless somebody looks at it
-        if written.paths or not quiet:
+        if written.paths or document is not None or not quiet:
             told = result_of.shown(recorded.trace, result, outside, **written.kept)
     with working("writing", quiet):
         written.write(told, recorded.trace, lambda found: result_of.document_of(found, told, recorded))
     if document is not None:
         with write_atomically(document, force=written.force) as file:
-            file.write(json.dumps(result_of.document(recorded, result), indent=1).encode())
+            file.write(json.dumps(result_of.document(recorded, result, told), indent=1).encode())
     if not quiet:
         print(f"recorded {recorded.steps} steps on {request.gpu}, PyTorch {request.release}", file=sys.stderr)
         for line in result_of.told(told, recorded):

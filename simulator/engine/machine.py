@@ -136,7 +136,13 @@ class Machine:
             "first-fit": at.PLACE_FIRST_FIT,
             "bump": at.PLACE_BUMP,
             "recorded": at.PLACE_RECORDED,
+            "driver": at.PLACE_DRIVER,
         }[placement]
+        self.memory[at.VA_TOP] = self._bottom() if placement == "driver" else self._top(placement)
+
+    def _top(self, placement: str) -> int:
+        """The first address above all that is known to be in use."""
+        device = self.device
         top = device.va_base
         if placement == "recorded" and device.segment_addresses:
             addresses = np.asarray(device.segment_addresses, dtype=np.int64)
@@ -145,7 +151,12 @@ class Machine:
             top = int(addresses.max()) + device.total_bytes + device.total_bytes // 8 + (1 << 30)
         for segment in self.program.initial.segments:
             top = max(top, segment.address + segment.bytes, (segment.va_address or 0) + (segment.va_bytes or 0))
-        self.memory[at.VA_TOP] = round_up(top, driver.GRANULE)
+        return round_up(top, driver.GRANULE)
+
+    def _bottom(self) -> int:
+        """The address below which nothing is in use."""
+        known = (segment.va_address or segment.address for segment in self.program.initial.segments)
+        return min((self.device.va_base, *known)) // driver.GRANULE * driver.GRANULE
 
     def _apply_release(self) -> None:
         release = self.release
@@ -248,7 +259,8 @@ class Machine:
         base = first.va_address if first.va_address is not None else first.address
         size = first.va_bytes if first.va_bytes is not None else round_up(total + total // 8, page)
         size = max(size, round_up(last.address + last.bytes - base, page))
-        self.memory[at.VA_TOP] = max(int(self.memory[at.VA_TOP]), round_up(base + size, driver.GRANULE))
+        if self.memory[at.PLACEMENT] != at.PLACE_DRIVER:
+            self.memory[at.VA_TOP] = max(int(self.memory[at.VA_TOP]), round_up(base + size, driver.GRANULE))
         return base, base + size, int(engine.load_expandable(self.memory, base, size, page, which))
 
     def _pool_index(self, number: int) -> int:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, Final, Literal
 
 import numpy as np
@@ -144,6 +144,19 @@ class OutsideTerm:
 
 
 @dataclass(frozen=True)
+class OnGpu:
+    """Peaks with what libraries take on a GPU, and with addresses as its driver gives them (`engine.on_gpu`)."""
+
+    peak_allocated: int
+    peak_reserved: int
+    retries: int
+
+    def document(self) -> dict[str, int]:
+        """The figures by name."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
 class Report:
     """State asked for by a `snapshot` or `statistics` event: `kind` says which, `data` is the plain document."""
 
@@ -274,7 +287,7 @@ class RankResult:
     """The replay of one event sequence, on behalf of all `ranks` that share it.
 
     `oom_with` are bytes outside the allocator, within their range, with which it runs out of memory (None: it does
-    not within the range, or the replay itself does).
+    not within the range, or the replay itself does). `on_gpu`: peaks as on a GPU, where those were replayed.
     """
 
     ranks: tuple[int, ...]
@@ -294,13 +307,15 @@ class RankResult:
     snapshot: Mapping[str, Any] | None = None  # torch's own layout, when asked for
     picture: Picture | None = None  # for a page, when asked for
     oom_with: int | None = None
+    on_gpu: OnGpu | None = None
 
     @property
     def verdict(self) -> Verdict:
         """`oom` where an allocation failed, `tight` after retries or within the range of what lies outside."""
         if self.oom is not None:
             return "oom"
-        return "tight" if self.retries or self.oom_with is not None else "fits"
+        retries = self.retries or (self.on_gpu is not None and self.on_gpu.retries)
+        return "tight" if retries or self.oom_with is not None else "fits"
 
     @property
     def shown(self) -> Peak:
@@ -313,8 +328,7 @@ class RankResult:
         known)."""
         if self.oom is None:
             return self.device_total
-        outside = self.device_total - self.peak_reserved
-        return None if self.oom.needed is None else self.oom.needed + outside
+        return None if self.oom.needed is None else self.oom.needed + sum(term.bytes for term in self.outside)
 
     @property
     def retries(self) -> int:
@@ -341,9 +355,15 @@ class RankResult:
         return self.memory_stats["reserved_bytes.all.peak"]
 
     @property
+    def reserved_there(self) -> int:
+        """The peak of reserved bytes on a GPU, as far as it is known."""
+        return self.peak_reserved if self.on_gpu is None else self.on_gpu.peak_reserved
+
+    @property
     def device_total(self) -> int:
-        """What nvidia-smi would show at most: peak reserved and every term outside the allocator."""
-        return self.peak_reserved + sum(term.bytes for term in self.outside)
+        """What nvidia-smi would show at most: reserved bytes at their peak, on a GPU where that was replayed, and every
+        term outside the allocator."""
+        return self.reserved_there + sum(term.bytes for term in self.outside)
 
 
 def _notebook() -> Any:

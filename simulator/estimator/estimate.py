@@ -20,7 +20,7 @@ from graph.hardware.gpus import assumed, gpu
 from simulator.allocator.conf import parse_conf
 from simulator.allocator.releases import parse_release
 from simulator.engine.min_memory import smallest_memory
-from simulator.engine.result import OutsideTerm, RankResult, Result, Shown, Verdict
+from simulator.engine.result import OnGpu, OutsideTerm, RankResult, Result, Shown, Verdict
 from simulator.estimator.closed_form import closed_forms
 from simulator.estimator.devices import device
 from simulator.estimator.epoch import Epoch, Peaks, epoch_of, peaks_of
@@ -57,6 +57,7 @@ ANSWER_KEYS: Final = (
     "peak_allocated",
     "peak_reserved",
     "device_total",
+    "on_gpu",
     "phases",
     "verdict",
     "summary",
@@ -154,6 +155,7 @@ class Estimate(Shown):
             "peak_allocated": max(rank.peak_allocated for rank in self.result.ranks) if fits else None,
             "peak_reserved": max(rank.peak_reserved for rank in self.result.ranks) if fits else None,
             "device_total": max(rank.device_total for rank in self.result.ranks) if fits else None,
+            "on_gpu": _most_of([rank.on_gpu for rank in self.result.ranks if rank.on_gpu]),
             "phases": phase_figures(self.worst) if fits else None,
             "verdict": self.verdict,
             "summary": summary(self.result),
@@ -342,6 +344,12 @@ def answer(
     return estimate(case, min_memory=min_memory, context=context, analyse=False, capture=capture).document()
 
 
+def _most_of(ranks: Sequence[OnGpu]) -> dict[str, int] | None:
+    """The largest of each figure on a GPU; None where no replay says them."""
+    found = [one.document() for one in ranks]
+    return {name: max(one[name] for one in found) for name in found[0]} if found else None
+
+
 def _figures(rank: RankResult) -> dict[str, Any]:
     """Peaks, phases and verdict of one kind of rank."""
     fits = rank.oom is None
@@ -349,6 +357,7 @@ def _figures(rank: RankResult) -> dict[str, Any]:
         "peak_allocated": rank.peak_allocated if fits else None,
         "peak_reserved": rank.peak_reserved if fits else None,
         "device_total": rank.device_total if fits else None,
+        "on_gpu": rank.on_gpu and rank.on_gpu.document(),
         "phases": phase_figures(rank) if fits else None,
         "verdict": rank.verdict,
     }

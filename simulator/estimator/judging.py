@@ -1,5 +1,7 @@
-"""The one verdict of a run on its GPU: a replay beside what lies outside the allocator, over the range of that.
+"""The one verdict of a run on its GPU: replays beside what lies outside the allocator, over the range of that.
 
+Beside the replay of the trace as it stands there is one of it as on a GPU (`engine.on_gpu`), whose peaks the result has
+too; the verdict is the worse of the two. Without anything outside the allocator the trace as it stands is all there is.
 The device is replayed less the likely size of it. `tight` is what the least of the range serves and the most does not,
 and what the allocator serves only by giving memory back and trying again, which stops the GPU.
 """
@@ -9,8 +11,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from simulator.engine.on_gpu import on_gpu
 from simulator.engine.replay import prepare, replay
-from simulator.engine.result import OutsideTerm, Result
+from simulator.engine.result import OnGpu, OutsideTerm, RankResult, Result
 from simulator.estimator.outside import bytes_of, least_of, most_of
 from traces.errors import ConfigError
 from traces.model import Trace
@@ -23,6 +26,23 @@ def judged(trace: Trace, terms: tuple[OutsideTerm, ...], *, analyse: bool = True
     least sizes do not, the result is that with the least. `analyse` and `kept` are those of `simulator.replay`, and so
     are the errors. ConfigError where a size that is no range, so given by somebody, is more than a device has.
     """
+    found = _beside(trace, terms, analyse=analyse, **kept)
+    if not terms or found.verdict == "oom":
+        return found
+    there = _beside(on_gpu(trace), terms, analyse=False)
+    if there.verdict == "oom":
+        return _beside(on_gpu(trace), terms, analyse=analyse, **kept)
+    return replace(found, ranks=tuple(_with(rank, there.for_rank(rank.ranks[0])) for rank in found.ranks))
+
+
+def _with(rank: RankResult, there: RankResult) -> RankResult:
+    """A rank with its peaks on a GPU, and the least outside the allocator with which it runs out of memory."""
+    limits = [limit for limit in (rank.oom_with, there.oom_with) if limit is not None]
+    peaks = OnGpu(there.peak_allocated, there.peak_reserved, there.retries)
+    return replace(rank, on_gpu=peaks, oom_with=min(limits, default=None))
+
+
+def _beside(trace: Trace, terms: tuple[OutsideTerm, ...], *, analyse: bool, **kept: Any) -> Result:
     made = prepare(trace)
     likely, least, most = bytes_of(terms), least_of(terms), most_of(terms)
     room = min(device.total_bytes for device in trace.devices)

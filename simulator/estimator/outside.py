@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Final, Literal
 
 from graph.hardware.gpus import Gpu, Measured, gpu
 from graph.hardware.profile import Profile, profile
-from graph.workspaces.gemm import workspace_bytes
 from simulator.engine.result import OutsideTerm
 from traces.errors import ConfigError
 from traces.model import Trace
@@ -29,8 +28,8 @@ _MIB: Final = 1 << 20
 #: Bytes of local memory that a context holds for every thread that a GPU can run at once (cudaLimitStackSize).
 STACK_BYTES: Final = 1024
 #: What a context holds beyond that, in MiB: likely, lowest, highest. The measured contexts of the table of GPUs less
-#: their stacks are 133 (RTX 3090), 256 (H200) and 270 (H100), and 213 on an RTX 6000 Ada.
-REST_MIB: Final = (200, 60, 280)
+#: their stacks are 133 (RTX 3090) and 355 (H100 and H200, CUDA 13), and 213 on an RTX 6000 Ada.
+REST_MIB: Final = (200, 60, 360)
 
 
 #: Kernels of PyTorch, cuBLAS and the attention libraries that a model's first iteration loads.
@@ -38,8 +37,8 @@ KERNELS: Final = Measured(
     130,
     30,
     360,
-    "vllm-project/vllm#12126 and #14447: 0.16 and 0.20 GiB while a model first runs; "
-    "at most all kernels of PyTorch, 362 MiB (pytorch/pytorch#86509, eager less lazy)",
+    "132 to 148 MiB after a first step on an H100 (tests/data/gpu); vllm-project/vllm#12126 and #14447: 0.16 and "
+    "0.20 GiB while a model first runs; at most all kernels of PyTorch, 362 MiB (pytorch/pytorch#86509)",
 )
 
 
@@ -52,11 +51,6 @@ COMMUNICATOR: Final = Measured(
     "12 MiB a channel, 2 to 24 channels and more with trees; NVIDIA/nccl#964 measured 544 to 688 MB on 4 A100 with "
     "NVLink",
 )
-#: Where the workspace of a second cuBLAS handle comes from.
-WORKSPACE: Final = (
-    "autograd's thread has a handle, hence a workspace, of its own on a real GPU; the figures above have one "
-    "(aten/src/ATen/cuda/CublasHandlePool.cpp)"
-)
 
 
 def outside_of(case: Case, context: Context, groups: int, cards: Iterable[str] = ()) -> tuple[OutsideTerm, ...]:
@@ -66,15 +60,13 @@ def outside_of(case: Case, context: Context, groups: int, cards: Iterable[str] =
     Raises ConfigError for a negative context.
     """
     made = (profile(card, case.release, case.cudnn_sdp) for card in dict.fromkeys(cards or (case.gpu,)))
-    return process_terms(made, context, groups, trains=case.task == "train")
+    return process_terms(made, context, groups)
 
 
-def process_terms(
-    cards: Iterable[Profile], context: Context, groups: int, *, trains: bool = True
-) -> tuple[OutsideTerm, ...]:
-    """The same for a process on one of `cards`; the backward of one that trains may have a second cuBLAS handle."""
+def process_terms(cards: Iterable[Profile], context: Context, groups: int) -> tuple[OutsideTerm, ...]:
+    """The same for a process on one of `cards`."""
     if context == "auto":
-        return max((_of_card(card, trains) for card in cards), key=bytes_of) + communicator_terms(groups)
+        return max((outside_terms(gpu(card.name)) for card in cards), key=bytes_of) + communicator_terms(groups)
     if context < 0:
         raise ConfigError(f"a context of {context} bytes is out of range: give 0 or more")
     return (OutsideTerm("context", context, "as given"),) if context else ()
@@ -93,12 +85,6 @@ def most_of(terms: Iterable[OutsideTerm]) -> int:
 def least_of(terms: Iterable[OutsideTerm]) -> tuple[OutsideTerm, ...]:
     """The terms at the least that they may be."""
     return tuple(term if term.low is None else replace(term, bytes=term.low) for term in terms)
-
-
-def _of_card(card: Profile, trains: bool) -> tuple[OutsideTerm, ...]:
-    """The table's terms for a process on a card."""
-    stays = trains and card.release < (2, 15)  # from then on workspaces do not stay
-    return outside_terms(gpu(card.name), second_workspace=workspace_bytes(card) if stays else 0)
 
 
 def communicators(trace: Trace) -> int:
@@ -120,16 +106,9 @@ def _meets(rank: int, parts: Iterable[tuple[int, ...]]) -> bool:
     return any(rank in part and len(part) > 1 for part in parts)
 
 
-def outside_terms(card: Gpu, *, second_workspace: int = 0) -> tuple[OutsideTerm, ...]:
-    """The terms outside the allocator for one process on a card.
-
-    `second_workspace` is the size of a cuBLAS workspace where there may be one more than the allocator's figures have.
-    What several GPUs add is in `communicator_terms`.
-    """
-    terms = (_term("CUDA context", card.context or _by_rule(card.threads)), _term("loaded kernels", KERNELS))
-    if not second_workspace:
-        return terms
-    return (*terms, OutsideTerm("2nd cuBLAS handle", second_workspace, WORKSPACE, 0, second_workspace))
+def outside_terms(card: Gpu) -> tuple[OutsideTerm, ...]:
+    """The terms outside the allocator for one process on a card; what several GPUs add is in `communicator_terms`."""
+    return (_term("CUDA context", card.context or _by_rule(card.threads)), _term("loaded kernels", KERNELS))
 
 
 def communicator_terms(count: int) -> tuple[OutsideTerm, ...]:

@@ -10,7 +10,7 @@ from typing import Any, Final
 import numpy as np
 
 from simulator.engine.replay import replay
-from simulator.engine.result import OutsideTerm, PhasePeak, RankResult, Result
+from simulator.engine.result import OnGpu, OutsideTerm, PhasePeak, RankResult, Result
 from simulator.estimator.judging import judged
 from simulator.estimator.step_time import NOTE
 from simulator.recording.durations import Durations, of_step
@@ -27,8 +27,9 @@ SCHEMA_VERSION: Final = 1
 _FEWEST: Final = 3
 
 
-def document(recorded: Recorded, result: Result) -> dict[str, Any]:
-    """Exit code, steps, what it ran on, figures by rank and assumptions; bytes are integers."""
+def document(recorded: Recorded, result: Result, told: Result) -> dict[str, Any]:
+    """Exit code, steps, what it ran on, figures by rank and assumptions; bytes are integers. `told` is what people are
+    shown (`shown`)."""
     card = recorded.trace.devices[0]
     found = {
         "schema_version": SCHEMA_VERSION,
@@ -38,7 +39,10 @@ def document(recorded: Recorded, result: Result) -> dict[str, Any]:
         "gpu": card.name,
         "gpu_bytes": card.total_bytes,
         "conf": result.conf,
-        "ranks": [_rank(rank, recorded.steps, recorded.durations.get(rank.ranks[0], ())) for rank in result.ranks],
+        "ranks": [
+            _rank(rank, told.for_rank(rank.ranks[0]).on_gpu, recorded.steps, recorded.durations.get(rank.ranks[0], ()))
+            for rank in result.ranks
+        ],
         "assumptions": list(recorded.assumptions),
         "notices": list(recorded.notices),
     }
@@ -71,6 +75,9 @@ def told(result: Result, recorded: Recorded) -> Iterator[str]:
         yield f"{label_of(rank.ranks)}: at most {peaks}" + (
             f"; out of memory {ooms} time{'s' * (ooms > 1)}" if ooms else ""
         )
+        if (there := rank.on_gpu) is not None:
+            sizes = f"{format_bytes(there.peak_allocated)} allocated, {format_bytes(there.peak_reserved)} reserved"
+            yield f"  on a GPU, where libraries allocate too: {sizes}"
         if spread := _spread_line(rank, recorded):
             yield f"  of steps: {spread}"
     if line := _time_line(recorded):
@@ -129,7 +136,7 @@ def step_spread(rank: RankResult, steps: int) -> dict[str, int] | None:
     return {"max": peaks[step], "step": step, "p99": p99, "median": median}
 
 
-def _rank(rank: RankResult, steps: int, durations: Durations) -> dict[str, Any]:
+def _rank(rank: RankResult, on_gpu: OnGpu | None, steps: int, durations: Durations) -> dict[str, Any]:
     times = {(name, step): duration for name, step, duration in durations}
     stats = rank.memory_stats
     return {
@@ -141,6 +148,7 @@ def _rank(rank: RankResult, steps: int, durations: Durations) -> dict[str, Any]:
         "allocations": stats["allocation.all.allocated"],
         "num_alloc_retries": stats["num_alloc_retries"],
         "num_ooms": stats["num_ooms"],
+        "on_gpu": on_gpu and on_gpu.document(),
         "step_peaks": step_spread(rank, steps),
         "phases": [_phase(phase, times) for phase in rank.phases],
     }

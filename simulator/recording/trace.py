@@ -73,6 +73,10 @@ def _events(allocator: LiveAllocator, labels: Labels) -> Events:
         "name": names,
         "frames": _frames(labels, alloc, ident),
     }
+    if labels.gpu_bytes:
+        there = np.full(len(labels.operator), -1, dtype=np.int64)
+        there[list(labels.gpu_bytes)] = list(labels.gpu_bytes.values())
+        columns["gpu_bytes"] = np.where(alloc, there[np.where(alloc, ident, 0)], -1)
     for what, column, none in ((Op.KERNEL, "duration_ns", 0), (Op.WAIT_STREAM, "on", -1)):
         if (op == what).any():
             columns[column] = np.where(op == what, history[:, kernels.H_ARG], none)

@@ -101,6 +101,7 @@ def _rank_json(rank: RankResult) -> dict[str, Any]:
         "fragmentation": _fields(rank.fragmentation, "event", "reserved", *CAUSES),
         "outside": [_fields(term, "name", "bytes", "low", "high", "source") for term in rank.outside],
         "oom_with": rank.oom_with,
+        "on_gpu": rank.on_gpu and rank.on_gpu.document(),
         "reports": [_fields(report, "event", "kind", "data") for report in rank.reports],
     }
 
@@ -286,6 +287,11 @@ def _figures(rank: RankResult) -> Figures:
         Figure("peak allocated", Size(rank.peak_allocated), f"at {where}", key="peak_allocated"),
         Figure("peak reserved", Size(rank.peak_reserved), f"at event {rank.fragmentation.event}", key="peak_reserved"),
     ]
+    if (there := rank.on_gpu) is not None:
+        rows += [
+            Figure("allocated on a GPU", Size(there.peak_allocated), "libraries allocate, too", key="gpu_allocated"),
+            Figure("reserved on a GPU", Size(there.peak_reserved), "at the driver's addresses", key="gpu_reserved"),
+        ]
     rows += [
         Figure(f"+ {one_line(term.name)}", Size(term.bytes), range_of(term) or one_line(term.source))
         for term in rank.outside

@@ -76,6 +76,14 @@ class Remedy(_Part):
     what: str
 
 
+class OnGpu(_Part):
+    """Peaks as on a GPU: with workspaces that libraries have there, and addresses as its driver gives them."""
+
+    peak_allocated: Bytes
+    peak_reserved: Bytes
+    retries: int
+
+
 class Figures(_Part):
     """Figures of some ranks of several GPUs; null where they run out of memory."""
 
@@ -83,6 +91,7 @@ class Figures(_Part):
     peak_allocated: Bytes | None
     peak_reserved: Bytes | None
     device_total: Bytes | None
+    on_gpu: OnGpu | None
     phases: dict[str, Peak] | None
     verdict: Verdict
 
@@ -118,6 +127,7 @@ class Answer(Struct):
     peak_allocated: Bytes | None
     peak_reserved: Bytes | None
     device_total: Bytes | None
+    on_gpu: Annotated[OnGpu | None, Meta(description="where what lies outside the allocator is counted")]
     phases: dict[str, Peak] | None
     verdict: Verdict
     summary: Annotated[str, Meta(description="what the verdict rests on: needed, the GPU's size, what is left")]
@@ -480,6 +490,7 @@ class RecordedRank(_Part):
     allocations: int
     num_alloc_retries: int
     num_ooms: int
+    on_gpu: Annotated[OnGpu | None, Meta(description="where what lies outside the allocator is counted")]
     step_peaks: Annotated[StepPeaks | None, Meta(description="where steps are not alike")]
     phases: list[RecordedPhase]
 

@@ -69,9 +69,9 @@ def failure(rank: RankResult) -> str:
 
 def _reasons(rank: RankResult) -> Iterable[str]:
     """Why a rank that fits is tight; nothing where it is not."""
-    if rank.retries:
-        times = "once" if rank.retries == 1 else f"{rank.retries} times"
+    if retries := rank.retries or (rank.on_gpu.retries if rank.on_gpu else 0):
+        times = "once" if retries == 1 else f"{retries} times"
         yield f"to fit, the allocator gives memory back and tries again {times}, which costs time"
     if rank.oom_with is not None:
-        counted = format_bytes(rank.device_total - rank.peak_reserved)
+        counted = format_bytes(rank.device_total - rank.reserved_there)
         yield f"outside the allocator {counted} are counted, with {format_bytes(rank.oom_with)} it runs out of memory"

@@ -7,14 +7,14 @@ are multiples of its micro-batch, which a prime that divides no size of the mode
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
-from traces.model import Events, Op, RankEvents, Trace
+from traces.model import Column, Events, Op, RankEvents, Trace
 
 #: Micro-batches to begin with.
 PRIMES: Final = (7, 11, 13, 17, 19, 23, 31, 47, 67, 97, 131, 193, 257, 383, 509, 769, 1021, 2053)
@@ -45,16 +45,16 @@ def sizes_in(document: Mapping[str, Any]) -> list[int]:
 
 @dataclass(frozen=True)
 class Line:
-    """A trace at a micro-batch, and for each event of each rank the bytes that a sample more adds to it."""
+    """A trace at a micro-batch, and for each event of each rank the bytes that a sample more adds to it, by column."""
 
     trace: Trace
     batch: int
-    growth: tuple[Growth, ...]
+    growth: tuple[Mapping[str, Growth], ...]
 
     @classmethod
     def of(cls, trace: Trace, batch: int) -> Line:
         """The line of one trace: what is a multiple of its micro-batch is proportional to it."""
-        return cls(trace, batch, tuple(_proportional(entry.events, batch) for entry in trace.ranks))
+        return cls(trace, batch, tuple(_each(entry.events, _proportional, batch) for entry in trace.ranks))
 
     @classmethod
     def through(cls, trace: Trace, batch: int, other: Trace, other_batch: int) -> Line:
@@ -65,7 +65,7 @@ class Line:
         if len(trace.ranks) != len(other.ranks):
             return cls.of(trace, batch)
         pairs = zip(trace.ranks, other.ranks, strict=True)
-        growth = (_matched(one.events, two.events, batch, batch - other_batch) for one, two in pairs)
+        growth = (_each(one.events, _matched, batch, two.events, batch - other_batch) for one, two in pairs)
         return cls(trace, batch, tuple(growth))
 
     def at(self, batch: int) -> Trace:
@@ -73,28 +73,36 @@ class Line:
         pairs = zip(self.trace.ranks, self.growth, strict=True)
         return replace(self.trace, ranks=tuple(self._grown(entry, growth, batch) for entry, growth in pairs))
 
-    def _grown(self, entry: RankEvents, growth: Growth, batch: int) -> RankEvents:
-        size = entry.events.ints("bytes")
-        grown = np.rint(size + (batch - self.batch) * growth).astype(np.int64)
-        return replace(entry, events=entry.events.with_columns(bytes=np.maximum(grown, np.minimum(size, 1))))
+    def _grown(self, entry: RankEvents, growth: Mapping[str, Growth], batch: int) -> RankEvents:
+        columns: dict[str, Column] = {}
+        for name, added in growth.items():
+            size = entry.events.ints(name)
+            grown = np.rint(size + (batch - self.batch) * added).astype(np.int64)
+            columns[name] = np.maximum(grown, np.minimum(size, 1))
+        return replace(entry, events=entry.events.with_columns(**columns))
 
 
-def _proportional(events: Events, batch: int) -> Growth:
+def _each(events: Events, growth: Callable[..., Growth], *given: Any) -> dict[str, Growth]:
+    """The growth of every column of bytes."""
+    return {name: growth(name, events, *given) for name in ("bytes", "gpu_bytes") if name in events.columns}
+
+
+def _proportional(column: str, events: Events, batch: int) -> Growth:
     categories = events.strings("category")
     following = np.asarray([name in FOLLOWING for name in categories.table] + [True])[categories.codes]
-    size = events.ints("bytes")
+    size = events.ints(column)
     follows = (events.op == Op.ALLOC) & following & (size % batch == 0)
     return np.where(follows, size / batch, 0.0)
 
 
-def _matched(events: Events, other: Events, batch: int, distance: int) -> Growth:
-    growth = _proportional(events, batch)
+def _matched(column: str, events: Events, batch: int, other: Events, distance: int) -> Growth:
+    growth = _proportional(column, events, batch)
     rows, codes = _allocations(events, events.strings("name").table)
     others, other_codes = _allocations(other, events.strings("name").table)
     count = len(events.strings("name").table) + 1
     same = np.bincount(codes, minlength=count) == np.bincount(other_codes, minlength=count)
     rows, others = rows[same[codes]], others[same[other_codes]]
-    growth[rows] = (events.ints("bytes")[rows] - other.ints("bytes")[others]) / distance
+    growth[rows] = (events.ints(column)[rows] - other.ints(column)[others]) / distance
     return growth
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from bisect import insort
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from tests.support.observed import VA_BASE, Entry, merge_pages
 
 GRANULE = 2 << 20
+RESERVATION = 32 << 20
 
 
 def granules(size: int) -> int:
@@ -29,6 +31,7 @@ class NaiveDevice:
     pages: set[tuple[int, int]] = field(default_factory=set)  # (address, bytes) mapped
     log: list[Entry] = field(default_factory=list)  # of the event under way: calls, and what the allocator adds
     placements: int = 0
+    taken: int = 0  # driver: bytes of address space below `va_base`
     top: int = 0  # bump: nothing at or above this was ever used
 
     @property
@@ -100,6 +103,8 @@ class NaiveDevice:
         self.placements += 1
         if self.placement == "recorded" and self.placements <= len(self.recorded):
             address = self.recorded[self.placements - 1]
+        elif self.placement == "driver":
+            address = self.driver_place(size)
         elif self.placement == "first-fit":
             address = self.va_base
             for start, length in self.ranges:
@@ -111,3 +116,18 @@ class NaiveDevice:
         self.top = max(self.top, address + size)
         insort(self.ranges, (address, size))
         return address
+
+    def driver_place(self, size: int) -> int:
+        """The lowest room in what was taken of the address space; else more of that, below it, in whole 32 MiB."""
+        for address, length in self.rooms():
+            if length >= size:
+                return address
+        self.taken += -(-size // RESERVATION) * RESERVATION
+        return self.va_base - self.taken
+
+    def rooms(self) -> Iterator[tuple[int, int]]:
+        """Rooms between ranges, by address."""
+        at = self.va_base - self.taken
+        for start, length in [*self.ranges, (self.va_base, 0)]:
+            yield at, start - at
+            at = start + length

@@ -4,7 +4,7 @@ terms."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 
@@ -25,7 +25,7 @@ from traces.model import (
     Trace,
 )
 
-PLACEMENTS: dict[str, Placement] = {"first-fit": "first-fit", "bump": "bump", "recorded": "recorded"}
+PLACEMENTS: dict[str, Placement] = {name: name for name in get_args(Placement)}
 
 #: Row code -> op and the fields of the row's other items.
 OPS: dict[str, tuple[Op, tuple[str, ...]]] = {

@@ -115,7 +115,7 @@ class Maker:
 
 def _typed(table: Any, columns: Any) -> list[Any]:
     dtypes = {"bytes": np.int64, "flops": np.int64, "moved": np.int64, "role": np.uint8, "thread": np.uint8}
-    names = [entry.name for entry in dataclasses.fields(table)]
+    names = [entry.name for entry in dataclasses.fields(table) if entry.name != "gpu_bytes"]
     return [column.astype(dtypes.get(name, np.int32)) for name, column in zip(names, columns, strict=True)]
 
 

@@ -222,6 +222,17 @@ def test_an_operator_that_writes_its_result_goes_by_the_one_that_makes_it() -> N
         del first, second, scale, out, made
 
 
+def test_products_with_a_dtype_of_their_own_are_added_to(log: Log) -> None:
+    """PyTorch's own rules take `out_dtype` for beta; trl adds chunks of a loss so."""
+    half = torch.empty(4, 8, device="cuda", dtype=torch.bfloat16)
+    total = torch.empty(4, 4, device="cuda")
+    made = torch.addmm(total, half, half.t(), out_dtype=torch.float32)
+    assert (made.shape, made.dtype) == ((4, 4), torch.float32)
+    assert torch.addmm(total, half, half.t(), out_dtype=torch.float32, out=total) is total
+    batch = torch.baddbmm(total[None], half[None], half.t()[None], out_dtype=torch.float32)
+    assert (batch.shape, batch.dtype) == ((1, 4, 4), torch.float32)
+
+
 def test_resizing_allocates_before_it_frees(log: Log) -> None:
     tensor = torch.empty(10, device="cuda")
     tensor.resize_(5)

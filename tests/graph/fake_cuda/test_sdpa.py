@@ -165,6 +165,7 @@ def played(plan: Plan, outputs: Sequence[int]) -> list[int]:
     events: list[int] = []
     places: dict[Any, int] = {}
     named = {step[1] for step in plan if step[0] == "out"}
+    elsewhere: set[Any] = set()
 
     def born(key: Any, nbytes: int) -> None:
         places[key] = len(places)
@@ -181,8 +182,12 @@ def played(plan: Plan, outputs: Sequence[int]) -> list[int]:
         match step:
             case ("out", i):
                 born(i, outputs[i])
-            case ("alloc", key, nbytes):
+            case ("alloc", key, 0, _):
+                elsewhere.add(key)  # on a GPU alone
+            case ("alloc", key, nbytes, *_):
                 born(key, nbytes)
+            case ("free", key) if key in elsewhere:
+                pass
             case ("free", key):
                 events.append(-1 - places.pop(key))
                 places[object()] = -1  # numbers are not used again
@@ -293,6 +298,7 @@ class Events:
         self.names.append(str(func))
         plan = self._plan(str(func), args, kwargs, out)
         named = {step[1] for step in plan if step[0] == "out"}
+        elsewhere: set[Any] = set()
         rest = [storage for i, storage in enumerate(born) if i not in named]
         if ("rest",) not in plan:
             plan = (("rest",), *plan)
@@ -300,8 +306,12 @@ class Events:
             match step:
                 case ("out", i):
                     self._born(born[i], self.runtime.bytes(born[i]))
-                case ("alloc", key, nbytes):
+                case ("alloc", key, 0, _):
+                    elsewhere.add(key)  # on a GPU alone
+                case ("alloc", key, nbytes, *_):
                     self._born(key, nbytes)
+                case ("free", key) if key in elsewhere:
+                    pass
                 case ("free", key):
                     self.events.append(-1 - self.places.pop(key))
                 case ("rest",):

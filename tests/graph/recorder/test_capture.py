@@ -49,10 +49,10 @@ def tiny(folder: Path, config: str = "tiny-opt", **settings: Any) -> Case:
 
 
 def calls(graph: StepGraph) -> list[int]:
-    """Births as bytes, deaths as negative bytes, in order."""
+    """Births as bytes, deaths as negative bytes, in order; without what is there on a GPU alone."""
     sizes = graph.storages.bytes.tolist()
     pairs = zip(graph.kind.tolist(), graph.index.tolist(), strict=True)
-    return [KIND_OF[kind] * sizes[index] for kind, index in pairs if kind in KIND_OF]
+    return [KIND_OF[kind] * sizes[index] for kind, index in pairs if kind in KIND_OF and sizes[index]]
 
 
 def bursts_sorted(events: list[int]) -> list[int]:

@@ -154,7 +154,7 @@ class AllocatorMachine(RuleBasedStateMachine):
         release=st.sampled_from(RELEASES),
         conf=SEEDS,
         total=st.sampled_from(DEVICES),
-        placement=st.sampled_from(("first-fit", "bump")),
+        placement=st.sampled_from(("first-fit", "bump", "driver")),
     )
     def start(self, release: str, conf: int, total: int, placement: str) -> None:
         setup = Setup(release, random_conf(Random(conf), release), total, placement=placement)

@@ -179,7 +179,7 @@ def test_the_snapshot_has_the_stacks(recorded: tuple[Path, Events]) -> None:
     snapshot = pickle.loads(gzip.decompress((folder / "snapshot.pickle.gz").read_bytes()))
     assert check_viewer(snapshot) == []
     entries = [entry for entry in snapshot["device_traces"][0] if entry["action"] == "alloc"]
-    places = (events.op == Op.ALLOC).nonzero()[0].tolist()
+    places = ((events.op == Op.ALLOC) & (events.ints("bytes") > 0)).nonzero()[0].tolist()
     said = [[f"{one['filename']}:{one['line']}:{one['name']}" for one in entry["frames"]] for entry in entries]
     assert said == [(events.strings("frames").get(place) or "").split("\n") for place in places]
     blocks = [block for segment in snapshot["segments"] for block in segment["blocks"]]

@@ -374,7 +374,7 @@ HEAD_FAULTS: dict[str, tuple[dict[str, Any], str]] = {
     "device too large": ({"devices": [{"total_bytes": 2**43 + 1}]}, "must be between 1 and 8796093022208"),
     "context": ({"devices": [{"total_bytes": 9, "context_bytes": 10}]}, "'context_bytes': must be between 0 and 9"),
     "va_base": ({"devices": [{"va_base": 5}]}, "field 'va_base': an address must be a multiple of 512"),
-    "placement": ({"devices": [{"placement": "best"}]}, "'first-fit', 'bump' or 'recorded', not 'best'"),
+    "placement": ({"devices": [{"placement": "best"}]}, "'first-fit', 'bump', 'recorded' or 'driver', not 'best'"),
     "addresses": ({"devices": [{"segment_addresses": [512, 0]}]}, "segment_addresses[1]"),
     "addresses text": ({"devices": [{"segment_addresses": "a"}]}, "must be a list of integers"),
     "launch_ns": ({"devices": [{"launch_ns": -1}]}, "field 'launch_ns': must be between 0"),
