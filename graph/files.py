@@ -186,7 +186,7 @@ def _pieces(graph: StepGraph) -> Iterator[bytes]:
     yield b"}\n"
 
 
-def _columns(table: Any) -> dict[str, Any]:
+def _columns(table: Storages | Accesses) -> dict[str, Any]:
     """The columns that a table has."""
     found = {column: getattr(table, column) for column in table.__dataclass_fields__}
     return {column: values for column, values in found.items() if values is not None}

@@ -8,6 +8,7 @@ and what the allocator serves only by giving memory back and trying again, which
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -26,12 +27,12 @@ def judged(trace: Trace, terms: tuple[OutsideTerm, ...], *, analyse: bool = True
     least sizes do not, the result is that with the least. `analyse` and `kept` are those of `simulator.replay`, and so
     are the errors. ConfigError where a size that is no range, so given by somebody, is more than a device has.
     """
-    found = _beside(trace, terms, analyse=analyse, **kept)
+    found = _beside(trace, terms, {"analyse": analyse, **kept})
     if not terms or found.verdict == "oom":
         return found
-    there = _beside(on_gpu(trace), terms, analyse=False)
+    there = _beside(on_gpu(trace), terms, {"analyse": False})
     if there.verdict == "oom":
-        return _beside(on_gpu(trace), terms, analyse=analyse, **kept)
+        return _beside(on_gpu(trace), terms, {"analyse": analyse, **kept})
     return replace(found, ranks=tuple(_with(rank, there.for_rank(rank.ranks[0])) for rank in found.ranks))
 
 
@@ -42,24 +43,25 @@ def _with(rank: RankResult, there: RankResult) -> RankResult:
     return replace(rank, on_gpu=peaks, oom_with=min(limits, default=None))
 
 
-def _beside(trace: Trace, terms: tuple[OutsideTerm, ...], *, analyse: bool, **kept: Any) -> Result:
+def _beside(trace: Trace, terms: tuple[OutsideTerm, ...], kept: Mapping[str, Any]) -> Result:
+    """The replay of one of the two, and its verdict; `kept` are arguments of `simulator.replay`."""
     made = prepare(trace)
     likely, least, most = bytes_of(terms), least_of(terms), most_of(terms)
     room = min(device.total_bytes for device in trace.devices)
     if bytes_of(least) == most > room:
         raise ConfigError(f"a context of {most} bytes does not fit a device of {room}: give less")
 
-    def beside(aside: int, **how: Any) -> Result:
+    def beside(aside: int, how: Mapping[str, Any]) -> Result:
         return replay(replace(made, trace=with_context(trace, aside)), **how)
 
-    found = beside(likely, analyse=analyse, **kept)
+    found = beside(likely, kept)
     if found.verdict == "oom" and bytes_of(least) < likely:
-        other = beside(bytes_of(least), analyse=False, **kept)
+        other = beside(bytes_of(least), {**kept, "analyse": False})
         if other.verdict != "oom":
             return _marked(other, least, found, likely)
     if found.verdict == "oom" or _has_room(found, most):
         return _marked(found, terms, found, None)
-    return _marked(found, terms, beside(most, analyse=False), most)
+    return _marked(found, terms, beside(most, {"analyse": False}), most)
 
 
 def with_context(trace: Trace, aside: int) -> Trace:

@@ -82,7 +82,7 @@ class Line:
         return replace(entry, events=entry.events.with_columns(**columns))
 
 
-def _each(events: Events, growth: Callable[..., Growth], *given: Any) -> dict[str, Growth]:
+def _each(events: Events, growth: Callable[..., Growth], *given: object) -> dict[str, Growth]:
     """The growth of every column of bytes."""
     return {name: growth(name, events, *given) for name in ("bytes", "gpu_bytes") if name in events.columns}
 

@@ -1,4 +1,4 @@
-"""Estimates beside real GPUs: peaks of 263 trainings on an H100 and 148 on an H200, and the largest batches of the H100.
+"""Estimates beside real GPUs: peaks of 263 trainings on an H100 and 148 on an H200, and largest batches of the H100.
 
     python -m tests.accuracy on_gpu [WORD]... [--jobs N]
 
