@@ -121,7 +121,7 @@ def mutated_documents(draw: st.DrawFn) -> dict[str, Any]:
         holder, key = draw(st.sampled_from(places))
         kind = draw(st.sampled_from(["edge", "edge", "edge", "any", "remove", "swap", "repeat", "rename"]))
         if kind == "edge":
-            holder[key] = draw(EDGES)
+            holder[key] = copy.deepcopy(draw(EDGES))  # what is put in may be changed in turn
         elif kind == "any":
             holder[key] = draw(json_values)
         elif kind == "remove":
