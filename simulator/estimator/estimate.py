@@ -222,7 +222,7 @@ def estimate(
     Raises ConfigError for a bad case, CaptureError where its model cannot be captured, what `replay` raises, and on
     Ctrl-C while remedies are tried Interrupted, a KeyboardInterrupt that has the estimate.
     """
-    from simulator.estimator.judging import judged, with_context
+    from simulator.estimator.judging import judged, sides, with_context
 
     started = time.perf_counter()
     with _asked(case, inputs, keys) as asked:
@@ -271,7 +271,7 @@ def estimate(
                 *_about_samples(asked, epoch),
                 *trace.metadata.get("assumptions", ()),
             ),
-            min_fit=smallest_memory(trace) + aside if min_memory else None,
+            min_fit=aside + max(map(smallest_memory, sides(trace, found.ranks[0].outside))) if min_memory else None,
             step=of_case(trace, asked, found) if time_steps else None,
             closed=closed_forms(asked, estimators, aside),
             epoch=None if epoch is None else peaks_of(epoch, asked, found.ranks[0]),

@@ -8,7 +8,7 @@ and what the allocator serves only by giving memory back and trying again, which
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -28,12 +28,22 @@ def judged(trace: Trace, terms: tuple[OutsideTerm, ...], *, analyse: bool = True
     are the errors. ConfigError where a size that is no range, so given by somebody, is more than a device has.
     """
     found = _beside(trace, terms, {"analyse": analyse, **kept})
-    if not terms or found.verdict == "oom":
+    if not terms:
         return found
-    there = _beside(on_gpu(trace), terms, {"analyse": False})
-    if there.verdict == "oom":
-        return _beside(on_gpu(trace), terms, {"analyse": analyse, **kept})
+    real = on_gpu(trace)
+    there = _beside(real, terms, {"analyse": False})
+    if there.verdict == "oom":  # which needs more than what has no libraries
+        return _beside(real, terms, {"analyse": analyse, **kept})
+    if found.verdict == "oom":
+        return found
     return replace(found, ranks=tuple(_with(rank, there.for_rank(rank.ranks[0])) for rank in found.ranks))
+
+
+def sides(trace: Trace, terms: tuple[OutsideTerm, ...]) -> Iterator[Trace]:
+    """The traces that have to fit: as it stands, and as on a GPU where anything lies outside the allocator."""
+    yield trace
+    if terms:
+        yield on_gpu(trace)
 
 
 def _with(rank: RankResult, there: RankResult) -> RankResult:

@@ -102,17 +102,18 @@ class Probe:
         return found, bool(others) and base == low
 
     def replayed(self, trace: Trace) -> Result:
-        """The replay of a trace on its devices, less what lies outside the allocator and the margin; or, where that
-        alone runs out of memory, the one as on a GPU.
+        """The replay of a trace on its devices, less what lies outside the allocator and the margin: of its sides the
+        last, or the first that runs out of memory.
         """
-        from simulator.engine.on_gpu import on_gpu
         from simulator.engine.replay import replay
+        from simulator.estimator.judging import sides
 
-        found = replay(trace, context=self.aside(trace), analyse=False)
-        if found.verdict == "oom" or not self.terms(trace):
-            return found
-        there = replay(on_gpu(trace), context=self.aside(trace), analyse=False)
-        return there if there.verdict == "oom" else found
+        aside = self.aside(trace)
+        for side in sides(trace, self.terms(trace)):
+            found = replay(side, context=aside, analyse=False)
+            if found.verdict == "oom":
+                break
+        return found
 
     def aside(self, trace: Trace) -> int:
         """Bytes of a device that the allocator may not have: the likely size of what lies outside, and the margin."""

@@ -7,7 +7,7 @@ are multiples of its micro-batch, which a prime that divides no size of the mode
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -54,7 +54,7 @@ class Line:
     @classmethod
     def of(cls, trace: Trace, batch: int) -> Line:
         """The line of one trace: what is a multiple of its micro-batch is proportional to it."""
-        return cls(trace, batch, tuple(_each(entry.events, _proportional, batch) for entry in trace.ranks))
+        return cls(trace, batch, tuple(_proportional(entry.events, batch) for entry in trace.ranks))
 
     @classmethod
     def through(cls, trace: Trace, batch: int, other: Trace, other_batch: int) -> Line:
@@ -65,7 +65,7 @@ class Line:
         if len(trace.ranks) != len(other.ranks):
             return cls.of(trace, batch)
         pairs = zip(trace.ranks, other.ranks, strict=True)
-        growth = (_each(one.events, _matched, batch, two.events, batch - other_batch) for one, two in pairs)
+        growth = (_matched(one.events, two.events, batch, batch - other_batch) for one, two in pairs)
         return cls(trace, batch, tuple(growth))
 
     def at(self, batch: int) -> Trace:
@@ -82,27 +82,24 @@ class Line:
         return replace(entry, events=entry.events.with_columns(**columns))
 
 
-def _each(events: Events, growth: Callable[..., Growth], *given: object) -> dict[str, Growth]:
-    """The growth of every column of bytes."""
-    return {name: growth(name, events, *given) for name in ("bytes", "gpu_bytes") if name in events.columns}
-
-
-def _proportional(column: str, events: Events, batch: int) -> Growth:
+def _proportional(events: Events, batch: int) -> dict[str, Growth]:
+    """What a sample more adds to every column of bytes, where those are proportional to the micro-batch."""
     categories = events.strings("category")
     following = np.asarray([name in FOLLOWING for name in categories.table] + [True])[categories.codes]
-    size = events.ints(column)
-    follows = (events.op == Op.ALLOC) & following & (size % batch == 0)
-    return np.where(follows, size / batch, 0.0)
+    follows = (events.op == Op.ALLOC) & following
+    sizes = {name: events.ints(name) for name in ("bytes", "gpu_bytes") if name in events.columns}
+    return {name: np.where(follows & (size % batch == 0), size / batch, 0.0) for name, size in sizes.items()}
 
 
-def _matched(column: str, events: Events, batch: int, other: Events, distance: int) -> Growth:
-    growth = _proportional(column, events, batch)
+def _matched(events: Events, other: Events, batch: int, distance: int) -> dict[str, Growth]:
+    growth = _proportional(events, batch)
     rows, codes = _allocations(events, events.strings("name").table)
     others, other_codes = _allocations(other, events.strings("name").table)
     count = len(events.strings("name").table) + 1
     same = np.bincount(codes, minlength=count) == np.bincount(other_codes, minlength=count)
     rows, others = rows[same[codes]], others[same[other_codes]]
-    growth[rows] = (events.ints(column)[rows] - other.ints(column)[others]) / distance
+    for name, added in growth.items():
+        added[rows] = (events.ints(name)[rows] - other.ints(name)[others]) / distance
     return growth
 
 

@@ -11,7 +11,7 @@ Table 2; `published` peaks that others measured on real GPUs; `programs [NAME]..
 [WORD]...`, `guide [WORD]...`, `litgpt [WORD]...`, `trainers [WORD]...`, `galvatron [WORD]...`, `adapters [WORD]...`,
 `adapters_images [WORD]...` training that others measured, `pipelines [WORD]...` inference, by their own programs; `fit`
 the first plans of `fit` for cases that do not fit, beside others; `opinfo [NAME]...` PyTorch's own operator database;
-`architectures [WORD]...` models of transformers and timm under `record`; `on_gpu [WORD]...` trainings on a real H100.
+`architectures [WORD]...` models of transformers and timm under `record`; `on_gpu [WORD]...` trainings on real GPUs.
 """
 
 from __future__ import annotations

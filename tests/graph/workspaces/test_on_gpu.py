@@ -14,8 +14,6 @@ from graph.workspaces.rules import Plan
 from tests.graph.workspaces.test_workspaces import Tensor, call
 from tests.places import DATA
 
-WIDTH = {"torch.float32": 4, "torch.bfloat16": 2, "torch.float16": 2}
-
 
 @cache
 def seen() -> dict[str, Any]:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
+from simulator.engine.min_memory import smallest_memory
 from simulator.engine.on_gpu import on_gpu
 from simulator.engine.replay import replay
 from simulator.engine.result import OutsideTerm
-from simulator.estimator.judging import judged
+from simulator.estimator.judging import judged, sides
 from traces.model import Device, Events, Op, RankEvents, Trace
 
 MIB = 1 << 20
@@ -50,6 +51,14 @@ def test_the_worse_of_the_two_decides() -> None:
     trace = trace_of([(30 * MIB, -1), (0, 40 * MIB)], total=60 * MIB)
     assert judged(trace, ()).verdict == "fits"
     assert judged(trace, CONTEXT).verdict == "oom"
+
+
+def test_what_is_needed_has_the_libraries_too() -> None:
+    """Also where it does not fit without them; and a GPU that is just large enough is so on both sides."""
+    trace = trace_of([(30 * MIB, -1), (0, 40 * MIB)], total=20 * MIB)
+    assert judged(trace, CONTEXT, needs=True).needed == 80 * MIB
+    assert max(map(smallest_memory, sides(trace, CONTEXT))) == 70 * MIB
+    assert list(sides(trace, ())) == [trace]
 
 
 def test_the_driver_goes_down_in_whole_reservations_and_fills_the_newest_first() -> None:

@@ -34,7 +34,7 @@ from traces.model import Device, RankEvents, Trace
 MIB = 1 << 20
 UNIT = 3 * MIB
 #: Outside the allocator on a V100, whose 80 multiprocessors run 2048 threads each with 1 KiB of stack: the context has
-#: 160 MiB of them and 200 (60 to 280) beside, kernels 130 (30 to 360), and a second cuBLAS workspace 8.125 (0 to that).
+#: 160 MiB of them and 200 (60 to 360) beside, kernels 130 (30 to 360).
 V100 = {"likely": 490 * MIB, "low": 250 * MIB, "high": 880 * MIB}
 
 
