@@ -70,7 +70,7 @@ class Observer(Protocol):
     #   launched(name, args, written)    compiled code launches a kernel (`Runtime.launched`)
     #   graph_captured(graph)            a CUDA graph has what was launched since the last one
     #   graph_replayed(graph)            it runs
-    #   perhaps(library, bytes)          a library may take as much here, for the time of a call
+    #   scratch(library, bytes)          a library likely takes as much here on a GPU, for the time of a call
     #   wait_stream(stream, on)          what comes on a stream waits for what another one has now
 
 

@@ -21,12 +21,12 @@ from graph.fake_cuda.torch_private import current_node
 from graph.recorder.lines import NONE, Lines
 from graph.recorder.origins import Origins
 from graph.recorder.recorder import Memo
-from graph.recorder.sequences import BIRTH, EMPTY, KEEP, PERHAPS, RELEASE, sequence
+from graph.recorder.sequences import BIRTH, EMPTY, KEEP, RELEASE, sequence
 from graph.recorder.sequences import Sequence as Steps
 from graph.workspaces import plan, rules
 from graph.workspaces.cub.indexing import RESIZING, grown
 from graph.workspaces.gemm import ENVIRONMENT
-from graph.workspaces.rules import Call
+from graph.workspaces.rules import BY_CHOICE, Call
 
 if TYPE_CHECKING:
     from graph.fake_cuda.device import Runtime
@@ -68,7 +68,6 @@ class Labels:
         self.title: dict[int, int] = {}  # of those that have a name of their own
         self.collected = array("i")  # allocations that Python's collector has freed
         self.gpu_bytes: dict[int, int] = {}  # by allocation: bytes on a GPU, where libraries take more
-        self.perhaps: dict[int, tuple[str, int]] = {}  # by allocation: a library, bytes that it may have taken after it
         self.lines = lines
 
     def code(self, name: str) -> int:
@@ -79,11 +78,17 @@ class Labels:
 class ProgramRecorder:
     """Tells `allocator` what happens on the device of `runtime`. The program is run by the function of code `base`.
 
-    With a `price` operators take time, and it is told of kernels, collectives and what waits for what.
+    With a `price` operators take time, and it is told of kernels, collectives and what waits for what. `on_gpu`: what
+    libraries take on a GPU alone is allocated too, else it is noted.
     """
 
     def __init__(
-        self, runtime: Runtime, allocator: Allocator, base: CodeType | None = None, price: Price | None = None
+        self,
+        runtime: Runtime,
+        allocator: Allocator,
+        base: CodeType | None = None,
+        price: Price | None = None,
+        on_gpu: bool = False,
     ) -> None:
         rules()  # loaded now, while the names of our modules are ours
         self.runtime = runtime
@@ -107,6 +112,7 @@ class ProgramRecorder:
         self._record_stream = allocator.record_stream
         self._held: list[int] | None = None  # frees that wait for others that came with them
         self._price = price
+        self._on_gpu = on_gpu
         self._captured = 0  # nanoseconds of the CUDA graph that is captured
         self._graphs: dict[int, int] = {}  # of each
         self._behind: set[int] = set()  # streams of collectives that nobody has waited for
@@ -241,9 +247,13 @@ class ProgramRecorder:
         if old >= 0:
             self._free(old)
 
-    def perhaps(self, library: str, size: int) -> None:
-        """A library may take as many bytes here, for the time of a call."""
-        self.labels.perhaps[len(self.labels.operator) - 1] = library, size
+    def scratch(self, library: str, size: int) -> None:
+        """A library takes bytes here on a GPU, for the time of a call."""
+        if size:
+            place = self._place(int(_get_ident() != self._main), self.labels.code(library))
+            ident = self._workspace(library, 0, self._stream(), place, size)
+            assert ident is not None
+            self._free(ident)
 
     def record_stream(self, storage: int, stream: int) -> None:
         """A storage is in use on another stream."""
@@ -303,12 +313,25 @@ class ProgramRecorder:
     def _allocate(self, size: int, stream: int, place: Place, on_gpu: int = -1) -> int:
         labels = self.labels
         operator, module, stack = place
-        if on_gpu >= 0:
+        if on_gpu >= 0 and self._on_gpu:
+            size = on_gpu
+        elif on_gpu >= 0:
             labels.gpu_bytes[len(labels.operator)] = on_gpu
         labels.operator.append(operator)
         labels.module.append(module)
         labels.stack.append(stack)
         return self._malloc(size, stream)
+
+    def _workspace(self, name: str, size: int, stream: int, place: Place, on_gpu: int) -> int | None:
+        """A workspace's number; None where there is no room for it, and the library does without."""
+        try:
+            ident = self._allocate(size, stream, (self.labels.code(name), *place[1:]), on_gpu)
+        except torch.OutOfMemoryError:
+            if name != BY_CHOICE:
+                raise
+            return None
+        self.labels.category[ident] = self.labels.code("workspace")
+        return ident
 
     def _follow(self, steps: Steps, born: list[int], stream: int, place: Place) -> None:
         """Allocate and free as a call does. Where memory runs out, what the call has so far is given back."""
@@ -319,19 +342,18 @@ class ProgramRecorder:
                 if action == BIRTH:
                     self._numbers[born[slot]] = self._allocate(self.runtime.bytes(born[slot]), stream, place)
                     told.append(born[slot])
-                elif action == RELEASE:
+                elif action == RELEASE and slot in slots:
                     self._free(slots.pop(slot))
+                elif action == RELEASE:
+                    continue  # of what there was no room for
                 elif action == EMPTY:
                     self.allocator.empty_cache()
-                elif action == PERHAPS:
-                    self.perhaps(name, size)
+                elif (ident := self._workspace(name, size, stream, place, on_gpu)) is None:
+                    continue
+                elif action == KEEP:
+                    self._workspaces[slot] = ident
                 else:
-                    ident = self._allocate(size, stream, (self.labels.code(name), *place[1:]), on_gpu)
-                    self.labels.category[ident] = self.labels.code("workspace")
-                    if action == KEEP:
-                        self._workspaces[slot] = ident
-                    else:
-                        slots[slot] = ident
+                    slots[slot] = ident
         except torch.OutOfMemoryError:
             for ident in slots.values():
                 self._free(ident)

@@ -19,8 +19,7 @@ import torch
 
 from graph.model import Kind, Role
 from graph.recorder.origins import Origins
-from graph.recorder.sequences import on_gpu
-from graph.workspaces.rules import Step
+from graph.workspaces.rules import Step, gpu_bytes
 
 if TYPE_CHECKING:
     from graph.fake_cuda.torch_private import Operator
@@ -99,7 +98,6 @@ class Log:
         self.born: list[tuple[int, int, Any, int]] = []  # storage -> (bytes, operator, dtype or text, stream)
         self.names: dict[str, int] = {}
         self.gpu_bytes: dict[int, int] = {}  # storage -> bytes on a GPU, where libraries take more
-        self.perhaps: dict[int, tuple[str, int]] = {}  # position in `events` -> a library, bytes it may take after it
 
     def code(self, name: str) -> int:
         """The code of a text in the name table."""
@@ -224,9 +222,15 @@ class Recorder:
             log.events.append(old << KIND_BITS | _FREE)
             self._given_back[storage] = old
 
-    def perhaps(self, library: str, size: int) -> None:
-        """A library may take as many bytes here, for the time of a call."""
-        self.log.perhaps[len(self.log.events) - 1] = library, size
+    def scratch(self, library: str, size: int) -> None:
+        """A library takes bytes here on a GPU, for the time of a call."""
+        if size and self.log.operators:
+            stream = self.runtime.stream
+            number = len(self.log.operators) - 1
+            mine = self._scratch(
+                ("alloc", library, 0, size), number, library, 0 if stream is None else stream.stream_id
+            )
+            self.log.event(Kind.FREE, mine)
 
     def record_stream(self, storage: int, stream: int) -> None:
         """A storage is in use on another stream."""
@@ -325,7 +329,7 @@ class Recorder:
         return mine
 
     def _scratch(self, step: Step, number: int, name: object, stream: int) -> int:
-        log, size, there = self.log, step[2], on_gpu(step)
+        log, size, there = self.log, step[2], gpu_bytes(step)
         mine = len(log.born)
         if there >= 0:
             log.gpu_bytes[mine] = there
@@ -385,8 +389,6 @@ class Recorder:
                     writes.append((self._birth(born[step[1]], number, signature, step[1], stream), 0))
             elif kind == "keep":
                 self._scratch(step, number, "workspace", stream)
-            elif kind == "perhaps":
-                self.perhaps(*step[1:])
             elif kind == "rest":
                 for position in rest:
                     writes.append((self._birth(born[position], number, signature, position, stream), 0))

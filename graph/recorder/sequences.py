@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from graph.workspaces.rules import Plan, Step
+from graph.workspaces.rules import Plan, gpu_bytes
 
 #: What a step does with its slot: output `slot` is born; scratch `slot` is born, dies; the workspace that the rules
-#: know by the key `slot` is born for good. The last two have none: the cache is emptied; a library may take bytes.
-BIRTH, SCRATCH, RELEASE, KEEP, EMPTY, PERHAPS = range(6)
+#: know by the key `slot` is born for good. The last has none: the cache is emptied.
+BIRTH, SCRATCH, RELEASE, KEEP, EMPTY = range(5)
 #: Action, slot, bytes, name, and bytes on a GPU (-1: the same).
 Sequence = tuple[tuple[int, Any, int, str, int], ...]
 
@@ -33,21 +33,14 @@ def sequence(plan: Plan | None, outputs: int) -> Sequence:
         elif kind == "rest":
             found += rest
         elif kind == "keep":
-            found.append((KEEP, step[1], step[2], "workspace", on_gpu(step)))
+            found.append((KEEP, step[1], step[2], "workspace", gpu_bytes(step)))
         elif kind == "empty":
             found.append((EMPTY, 0, 0, "", -1))
-        elif kind == "perhaps":
-            found.append((PERHAPS, 0, step[2], step[1], -1))
         elif kind == "alloc" and max(step[2:]):
             slots[step[1]] = len(slots) if step[1] not in slots else slots[step[1]]
             alive.append(slots[step[1]])
-            found.append((SCRATCH, slots[step[1]], step[2], str(step[1]), on_gpu(step)))
+            found.append((SCRATCH, slots[step[1]], step[2], str(step[1]), gpu_bytes(step)))
         elif kind == "free" and slots.get(step[1], -1) in alive:
             alive.remove(slots[step[1]])
             found.append((RELEASE, slots[step[1]], 0, "", -1))
     return (*found, *((RELEASE, slot, 0, "", -1) for slot in alive))
-
-
-def on_gpu(step: Step) -> int:
-    """The bytes of an "alloc" or "keep" on a GPU; -1 where they are the same."""
-    return int(step[3]) if len(step) > len(("alloc", "key", "bytes")) else -1

@@ -1,8 +1,8 @@
 """Convolutions: copies of operands into the memory format that is computed in, and the bias gradient's sum.
 
-cuDNN's own workspace depends on the algorithm it chooses and is not known here; it is taken as zero. What is likely, of
-operands that do not have channels last, is each of them once more: the fastest kernels want them so. Where cuDNN is not
-taken (`torch.backends.cudnn.enabled`), PyTorch lays out the columns of one image and multiplies them.
+cuDNN's own workspace depends on the algorithm that it chooses; recordings have none. What is likely on a GPU is a copy
+of each operand as the fastest kernels want it: with channels last, and their number a multiple of 16 bytes. Where cuDNN
+is not taken (`torch.backends.cudnn.enabled`), PyTorch lays out the columns of one image and multiplies them.
 Source: aten/src/ATen/native/Convolution.cpp, cudnn/ConvShared.cpp, cuda/DepthwiseConv2d.cu, cuda/ConvolutionMM2d.cu,
 cuda/NaiveDilatedConvolution.cu, cuda/NaiveConvolutionTranspose2d.cu, cuda/NaiveConvolutionTranspose3d.cu,
 cuda/Im2Col.cu, cuda/Col2Im.cu and c10/core/MemoryFormat.h.
@@ -35,7 +35,7 @@ from graph.workspaces.metadata import (
     width,
 )
 from graph.workspaces.reduction import merged, scratch
-from graph.workspaces.rules import EMPTY, REST, Call, Plan, Rule, Step, after, within
+from graph.workspaces.rules import BY_CHOICE, EMPTY, REST, Call, Plan, Rule, Step, after, within
 
 if TYPE_CHECKING:
     import torch
@@ -94,8 +94,11 @@ class _Operand:
         )
 
 
-#: Of a filter, below which cuDNN takes kernels that need no copies of operands.
-_FEWEST_CHANNELS: Final = 3
+#: Bytes of channels that tensor cores read at once; pixels of a filter from which copies are worth it for fewer.
+_READ: Final = 16
+_LARGE_FILTER: Final = 49
+#: Channels of which fp32 outputs are written as they lie.
+_FEW: Final = 64
 
 
 def _last(first: _Operand, second: _Operand, wide: bool) -> bool:
@@ -110,26 +113,81 @@ def _needed(operands: Sequence[tuple[str, _Operand]], channels_last: bool) -> li
 
 def cudnn_convolution(call: Call) -> Plan | None:
     """`cudnn_convolution`, also transposed: weight, then input, in its format, after the output (ConvShared.cpp)."""
-    source, weight = (_Operand.of(tensor) for tensor in call.args[:2])
+    source, weight, out = (_Operand.of(tensor) for tensor in (*call.args[:2], next(tensors(call.out))))
     last = _last(source, weight, dtype(call.args[0]) == "float64")
     copies, search = _needed([("weight", weight), ("input", source)], last), _search(call, call.name, call.args[2:6])
-    own = _perhaps(last, weight, source.bytes, weight.bytes, size(next(tensors(call.out))))
+    stride, _, groups = call.args[4:7] if "transpose" in call.name else call.args[3:6]
+    kernel = _Kernel("out", source, out, weight, width(call.args[0]), groups, max(stride))
+    own = _likely(kernel, last)
     return (REST, *within(copies, *own, *search)) if copies or own or search else None
 
 
-def _perhaps(last: bool, weight: _Operand, *sizes: int) -> Plan:
-    """What cuDNN may take: a copy of each operand, where they do not have channels last.
+@dataclass(frozen=True)
+class _Kernel:
+    """What cuDNN computes of a convolution, "out", or the gradient of "input" or "weight".
 
-    On an H100 (cuDNN 9.19, tests/data/gpu) it does, to 0 to 147 bytes, for most filters of more than one pixel on three
-    channels and more; for others it takes little.
+    `given` and `made` are what it reads beside the filter and what it writes (of the weight's gradient: input and
+    gradient); `item` are bytes of an element, `stride` the largest.
     """
-    if last:
-        return ()
-    told = ("perhaps", "cuDNN", sum(sizes))
-    _, channels, *pixels = weight.sizes
-    if prod(pixels) == 1 or channels < _FEWEST_CHANNELS:
-        return (told,)
-    return (told, *within([("algorithm", 0, sum(sizes))]))
+
+    way: str
+    given: _Operand
+    made: _Operand
+    weight: _Operand
+    item: int
+    groups: int
+    stride: int
+
+    def copies(self, last: bool) -> int:
+        """Bytes of the likely copies; `last`: operands have channels last.
+
+        On an H100 (cuDNN 9.19, 192 convolutions in tests/data/gpu) that is all but what the last sums of a weight's
+        gradient take, to 0 to 147 bytes, for four of five in 16 bits and two of three in fp32.
+        """
+        channels = [one.sizes[1] // self.groups for one in (self.given, self.made)]
+        if self.item > 4 or (self.groups > 1 and min(channels) == 1):
+            return 0
+        full = [-(-count * self.item // _READ) * _READ // self.item for count in channels]
+        given, made = (
+            one.bytes // count * whole
+            for one, count, whole in zip((self.given, self.made), channels, full, strict=True)
+        )
+        weight = self.weight.bytes // prod(channels) * prod(full)
+        if last:
+            padded = [size for size, one in ((given, self.given), (made, self.made)) if size != one.bytes]
+            return sum(padded) + weight if padded else 0
+        if prod(self.weight.sizes[2:]) == 1:
+            return 0 if self._is_product() else given + made
+        if self._has_own_kernel(channels):
+            return 0
+        return given + weight + (0 if self._is_written_as_it_is(channels[0]) else made)
+
+    def _is_product(self) -> bool:
+        """Whether filters of one pixel make it a product of matrices, whose rows begin where they can be read."""
+        return self.stride == 1 and prod(self.given.sizes[2:]) % 8 == 0
+
+    def _is_small(self) -> bool:
+        return prod(self.weight.sizes[2:]) < _LARGE_FILTER
+
+    def _is_written_as_it_is(self, reads: int) -> bool:
+        """Whether the output needs no copy: in fp32, of few channels."""
+        return self.way == "out" and self.item == 4 and self.groups == 1 and reads <= _FEW and self._is_small()
+
+    def _has_own_kernel(self, channels: Sequence[int]) -> bool:
+        """Whether there are kernels that read and write operands as they are: of a few channels, and of patches."""
+        if self.way == "weight":
+            return False
+        reads, writes = (count * self.item < _READ for count in channels)
+        if self.item == 2:
+            patches = self.way == "input" and not self._is_small() and self.stride == self.weight.sizes[-1]
+            return (reads and self._is_small()) or patches
+        return writes
+
+
+def _likely(kernel: _Kernel, last: bool) -> Plan:
+    """What cuDNN likely takes on a GPU."""
+    size = kernel.copies(last)
+    return within([(BY_CHOICE, 0, size)]) if size else ()
 
 
 def _search(call: Call, operation: str, settings: Sequence[Any]) -> Plan:
@@ -196,7 +254,7 @@ def _cudnn_backward(
     """
     steps: Plan = ()
     kept: list[tuple[str, int]] = []
-    sizes = gradient.bytes, source.bytes, weight.bytes
+    item, groups, stride = width(call.args[1]), int(call.args[9]), max(call.args[4])
     if wanted[1]:
         last = _last(source, weight, wide)
         kept = _needed([("contiguous input", source)], last)
@@ -210,12 +268,14 @@ def _cudnn_backward(
     if wanted[0]:
         last = _last(gradient, weight, wide)
         copies = _needed([("weight", weight), ("its gradient", gradient)], last)
-        own = (*_perhaps(last, weight, *sizes), *_search(call, "input", call.args[4:10]))
+        kernel = _Kernel("input", gradient, source, weight, item, groups, stride)
+        own = (*_likely(kernel, last), *_search(call, "input", call.args[4:10]))
         steps += (("out", 0), *within(copies, *own))
     if wanted[1]:
         last = _last(source, gradient, wide)
         copies = _needed([("weight's gradient", gradient), ("input", source)], last)
-        own = (*_perhaps(last, weight, *sizes), *_search(call, "weight", call.args[4:10]))
+        kernel = _Kernel("weight", source, gradient, weight, item, groups, stride)
+        own = (*_likely(kernel, last), *_search(call, "weight", call.args[4:10]))
         steps += within(copies, ("out", int(wanted[0])), *own)
     return within(kept, *steps)
 

@@ -14,14 +14,15 @@ from graph.hardware.profile import Profile
 
 #: ("alloc", key, bytes): scratch `key` is born; ("free", key): it dies; ("out", i): the i-th new output storage of the
 #: call (flattened outputs, new storages only) is born; ("keep", key, bytes): a workspace that stays, noted in `state`
-#: under this key, which ends with its stream; ("rest",): outputs not named yet are born here; ("perhaps", library,
-#: bytes): it may take as much here, until the call ends. Outputs that no step names are born before the first step.
-#: A fourth entry of "alloc" and "keep" are its bytes on a GPU, where a library takes more than the recordings have, in
-#: which libraries do nothing.
+#: under this key, which ends with its stream; ("rest",): outputs not named yet are born here. Outputs that no step
+#: names are born before the first step. A fourth entry of "alloc" and "keep" are its bytes on a GPU, where a library
+#: takes more than the recordings have, in which libraries do nothing.
 Step = tuple[Any, ...]
 Plan = tuple[Step, ...]
 #: `Call.deterministic` where what is not deterministic is an error.
 ENFORCED: Final = 2
+#: The key of scratch that a library takes where there is room for it: where there is none, it computes in another way.
+BY_CHOICE: Final = "algorithm"
 #: The outputs that no step has named are born.
 REST: Final = ("rest",)
 #: What the allocator has cached is given back, as torch.cuda.empty_cache does.
@@ -52,6 +53,11 @@ class Call:
 
 
 Rule = Callable[[Call], Plan | None]
+
+
+def gpu_bytes(step: Step) -> int:
+    """The bytes of an "alloc" or "keep" on a GPU; -1 where they are the same."""
+    return int(step[3]) if len(step) > len(("alloc", "key", "bytes")) else -1
 
 
 def within(scratch: Iterable[tuple[str, int] | tuple[str, int, int]], *inside: Step) -> Plan:

@@ -39,6 +39,9 @@ _EPILOG: Final = (
     help="When memory that another stream used comes back: at once, or when the host waits.",
 )
 @click.option(
+    "--on-gpu", is_flag=True, help="Serve it as a GPU would, where libraries allocate and the driver gives addresses."
+)
+@click.option(
     "--floats", metavar="X", default=0.0, show_default=True, help="What numbers are that it reads of the GPU."
 )
 @click.option("--json", "document", metavar="FILE", help="Write figures, steps and assumptions as JSON.")
@@ -54,6 +57,7 @@ def command(
     release: str | None,
     timing: bool,
     deferred: str,
+    on_gpu: bool,
     floats: float,
     document: str | None,
     written: Outputs,
@@ -78,7 +82,7 @@ def command(
         late=deferred == "late",
         timed=timing,
     )
-    request = replace(request, floats=floats)
+    request = replace(request, floats=floats, on_gpu=on_gpu)
     cards = [profile(request.gpu, request.release)]
     outside = process_terms(cards, context_size(context), int(request.world > 1))
     if context is not None:

@@ -1,9 +1,10 @@
 """The one verdict of a run on its GPU: replays beside what lies outside the allocator, over the range of that.
 
 Beside the replay of the trace as it stands there is one of it as on a GPU (`engine.on_gpu`), whose peaks the result has
-too; the verdict is the worse of the two. Without anything outside the allocator the trace as it stands is all there is.
-The device is replayed less the likely size of it. `tight` is what the least of the range serves and the most does not,
-and what the allocator serves only by giving memory back and trying again, which stops the GPU.
+too; the verdict is the worse of the two. Where that runs out of memory cuDNN does without its workspaces. Without
+anything outside the allocator the trace as it stands is all there is. The device is replayed less the likely size of
+that. `tight` is what the least of the range serves and the most does not, and what the allocator serves only by giving
+memory back and trying again, which stops the GPU.
 """
 
 from __future__ import annotations
@@ -30,26 +31,30 @@ def judged(trace: Trace, terms: tuple[OutsideTerm, ...], *, analyse: bool = True
     found = _beside(trace, terms, {"analyse": analyse, **kept})
     if not terms:
         return found
-    real = on_gpu(trace)
+    real, tries = on_gpu(trace), 0
     there = _beside(real, terms, {"analyse": False})
+    if there.verdict == "oom":
+        real, tries = on_gpu(trace, lean=True), 1
+        there = _beside(real, terms, {"analyse": False})
     if there.verdict == "oom":  # which needs more than what has no libraries
         return _beside(real, terms, {"analyse": analyse, **kept})
     if found.verdict == "oom":
         return found
-    return replace(found, ranks=tuple(_with(rank, there.for_rank(rank.ranks[0])) for rank in found.ranks))
+    return replace(found, ranks=tuple(_with(rank, there.for_rank(rank.ranks[0]), tries) for rank in found.ranks))
 
 
 def sides(trace: Trace, terms: tuple[OutsideTerm, ...]) -> Iterator[Trace]:
     """The traces that have to fit: as it stands, and as on a GPU where anything lies outside the allocator."""
     yield trace
     if terms:
-        yield on_gpu(trace)
+        yield on_gpu(trace, lean=True)
 
 
-def _with(rank: RankResult, there: RankResult) -> RankResult:
-    """A rank with its peaks on a GPU, and the least outside the allocator with which it runs out of memory."""
+def _with(rank: RankResult, there: RankResult, tries: int) -> RankResult:
+    """A rank with its peaks on a GPU, and the least outside the allocator with which it runs out of memory; `tries`:
+    how often at least a library had to do without what it would have taken, for which the allocator tries again."""
     limits = [limit for limit in (rank.oom_with, there.oom_with) if limit is not None]
-    peaks = OnGpu(there.peak_allocated, there.peak_reserved, there.retries)
+    peaks = OnGpu(there.peak_allocated, there.peak_reserved, max(there.retries, tries))
     return replace(rank, on_gpu=peaks, oom_with=min(limits, default=None))
 
 

@@ -74,6 +74,8 @@ def main(text: str, objects: int) -> int:
     _stand_in(Path(request.folder))
     warm_up()
     device = Device(card.name, request.memory or card.total_bytes, request.context)
+    if request.on_gpu:
+        device = dataclasses.replace(device, placement="driver")
     prices = Prices(Clock.connected(request.gpu, request.interconnect)) if request.timed else None
     if prices is not None:
         device = dataclasses.replace(device, launch_ns=LAUNCH_NS)
@@ -91,7 +93,7 @@ def main(text: str, objects: int) -> int:
     with fake_cuda(card, allocator, index, min(request.processes, _DEVICES)) as runtime:
         sdpa.install(runtime)
         runtime.values.number = request.floats
-        recorder = ProgramRecorder(runtime, allocator, _BASE, None if prices is None else prices.kernel)
+        recorder = ProgramRecorder(runtime, allocator, _BASE, None if prices is None else prices.kernel, request.on_gpu)
         allocator.told = History(lambda: trace_of(allocator, recorder.labels, {}))
         end = _End(request, allocator)
         phases = Phases(recorder, allocator, end)

@@ -29,7 +29,8 @@ class Request:
     puts before the program's own. `launched`: ranks are told their places, also where there is one. `watched`: somebody
     looks at standard error. `late`: memory in use on another stream comes back when the host waits. `timed`: kernels
     take time, and collectives over `interconnect` (`strategies.timing.Clock.connected`). `endless`: memory never runs
-    out, although the program is told that the GPU has what it has. `floats`: what floating-point numbers are that the
+    out, although the program is told that the GPU has what it has. `on_gpu`: libraries take what they take on a GPU,
+    and addresses are the driver's (`simulator.engine.on_gpu`). `floats`: what floating-point numbers are that the
     program reads and that have no values. `exchange`: the socket over which it speaks with other ranks' processes, -1
     where it has none.
     """
@@ -54,6 +55,7 @@ class Request:
     timed: bool = False
     interconnect: str = ""
     endless: bool = False
+    on_gpu: bool = False
     floats: float = 0.0
     exchange: int = -1
 

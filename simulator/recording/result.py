@@ -75,7 +75,7 @@ def told(result: Result, recorded: Recorded) -> Iterator[str]:
         yield f"{label_of(rank.ranks)}: at most {peaks}" + (
             f"; out of memory {ooms} time{'s' * (ooms > 1)}" if ooms else ""
         )
-        if (there := rank.on_gpu) is not None:
+        if (there := rank.on_gpu) is not None and there != OnGpu(rank.peak_allocated, rank.peak_reserved, rank.retries):
             sizes = f"{format_bytes(there.peak_allocated)} allocated, {format_bytes(there.peak_reserved)} reserved"
             yield f"  on a GPU, where libraries allocate too: {sizes}"
         if spread := _spread_line(rank, recorded):

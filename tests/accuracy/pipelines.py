@@ -42,7 +42,7 @@ _CLIP: Final = "black-forest-labs/FLUX.1-dev/tokenizer"
 _PIECES: Final = 1000
 #: The benchmark ends by deleting what is the user's below /tmp.
 _KEEPS: Final = "\n\ndef cleanup_tmp_directory():\n    pass\n"
-_MORE: Final = re.compile(r"the peak may be ([0-9.]+) (MiB|GiB) higher: cuDNN")
+_MORE: Final = re.compile(r"on a GPU the peak may be ([0-9.]+) (MiB|GiB) higher: cuDNN")
 
 
 @dataclass(frozen=True)

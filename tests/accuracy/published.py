@@ -3,10 +3,10 @@
     python -m tests.accuracy published [--table FILE] [--where KEY=VALUE]... [--jobs N] [--judged]
 
 Each row of the table is read into a case by its columns alone: what a column says, what it leaves open and how that was
-decided (`assumed`). A row that no case can say is listed with the reason. Figures are of the metric that was printed:
-of torch's counters the same counter, plus the workspace of autograd's own cuBLAS handle, which every real GPU has; of
-the device's own the reserved memory with the context. Last comes what was kept of rows that are run as programs. KEY is
-a key of a case (VALUE exactly) or a column of the table (VALUE anywhere in it). `--judged`: only the rows with a goal.
+decided (`assumed`). A row that no case can say is listed with the reason. Figures are of the metric that was printed,
+as on a GPU: of torch's counters the same counter, of the device's own the reserved memory with the context. Last comes
+what was kept of rows that are run as programs. KEY is a key of a case (VALUE exactly) or a column of the table (VALUE
+anywhere in it). `--judged`: only the rows with a goal.
 """
 
 from __future__ import annotations
@@ -411,21 +411,21 @@ def compared(row: Row) -> Compared:
 
 def _simulated(case: Mapping[str, Any], counter: str) -> tuple[int | None, tuple[str, ...]]:
     """Bytes by the counter (allocated ones of the last step), and what of them is not the allocator's, in words."""
+    from simulator import replay
+    from simulator.engine.on_gpu import on_gpu
     from simulator.estimator.estimate import estimate, phase_figures
 
     found = estimate(case, context="auto" if counter == "device" else 0, analyse=False)
     if found.verdict == "oom":
         return None, ()
-    terms = {term.name: term.bytes for term in found.outside}
-    if counter != "allocated":
-        if counter == "reserved":
-            return found.worst.peak_reserved, ()
-        total = found.worst.peak_reserved + sum(terms.values())
-        return total, (f"with {sum(terms.values()) / MIB:.0f} MiB outside the allocator",)
-    second = terms.get("2nd cuBLAS handle", 0)
-    phases = phase_figures(found.worst)
-    steady = [figures["peak"] for name, figures in phases.items() if name.endswith("_last")]
-    return max(steady, default=found.worst.peak_allocated) + second, ()
+    if counter == "device":
+        outside = sum(term.bytes for term in found.outside)
+        return found.worst.device_total, (f"with {outside / MIB:.0f} MiB outside the allocator",)
+    there = replay(on_gpu(found.trace), analyse=False).ranks[0]
+    if counter == "reserved":
+        return there.peak_reserved, ()
+    steady = [figures["peak"] for name, figures in phase_figures(there).items() if name.endswith("_last")]
+    return max(steady, default=there.peak_allocated), ()
 
 
 def rows(path: Path) -> list[Row]:

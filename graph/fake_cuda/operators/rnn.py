@@ -1,8 +1,8 @@
 """LSTM, GRU and plain recurrent networks by cuDNN, as PyTorch calls it (aten/src/ATen/native/cudnn/RNN.cpp).
 
-Weights lie in one buffer (`RNNBase.flatten_parameters`), gradients of weights too. What cuDNN asks for itself is known
-to the library alone (cudnnGetRNNTempSpaceSizes): of the reserve space, which lives from forward to backward, what the
-derivative needs at the least is taken, of the workspace, which does not, nothing; a range is told.
+Weights lie in one buffer (`RNNBase.flatten_parameters`), gradients of weights too. What cuDNN asks for itself it alone
+knows (cudnnGetRNNTempSpaceSizes): its reserve space, which lives from forward to backward, is that of every one of 72
+calls on an H100 (tests/data/gpu); its workspace, which recordings do not have, is about that of those calls on a GPU.
 """
 
 from __future__ import annotations
@@ -19,10 +19,16 @@ from graph.fake_cuda.torch_private import BY_CPU_KERNEL, cudnn_rnn
 if TYPE_CHECKING:
     from graph.fake_cuda.device import Runtime
 
-#: Numbers of the kinds (`cudnnRNNMode_t`), and for each how many values a unit keeps for its derivative, gates first.
+#: Numbers of the kinds (`cudnnRNNMode_t`), and for each how many values a unit keeps for its derivative, and for how
+#: many the workspace has room.
 _MODES: Final[Mapping[str, int]] = {"rnn_relu": 0, "rnn_tanh": 1, "lstm": 2, "gru": 3}
 _NAMES: Final = ("RNN", "RNN", "LSTM", "GRU")
-_KEPT: Final = (1, 1, 5, 4)
+_KEPT: Final = (1, 1, 5, 6)
+_WORKED: Final = (4, 4, 5, 4)
+#: Of the reserve space: its header, and where its parts begin; and what the workspace has for each layer and direction.
+_HEADER: Final = 256
+_ALIGNED: Final = 32
+_EACH: Final = 8 << 20
 
 
 def install(runtime: Runtime) -> None:
@@ -152,20 +158,33 @@ def forward(
     last = torch.empty_like(hidden)
     end = torch.empty(0, device=out.device) if cell is None else torch.empty_like(cell)
     buffer = _buffer(weights, source.dtype) if buffer is None else buffer
-    units = prod(steps.shape[:-1]) * size * (1 + both) * layers
-    least = units * _KEPT[mode] * source.itemsize
-    reserve = torch.empty(least if train else 0, dtype=torch.uint8, device=source.device)
-    _tell(runtime, mode, least if train else 0, units * _KEPT[mode] * source.itemsize)
+    units, ways = prod(steps.shape[:-1]) * size, 1 + both
+    working = workspace(mode, units, source.itemsize, layers * ways)
+    runtime.tell("scratch", "cuDNN", working)
+    kept = reserved(mode, units, source.itemsize, layers, ways, dropout) if train else 0
+    reserve = torch.empty(kept, dtype=torch.uint8, device=source.device)
+    runtime.note(
+        f"cuDNN's workspace of a call of {_NAMES[mode]} is taken as {working} bytes on a GPU; cuDNN alone knows it "
+        f"(cudnnGetRNNTempSpaceSizes), from {working // 2} to {2 * working} were seen"
+    )
     return out.transpose(0, 1) if batch_first and not sizes else out, last, end, reserve, buffer
 
 
-def _tell(runtime: Runtime, mode: int, reserved: int, gates: int) -> None:
-    """The range of what cuDNN asks for itself: from what the derivative needs to as much again, and a workspace."""
-    most = 2 * reserved + 2 * gates
-    runtime.note(
-        f"cuDNN's reserve space and workspace of a call of {_NAMES[mode]} are taken as {reserved} bytes; "
-        f"cuDNN alone knows them (cudnnGetRNNTempSpaceSizes), from {reserved} to {most} are likely"
-    )
+def reserved(mode: int, units: int, item: int, layers: int, ways: int, dropout: float) -> int:
+    """What cuDNN keeps for the derivative: values of each unit, what goes from layer to layer, and which of it was
+    dropped. `units`: hidden ones of all rows, in one layer and direction; `ways`: directions."""
+    between = (layers - 1) * ways
+    dropped = between * _up(-(-units * ways // 8)) if dropout else 0
+    return _up(units * ways * layers * item * _KEPT[mode]) + between * units * item + dropped + _HEADER
+
+
+def workspace(mode: int, units: int, item: int, times: int) -> int:
+    """About what cuDNN takes for the time of a call; `times`: layers by directions."""
+    return times * (_EACH + units * item * _WORKED[mode])
+
+
+def _up(size: int) -> int:
+    return -(-size // _ALIGNED) * _ALIGNED
 
 
 def backward(
@@ -183,12 +202,16 @@ def backward(
     *rest: Any,
 ) -> tuple[Any, ...]:
     """`_cudnn_rnn_backward`: gradients that are not there count as zeros; those of weights are parts of one buffer."""
-    mask = rest[-1]
+    mode, size, _, layers, _, _, _, both, *_, mask = rest
+    working = workspace(mode, prod(out.shape[:-1]) * size, source.itemsize, layers * (1 + both))
     pairs = ((out, gradient), (hidden, last), (cell, end))
     zeros = [torch.zeros_like(like) for like, given in pairs if given is None and like is not None]
     made = zip((source, hidden, cell), mask, strict=False)
     found = [torch.empty_like(like) if wanted and like is not None else None for like, wanted in made]
+    runtime.tell("scratch", "cuDNN", working)
     weight_gradients = _parts(torch.zeros_like(buffer), weights) if mask[3] else [None] * len(weights)
+    if mask[3]:
+        runtime.tell("scratch", "cuDNN", working)
     del zeros
     return (*found, weight_gradients)
 

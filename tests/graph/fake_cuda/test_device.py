@@ -708,7 +708,7 @@ def test_windows_of_an_inverse_transform_overlap(runtime: Runtime) -> None:
     "options", [{}, {"num_layers": 2, "bidirectional": True, "batch_first": True}, {"bias": False}]
 )
 def test_recurrent_layers_run_by_cudnn(kind: Any, options: dict[str, Any], log: Log, runtime: Runtime) -> None:
-    """Weights lie in one buffer, their gradients in another; what cuDNN takes for itself is told as a range."""
+    """Weights lie in one buffer, their gradients in another; the workspace is told as a range."""
     layer = kind(8, 16, **options).to("cuda")
     result, state = layer(torch.empty(5, 3, 8, device="cuda", requires_grad=True))
     _backward(result)
@@ -718,7 +718,7 @@ def test_recurrent_layers_run_by_cudnn(kind: Any, options: dict[str, Any], log: 
     assert len({runtime.storage(weight) for weight in weights}) == 1
     assert len({runtime.storage(weight.grad) for weight in weights if weight.grad is not None}) == 1
     assert [weight.grad.shape for weight in weights if weight.grad is not None] == [w.shape for w in weights]
-    assert any("cuDNN's reserve space and workspace" in text for text in runtime.assumptions)
+    assert any("cuDNN's workspace of a call" in text for text in runtime.assumptions)
     del result, state
 
 

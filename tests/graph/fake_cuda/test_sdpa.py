@@ -24,6 +24,7 @@ from graph.workspaces.attention import (
 )
 from graph.workspaces.rules import Call, Plan
 from tests.places import DATA as _DATA
+from tests.support.plans import as_recorded
 
 DATA: Final = _DATA / "attention.json"
 ITEM_BYTES: Final = {"float64": 8, "int64": 8, "uint64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "bool": 1}
@@ -165,7 +166,6 @@ def played(plan: Plan, outputs: Sequence[int]) -> list[int]:
     events: list[int] = []
     places: dict[Any, int] = {}
     named = {step[1] for step in plan if step[0] == "out"}
-    elsewhere: set[Any] = set()
 
     def born(key: Any, nbytes: int) -> None:
         places[key] = len(places)
@@ -178,16 +178,12 @@ def played(plan: Plan, outputs: Sequence[int]) -> list[int]:
 
     if ("rest",) not in plan:
         others()
-    for step in plan:
+    for step in as_recorded(plan):
         match step:
             case ("out", i):
                 born(i, outputs[i])
-            case ("alloc", key, 0, _):
-                elsewhere.add(key)  # on a GPU alone
-            case ("alloc", key, nbytes, *_):
+            case ("alloc", key, nbytes):
                 born(key, nbytes)
-            case ("free", key) if key in elsewhere:
-                pass
             case ("free", key):
                 events.append(-1 - places.pop(key))
                 places[object()] = -1  # numbers are not used again
@@ -298,20 +294,15 @@ class Events:
         self.names.append(str(func))
         plan = self._plan(str(func), args, kwargs, out)
         named = {step[1] for step in plan if step[0] == "out"}
-        elsewhere: set[Any] = set()
         rest = [storage for i, storage in enumerate(born) if i not in named]
         if ("rest",) not in plan:
             plan = (("rest",), *plan)
-        for step in plan:
+        for step in as_recorded(plan):
             match step:
                 case ("out", i):
                     self._born(born[i], self.runtime.bytes(born[i]))
-                case ("alloc", key, 0, _):
-                    elsewhere.add(key)  # on a GPU alone
-                case ("alloc", key, nbytes, *_):
+                case ("alloc", key, nbytes):
                     self._born(key, nbytes)
-                case ("free", key) if key in elsewhere:
-                    pass
                 case ("free", key):
                     self.events.append(-1 - self.places.pop(key))
                 case ("rest",):

@@ -42,7 +42,7 @@ def test_the_peak_with_a_workspace_that_is_likely(earlier: str, memory_format: s
     done = record(tmp_path, "images.py", earlier, memory_format)
     assert done.returncode == 0, done.stderr
     told = [text for text in answer(tmp_path)["notices"] if "cuDNN" in text]
-    assert [text.partition(":")[0] for text in told] == ([f"the peak may be {more} higher"] if more else [])
+    assert [text.partition(":")[0] for text in told] == ([f"on a GPU the peak may be {more} higher"] if more else [])
     assert all("images.py:10 (" in text for text in told)
 
 
@@ -50,17 +50,19 @@ def test_the_peak_of_a_capture() -> None:
     """100 MiB stay; a call makes 50 and may take 60 for a while; what comes after it makes 80."""
     log = Log()
     modules = [log.code("layers.0"), log.code("layers.1")]
-    for number, (size, module) in enumerate([(100, -1), (50, modules[1]), (80, modules[0])]):
+    for size, there, module in [(100, -1, -1), (50, -1, modules[1]), (0, 60, modules[1]), (80, -1, modules[0])]:
+        number = len(log.born)
         log.event(Kind.OPERATOR, number)
         log.operators.append((None, module))
         log.event(Kind.ALLOC, number)
-        log.born.append((size << 20, number, None, 0))
-        if number == 1:
-            log.perhaps[len(log.events) - 1] = "cuDNN", 60 << 20
+        log.born.append((size << 20, number, None if there < 0 else "algorithm", 0))
+        if there >= 0:
+            log.gpu_bytes[number] = there << 20
             log.event(Kind.FREE, number)
-    assert of_log(log).startswith("the peak may be 30.00 MiB higher: cuDNN")
+            log.event(Kind.FREE, number - 1)
+    assert of_log(log).startswith("on a GPU the peak may be 30.00 MiB higher: cuDNN")
     assert "first of all at layers.1)" in of_log(log)
-    log.perhaps[3] = "cuDNN", 30 << 20
+    log.gpu_bytes[2] = 30 << 20
     assert of_log(log) == ""
 
 
@@ -72,7 +74,7 @@ def test_the_peak_with_a_transform_s_workspace(tmp_path: Path) -> None:
     done = record(tmp_path, "waves.py")
     assert done.returncode == 0, done.stderr
     (told,) = (text for text in answer(tmp_path)["notices"] if "cuFFT" in text)
-    assert told.startswith("the peak may be 128.00 MiB higher: cuFFT")
+    assert told.startswith("on a GPU the peak may be 128.00 MiB higher: cuFFT")
     assert "waves.py:3" in told
 
 
@@ -83,4 +85,4 @@ def test_an_estimate_says_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     )
     monkeypatch.chdir(tmp_path)
     found = estimate({"model": "nets:images", "gpu": "A100-80GB"})
-    assert [text.startswith("the peak may be") for text in found.assumptions if "cuDNN" in text] == [True]
+    assert [text.startswith("on a GPU the peak may be") for text in found.assumptions if "cuDNN" in text] == [True]

@@ -13,6 +13,7 @@ from graph.workspaces import Call, merge, plan, rules
 from graph.workspaces.cub.temporary import merge_sort_pairs, unique_by_key_of_thrust
 from graph.workspaces.gemm import ENVIRONMENT, workspace_bytes
 from tests.places import DATA as _DATA
+from tests.support.plans import as_recorded
 
 DATA = _DATA / "workspaces.json"
 WITHOUT_CUDNN = _DATA / "convolutions.json"
@@ -118,13 +119,8 @@ def call(name: str, *args: Any, out: Any = None, gpu: str = "A100", release: str
 
 
 def followed(steps: Any, outputs: list[int]) -> list[list[Any]]:
-    """The allocator's sequence of a plan: scratch numbered by birth, outputs that it does not name at their place.
-
-    Without what is there on a GPU alone.
-    """
-    steps = list(steps or ())
-    elsewhere = {step[1] for step in steps if step[0] in ("alloc", "keep") and not step[2]}
-    steps = [step for step in steps if step[0] not in ("alloc", "free", "keep") or step[1] not in elsewhere]
+    """The allocator's sequence of a plan: scratch numbered by birth, outputs that it does not name at their place."""
+    steps = as_recorded(steps)
     named = {step[1] for step in steps if step[0] == "out"}
     rest = [["out", i, nbytes] for i, nbytes in enumerate(outputs) if i not in named]
     events: list[list[Any]] = [] if ("rest",) in steps else list(rest)

@@ -7,9 +7,9 @@ import numpy as np
 from simulator.engine.min_memory import smallest_memory
 from simulator.engine.on_gpu import on_gpu
 from simulator.engine.replay import replay
-from simulator.engine.result import OutsideTerm
+from simulator.engine.result import OnGpu, OutsideTerm
 from simulator.estimator.judging import judged, sides
-from traces.model import Device, Events, Op, RankEvents, Trace
+from traces.model import Device, Events, Op, RankEvents, Strings, Trace
 
 MIB = 1 << 20
 CONTEXT = (OutsideTerm("context", 10 * MIB, "as given"),)
@@ -73,3 +73,15 @@ def test_the_driver_goes_down_in_whole_reservations_and_fills_the_newest_first()
     assert found is not None
     places = {segment["total_size"] // MIB: (segment["address"] - (1 << 40)) // MIB for segment in found["segments"]}
     assert places == {128: -128, 130: -128 - 160, 20: -288 + 130, 16: -288 - 32}
+
+
+def test_cudnn_does_without_where_there_is_no_room() -> None:
+    """PyTorch tries the next algorithm then: the run is tight, and a GPU without that room is enough."""
+    trace = trace_of([(30 * MIB, -1), (0, 40 * MIB)], total=60 * MIB)
+    (entry,) = trace.ranks
+    named = entry.events.with_columns(name=Strings.encode([None, "algorithm"]))
+    trace = Trace((RankEvents((0,), named),), devices=trace.devices)
+    found = judged(trace, CONTEXT)
+    assert found.verdict == "tight"
+    assert found.ranks[0].on_gpu == OnGpu(30 * MIB, 30 * MIB, 1)
+    assert max(map(smallest_memory, sides(trace, CONTEXT))) == 30 * MIB
