@@ -91,6 +91,8 @@ INT_FIELDS: Final[Mapping[str, int]] = {
 BOOL_FIELDS: Final[tuple[str, ...]] = ("hold", "no_split", "use_on_oom", "capture")
 FLOAT_FIELDS: Final[tuple[str, ...]] = ("fraction",)
 STRING_FIELDS: Final[tuple[str, ...]] = ("category", "name", "frames", "conf", "group", "kind")
+#: The name (after a module's and `: `) of scratch that a library takes where there is room: else it computes otherwise.
+BY_CHOICE: Final = "algorithm"
 FIELDS: Final[tuple[str, ...]] = (*INT_FIELDS, *BOOL_FIELDS, *FLOAT_FIELDS, *STRING_FIELDS)
 #: numpy's type of each column; of text, that of its codes.
 DTYPES: Final[Mapping[str, Any]] = {

@@ -15,8 +15,7 @@ import numpy as np
 from graph.model import Kind
 from graph.recorder.recorder import KIND_BITS, Log
 from graph.user_code import place
-from graph.workspaces.rules import BY_CHOICE
-from traces.model import Events, Int64Array, Op
+from traces.model import BY_CHOICE, Events, Int64Array, Op
 from traces.units import format_bytes
 
 if TYPE_CHECKING:

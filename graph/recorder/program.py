@@ -26,7 +26,8 @@ from graph.recorder.sequences import Sequence as Steps
 from graph.workspaces import plan, rules
 from graph.workspaces.cub.indexing import RESIZING, grown
 from graph.workspaces.gemm import ENVIRONMENT
-from graph.workspaces.rules import BY_CHOICE, Call
+from graph.workspaces.rules import Call
+from traces.model import BY_CHOICE
 
 if TYPE_CHECKING:
     from graph.fake_cuda.device import Runtime

@@ -35,7 +35,8 @@ from graph.workspaces.metadata import (
     width,
 )
 from graph.workspaces.reduction import merged, scratch
-from graph.workspaces.rules import BY_CHOICE, EMPTY, REST, Call, Plan, Rule, Step, after, within
+from graph.workspaces.rules import EMPTY, REST, Call, Plan, Rule, Step, after, within
+from traces.model import BY_CHOICE
 
 if TYPE_CHECKING:
     import torch

@@ -21,8 +21,6 @@ Step = tuple[Any, ...]
 Plan = tuple[Step, ...]
 #: `Call.deterministic` where what is not deterministic is an error.
 ENFORCED: Final = 2
-#: The key of scratch that a library takes where there is room for it: where there is none, it computes in another way.
-BY_CHOICE: Final = "algorithm"
 #: The outputs that no step has named are born.
 REST: Final = ("rest",)
 #: What the allocator has cached is given back, as torch.cuda.empty_cache does.

@@ -11,8 +11,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from graph.workspaces.rules import BY_CHOICE
-from traces.model import BoolArray, Events, Strings, Trace
+from traces.model import BY_CHOICE, BoolArray, Events, Strings, Trace
 
 
 def on_gpu(trace: Trace, *, lean: bool = False) -> Trace:

@@ -314,8 +314,7 @@ class RankResult:
         """`oom` where an allocation failed, `tight` after retries or within the range of what lies outside."""
         if self.oom is not None:
             return "oom"
-        retries = self.retries or (self.on_gpu is not None and self.on_gpu.retries)
-        return "tight" if retries or self.oom_with is not None else "fits"
+        return "tight" if self.retries_there or self.oom_with is not None else "fits"
 
     @property
     def shown(self) -> Peak:
@@ -334,6 +333,11 @@ class RankResult:
     def retries(self) -> int:
         """How often the allocator gave free memory back to the device and tried again."""
         return self.memory_stats.get("num_alloc_retries", 0)
+
+    @property
+    def retries_there(self) -> int:
+        """The same on a GPU, as far as it is known."""
+        return self.retries if self.on_gpu is None else max(self.retries, self.on_gpu.retries)
 
     @property
     def step_peaks(self) -> dict[int, int]:

@@ -67,8 +67,7 @@ def shown(trace: Trace, result: Result, outside: tuple[OutsideTerm, ...], **kept
 
 def told(result: Result, recorded: Recorded) -> Iterator[str]:
     """The verdict, the peaks of every kind of rank, a line each, and the time of a step."""
-    failed = f"{ended}, and until then: " if (ended := _failure(result, recorded)) else ""
-    yield f"{failed}{headline(result)}"
+    yield _ending(result, recorded) or headline(result)
     for rank in result.ranks:
         peaks = f"{format_bytes(rank.peak_allocated)} allocated, {format_bytes(rank.peak_reserved)} reserved"
         ooms = rank.memory_stats["num_ooms"]
@@ -87,8 +86,8 @@ def told(result: Result, recorded: Recorded) -> Iterator[str]:
 def document_of(found: Document, result: Result, recorded: Recorded) -> Document:
     """The document of a replay, for a report or for a page, with what is known of the program: how it was started, that
     it failed, its steps, and what was assumed."""
-    if ended := _failure(result, recorded):
-        found = replace(found, says="", badge="", lead=f"{ended}, and until then: {headline(result)}")
+    if ended := _ending(result, recorded):
+        found = replace(found, says="", badge="", lead=ended)
     spreads = ((label_of(rank.ranks), _spread_line(rank, recorded)) for rank in result.ranks)
     steps = (*(f"{label}, of steps: {line}" for label, line in spreads if line), *filter(None, [_time_line(recorded)]))
     assumed = (Lines(few(recorded.assumptions), "Assumed"), Lines(few(recorded.notices), "To know"))
@@ -101,11 +100,12 @@ def document_of(found: Document, result: Result, recorded: Recorded) -> Document
     )
 
 
-def _failure(result: Result, recorded: Recorded) -> str:
-    """That the program failed, in words, but for want of memory; empty if it did not."""
-    if recorded.exit_code and not any(rank.oom for rank in result.ranks):
-        return f"the program ended with exit code {recorded.exit_code}"
-    return ""
+def _ending(result: Result, recorded: Recorded) -> str:
+    """That the program failed, but for want of memory, or that it went on without; empty if it did neither."""
+    ooms = any(rank.oom for rank in result.ranks)
+    if recorded.exit_code and not ooms:
+        return f"the program ended with exit code {recorded.exit_code}, and until then: {headline(result)}"
+    return f"the program went on after {headline(result)}" if ooms and not recorded.exit_code else ""
 
 
 def _spread_line(rank: RankResult, recorded: Recorded) -> str:

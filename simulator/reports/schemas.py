@@ -374,6 +374,7 @@ class Method(_Part):
     samples: int
     peak_allocated: Bytes
     peak_reserved: Bytes
+    on_gpu: OnGpu | None
     worst_ranks: list[int]
     limit: Bytes
     left: Left

@@ -62,6 +62,7 @@ def _method(one: Outcome) -> dict[str, Any]:
         "samples": one.samples,
         "peak_allocated": one.peak_allocated,
         "peak_reserved": one.peak_reserved,
+        "on_gpu": one.on_gpu and one.on_gpu.document(),
         "worst_ranks": list(one.worst),
         "limit": one.limit,
         "left": {"likely": one.slack, "low": one.slack_low, "high": one.slack_high},
@@ -173,7 +174,7 @@ def _charts(found: Selection) -> Iterator[Chart]:
     memory = tuple(
         Bar(
             one.name,
-            (("allocated", one.peak_allocated), ("free", max(0, one.peak_reserved - one.peak_allocated))),
+            (("allocated", one.peak_allocated), ("free", max(0, one.reserved_there - one.peak_allocated))),
             mark=one.limit or None,
             remark=f"micro-batch {one.batch}" if one.fits else "one sample does not fit",
         )
@@ -201,7 +202,7 @@ def _cells(one: Outcome) -> tuple[Cell, ...]:
         verdict,
         f"{one.accum} x {one.batch}" if one.accum > 1 else str(one.batch),
         str(one.samples),
-        Size(one.peak_reserved),
+        Size(one.reserved_there),
         _signed(one.slack),
         f"{one.step_seconds:.3f} s",
         f"{one.tokens_per_second:,.0f}",

@@ -69,7 +69,7 @@ def failure(rank: RankResult) -> str:
 
 def _reasons(rank: RankResult) -> Iterable[str]:
     """Why a rank that fits is tight; nothing where it is not."""
-    if retries := rank.retries or (rank.on_gpu.retries if rank.on_gpu else 0):
+    if retries := rank.retries_there:
         times = "once" if retries == 1 else f"{retries} times"
         yield f"to fit, the allocator gives memory back and tries again {times}, which costs time"
     if rank.oom_with is not None:

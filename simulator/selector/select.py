@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final
 
 from graph.case import Case
-from simulator.engine.result import OutsideTerm, Verdict
+from simulator.engine.result import OnGpu, OutsideTerm, Verdict
 from simulator.estimator.devices import device
 from simulator.estimator.jobs import Dispatch, MakeExecutor, local_pool
 from simulator.estimator.outside import bytes_of, least_of, most_of, outside_of
@@ -107,6 +107,7 @@ class Outcome:
     accum: int = 1
     peak_allocated: int = 0
     peak_reserved: int = 0
+    on_gpu: OnGpu | None = None
     worst: tuple[int, ...] = ()
     limit: int = 0
     slack: int = 0
@@ -124,6 +125,11 @@ class Outcome:
     work: Work | None = None
     error: str = ""
     seconds: float = 0.0
+
+    @property
+    def reserved_there(self) -> int:
+        """The peak of reserved bytes on a GPU, as far as it is known."""
+        return self.peak_reserved if self.on_gpu is None else self.on_gpu.peak_reserved
 
     @property
     def fits(self) -> bool:
@@ -509,6 +515,7 @@ def _measured(
     outcome: Outcome, candidate: Candidate, asked: Asked, probe: Probe, batch: int, accum: int
 ) -> Outcome | None:
     """Peaks, slack and speed of a method at a micro-batch, with so many of them a step; None if that does not fit."""
+    from simulator.engine.on_gpu import on_gpu
     from simulator.estimator.judging import judged
 
     if accum > 1 and "microbatches" in candidate.keys:  # a pipeline accumulates over its micro-batches
@@ -530,8 +537,9 @@ def _measured(
     if accum > 1:
         once = probe.seconds(replace(case, accum=1), clock)
         seconds = once + (accum - 1) * max(0.0, seconds - once)
-    retries = max(rank.retries for rank in found.ranks)
-    stall = stall_of(trace, bytes_of(top.outside)) if retries else Stall()
+    retries = max(rank.retries_there for rank in found.ranks)
+    served = trace if top.on_gpu is None else on_gpu(trace)
+    stall = stall_of(served, bytes_of(top.outside)) if retries else Stall()
     seconds += stall.seconds
     done = replace(
         outcome,
@@ -539,6 +547,7 @@ def _measured(
         accum=accum,
         peak_allocated=top.peak_allocated,
         peak_reserved=top.peak_reserved,
+        on_gpu=top.on_gpu,
         worst=top.ranks if probe.alone is None else (probe.alone,),
         limit=total - probe.aside(trace),
         slack=total - top.device_total,

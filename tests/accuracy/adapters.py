@@ -137,7 +137,7 @@ def ran(row: Mapping[str, str], root: Path, python: str) -> Run:
 
 def trained(folder: Path, experiment: str, root: Path, python: str) -> tuple[Any, str]:
     """What a benchmark, run in its folder, logs of a training (None: it did not come to the end), and why not."""
-    words = ["--gpu", "L40S", "--steps", "all", "run.py", f"experiments/{experiment}"]
+    words = ["--gpu", "L40S", "--on-gpu", "--steps", "all", "run.py", f"experiments/{experiment}"]
     _, failure = recorded(words, folder, python, root / "src")
     files = list(folder.glob("*results/*.json"))
     if failure or not files:
