@@ -95,6 +95,7 @@ class Runtime:
         self.values.finite = allocator is not None
         self.values.wanted = holding
         self.values.assume = self.assume
+        self.values.ones = self.ones
         self.truth = True  # what booleans read from the device are, where they have no value
         self.nonzero: Callable[[torch.Tensor], int] = torch.Tensor.numel  # how many elements are not 0, likewise
         self.host_copies_keep = False  # whether a copy from the device leaves a tensor on the host as it is

@@ -30,6 +30,7 @@ __all__ = [
     "BINDINGS",
     "BY_CPU_KERNEL",
     "CHECKED",
+    "DEFAULT_DEVICE",
     "JITTED",
     "MODE_KEYS",
     "NVTX",
@@ -182,6 +183,8 @@ NVTX: Final[tuple[ModuleType, str]] = (torch.cuda.nvtx, "_nvtx")
 
 #: Where torch.distributed asks on which device a group's barriers and messages are, and its name.
 OBJECT_DEVICE: Final[tuple[ModuleType, str]] = (distributed_c10d, "_get_object_coll_device")
+#: The same of where a group's tensors are, which saving and loading of distributed models ask for.
+DEFAULT_DEVICE: Final = "_get_pg_default_device"
 
 
 @contextlib.contextmanager

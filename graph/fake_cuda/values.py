@@ -52,6 +52,9 @@ _FOLLOWING: Final = {
     **dict.fromkeys(("mul", "bitwise_and", "bitwise_or", "logical_and", "logical_or"), 2),
 }
 
+#: Operators that take some or all of the elements.
+_TAKING: Final = frozenset({"index", "index_select"})
+
 #: Operators on booleans that have one answer as soon as one side is that.
 _DECISIVE: Final = {"bitwise_and": False, "logical_and": False, "bitwise_or": True, "logical_or": True}
 
@@ -103,6 +106,7 @@ class Values:
         self.finite = False  # whether floating-point numbers without values count as finite
         self.number = 0.0  # what floating-point numbers without values are read as
         self.assume: Callable[[str, object], None] = lambda what, value: None  # told of what is taken to be so
+        self.ones: Callable[[torch.Tensor], int] = torch.Tensor.numel  # how many booleans without values are true
         self.wanted: Callable[[], bool | None] = lambda: None  # what has to be so for the program not to raise
         self._comparing: bool | None = None  # how numbers without values compare: None, as they are read
         self.known: MutableMapping[int, torch.UntypedStorage] = {} if known is None else known
@@ -110,6 +114,7 @@ class Values:
         self._unwritten: dict[int, None] = {}  # storages that nobody has written, the last of them
         self._order = torch.Generator()  # of random orders
         self._uniform: dict[int, bool] = {}  # what all booleans of large storages are, of the last of those
+        self._assumed: dict[int, None] = {}  # storages whose values follow from what was assumed, the last of them
         self._shares: dict[int, float] = {}  # of elements that are not zero, of storages scattered into
         self.marks = Marks(key, size, self.of)
 
@@ -173,6 +178,7 @@ class Values:
     def restart(self) -> None:
         """Storages are counted from 1 again."""
         self._unwritten.clear()
+        self._assumed.clear()
         self.marks.restart()
         self._shares.clear()
         self._bounds.clear()
@@ -237,14 +243,61 @@ class Values:
             self._large(func, args, made)
             return
         result = self.computed(func, args, kwargs)
+        if result is not None and self._assumed and self._is_assumed(args):
+            result = self._checked(func, made) or result
+            self._assume(made)
         if result is None:
             result = self.marks.compared(func, args)
+        if result is None and (result := self._counted(func, args, made[0])) is not None:
+            self._assume(made)
         if result is None and made[0].dtype is torch.bool and (truth := self._truth(func, args)) is not None:
             result = [full(one.shape, truth) for one in made]
         if result is not None:
             for tensor, host in zip(made, tree_leaves(result), strict=True):
                 if tensor.shape == host.shape:  # statistics of batch norm in evaluation are empty on the CPU
                     self.put(tensor, host)
+        elif func._opname in _TAKING and (share := self._shares.get(self.key(args[0]))) is not None:
+            self._shares[self.key(made[0])] = share
+
+    def _assume(self, made: Iterable[torch.Tensor]) -> None:
+        """What is known of these tensors follows from what was assumed."""
+        for tensor in made:
+            remember(self._assumed, self.key(tensor), None, _NEWEST)
+
+    def _is_assumed(self, args: Iterable[object]) -> bool:
+        return any(isinstance(arg, torch.Tensor) and self.key(arg) in self._assumed for arg in args)
+
+    def _checked(self, func: Operator, made: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
+        """How single numbers that follow from what was assumed compare, where a program raises if they do otherwise."""
+        if func._opname not in COMPARING or made[0].numel() != 1:
+            return None
+        wanted = self.wanted() if self._comparing is None else self._comparing
+        return None if wanted is None else [full(one.shape, wanted) for one in made]
+
+    def _counted(self, func: Operator, args: tuple[Any, ...], made: torch.Tensor) -> torch.Tensor | None:
+        """Sums of booleans without values; None where nothing says them, or `func` makes none."""
+        source = args[0] if args else None
+        if func._opname not in ("sum", "cumsum") or not isinstance(source, torch.Tensor):
+            return None
+        true = self._true(source)
+        if true is None:
+            return None
+        if func._opname == "sum":
+            return full(made.shape, round(true / max(1, made.numel())), dtype=made.dtype)
+        each = self._each(true, source, made.dtype)
+        return None if each is None else each.cumsum(args[1])
+
+    def _true(self, source: torch.Tensor) -> int | None:
+        """How many of booleans without values are true: as many as there are places of true ones (`nonzero`); None of
+        others."""
+        if source.dtype is not torch.bool or source.device.type == "cpu" or self.of(source) is not None:
+            return None
+        alike = self._uniform.get(self.key(source))
+        return self.ones(source) if alike is None else source.numel() * alike
+
+    def _each(self, true: int, source: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
+        """Booleans as numbers, where all are the same."""
+        return full(source.shape, int(true > 0), dtype=dtype) if true in (0, source.numel()) else None
 
     def _large(self, func: Operator, args: tuple[Any, ...], made: Sequence[torch.Tensor]) -> None:
         """Of large tensors of booleans no more is kept than what all of them are, if that is known."""
@@ -316,10 +369,20 @@ class Values:
                 self._drawn(func, args)
 
     def _copied(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """The target is a copy of integers without values, of which may be known what they are among."""
+        """The target is a copy of booleans without values, or of integers, of which is known what they are among."""
+        if target.numel() * target.itemsize != self.size(target):
+            return
+        if (share := self._shares.get(self.key(source))) is not None:
+            self._shares[self.key(target)] = share
         among = self._bounds.get(self.key(source))
-        if among is not None and target.numel() * target.itemsize == self.size(target):
+        if among is not None:
             self.bound(target, among.stop, among.start)
+        if target.dtype is not torch.bool and has_room(target.dtype, self.size(target)):
+            true = self._true(source)
+            each = None if true is None else self._each(true, source, target.dtype)
+            if each is not None and each.shape == target.shape:
+                self.put(target, each)
+                self._assume([target])
 
     def _begin(self, targets: tuple[torch.Tensor, ...]) -> None:
         """Targets that are a part of what nobody has written: the rest is zeros."""

@@ -230,6 +230,13 @@ class Dtype(Anything):
     OTHER_TYPES: ClassVar = ["void"]
 
 
+class Scalar(Anything):
+    """A type of numbers, as `triton.language.float32`: Inductor asks how many bits it has to size its workspaces."""
+
+    def __init__(self, bits: int) -> None:
+        self.primitive_bitwidth = bits
+
+
 def cdiv(x: int, y: int) -> int:
     """Division, rounded up."""
     return -(-x // y)
@@ -242,6 +249,8 @@ def next_power_of_2(n: int) -> int:
 
 #: Classes of `triton.language` whose names do not begin with a capital.
 _CLASSES = ("tensor", "block_type", "pointer_type")
+#: Names of its types of numbers, with their bits.
+_SCALAR = re.compile(r"(?:u?int|b?float)(\d+)")
 
 
 def __getattr__(name: str) -> Any:
@@ -258,6 +267,8 @@ def __getattr__(name: str) -> Any:
         return Constexpr
     if name == "triton_key":
         return lambda: __version__
+    if bits := _SCALAR.match(name):
+        return Scalar(int(bits[1]))
     if name.endswith(("Error", "OutOfResources")):
         return type(name, (Exception,), {})
     return type(name, (Anything,), {}) if name[0].isupper() or name in _CLASSES else Anything()

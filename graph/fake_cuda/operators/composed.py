@@ -67,6 +67,10 @@ _PLACES: Final[Mapping[str, tuple[int, int | None]]] = {
 }
 
 
+#: Those that may give all places, in an order.
+_ORDERING: Final = frozenset({"sort.stable", "topk"})
+
+
 def bounded(runtime: Runtime, name: str, kernel: Callable[..., Any]) -> Callable[..., Any]:
     """The kernel of an operator, of whose places is remembered how many there are."""
     if name not in _PLACES:
@@ -79,7 +83,10 @@ def bounded(runtime: Runtime, name: str, kernel: Callable[..., Any]) -> Callable
         made = kernel(*args, **kwargs)
         dim: Any = kwargs.get("dim", args[place] if len(args) > place else usual)
         extent = source.numel() if dim is None else source.shape[dim] if source.ndim else 1
-        runtime.values.bound(made if isinstance(made, torch.Tensor) else made[-1], extent)
+        places = made if isinstance(made, torch.Tensor) else made[-1]
+        runtime.values.bound(places, extent)
+        if name in _ORDERING and places.ndim == 1 and len(places) == extent and runtime.values.of(places) is None:
+            runtime.values.put(places, torch.arange(extent))  # any order is as good as the GPU's
         return made
 
     return called

@@ -14,6 +14,7 @@ import contextlib
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Final
@@ -350,8 +351,29 @@ def lone_replicas() -> Iterator[None]:
     with (
         mock.patch.object(parallel, "_verify_param_shape_across_processes", _agreed),
         mock.patch("torch.distributed.Logger.set_runtime_stats_and_log", _untimed),
+        _uncounted(),
     ):
         yield
+
+
+def _uncounted() -> AbstractContextManager[object]:
+    """Inside, DistributedDataParallel counts no iterations, to time some: in a CUDA build CUDA's events do that, which
+    ask the driver (`prepare_for_forward`, torch/csrc/distributed/c10d/reducer.cpp). A static graph needs the count."""
+    if torch.version.cuda is None:
+        return contextlib.nullcontext()
+    reducer: Any = vars(dist)["Reducer"]
+    static = set[int]()
+    plain, fixed = reducer.prepare_for_forward, reducer._set_static_graph
+
+    def prepare(this: object) -> None:
+        if id(this) in static:
+            plain(this)
+
+    def fix(this: object) -> None:
+        static.add(id(this))
+        fixed(this)
+
+    return mock.patch.multiple(reducer, prepare_for_forward=prepare, _set_static_graph=fix)
 
 
 def replicated(module: torch.nn.Module, **options: Any) -> torch.nn.Module:

@@ -27,6 +27,7 @@ from graph.fake_cuda.ranks.collectives import Collectives, caller, lone_replicas
 from graph.fake_cuda.ranks.messages import Alone, Messages, Peers, ranks_of
 from graph.fake_cuda.ranks.objects import Group, Objects
 from graph.fake_cuda.torch_private import (
+    DEFAULT_DEVICE,
     OBJECT_DEVICE,
     fake_store,
     fsdp_states,
@@ -78,6 +79,7 @@ def joined(runtime: Runtime, recorder: Any, peers: Peers | None = None) -> Itera
 
         # plans of the other ranks are taken to be this one's, and leave gaps
         stack.enter_context(mock.patch.object(default_planner, "_validate_global_plan", return_value=[]))
+        stack.enter_context(mock.patch.object(fsdp_states(), DEFAULT_DEVICE, backends.default))
         stack.enter_context(mock.patch.object(fsdp_states(), *_with_keys_of_others(fsdp_states())))
 
     def monitored(group: Group = None, *args: object, **kwargs: object) -> None:
@@ -102,6 +104,7 @@ def joined(runtime: Runtime, recorder: Any, peers: Peers | None = None) -> Itera
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(dist, "get_backend", backends.of))  # torch's own code asks another
         stack.enter_context(mock.patch.object(*OBJECT_DEVICE, backends.device))
+        stack.enter_context(mock.patch.object(c10d, DEFAULT_DEVICE, backends.default))
         stack.enter_context(mock.patch.object(dist.ProcessGroup, "monitored_barrier", monitored))
         for name, function in changes.items():
             for module in (dist, c10d, device_mesh):  # the last has some of them by name
@@ -253,3 +256,7 @@ class _Backends:
         """Where a group's barriers and messages are: on the host where that has a backend."""
         backend = self.of(group)
         return "cpu" if backend in _OF_HOST or "cpu:" in backend else "cuda"
+
+    def default(self, group: Group = None) -> torch.device:
+        """Where a group's tensors are; those that have a backend for the host and one for GPUs say the host."""
+        return torch.device("cpu" if self.of(group) == _UNDEFINED else self.device(group))

@@ -177,6 +177,36 @@ def test_values_on_meta() -> None:
     assert values.of(weight) is None
 
 
+def test_unknown_booleans_count_as_many_as_they_select(runtime: fake_cuda.Runtime) -> None:
+    """As of `x[mask] = y[: mask.sum()]`: what is selected, counted, added up and converted is one number."""
+    mask = torch.rand(4, 6, device="cuda") < 0.5
+    assert runtime.values.of(mask) is None
+    counts = mask.sum(), mask.count_nonzero(), mask.long().sum(), mask.float().sum(), mask.nonzero().shape[0]
+    assert [int(one) for one in counts] == [24] * 5
+    assert mask.sum(1).tolist() == [6] * 4
+    assert mask.cumsum(1)[:, -1].tolist() == [6] * 4
+    places = torch.empty(4, 6, device="cuda", dtype=torch.long)
+    spread = torch.nn.functional.one_hot(places, 8) > 0
+    assert runtime.values.of(spread.sum()) is None or int(spread.sum()) <= spread.numel()
+
+
+def test_a_part_of_a_router_s_choice_has_its_share(runtime: fake_cuda.Runtime) -> None:
+    """transformers' loop over experts asks for the rows of each one by a number on the device."""
+    chosen = torch.rand(64, 8, device="cuda").topk(2)[1]
+    mask = torch.nn.functional.one_hot(chosen, num_classes=8).permute(2, 1, 0)
+    expert = torch.tensor([3], device="cuda")
+    for part in (mask[3], mask[expert].squeeze(0), mask.index_select(0, expert)[0], mask[3].clone()):
+        assert len(torch.where(part)[0]) == 64 * 2 // 8
+
+
+def test_an_order_of_unknown_numbers_is_some_order(runtime: fake_cuda.Runtime) -> None:
+    score, group = torch.rand(30, device="cuda"), torch.arange(3).repeat_interleave(10).to("cuda")
+    for order in (score.argsort(), torch.sort(score, stable=True)[1], score.topk(30)[1]):
+        assert sorted(order.tolist()) == list(range(30))
+        assert group[order].bincount().tolist() == [10] * 3
+    assert runtime.values.of(score.topk(5)[1]) is None
+
+
 @pytest.mark.filterwarnings("ignore:Anomaly Detection")
 def test_large_masks_of_finite_numbers_are_one_thing(runtime: fake_cuda.Runtime) -> None:
     """What is asked of numbers that count as finite, where the answer has no room for values."""

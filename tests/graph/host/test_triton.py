@@ -69,6 +69,13 @@ def test_a_stand_in_says_which_types_there_are() -> None:
     assert isinstance(dtype("bf16"), dtype)
 
 
+def test_types_of_numbers_have_bits() -> None:
+    """Inductor sizes the workspace of a scan over a long row by them."""
+    bits = {name: getattr(triton_stand_in, name) for name in ("int1", "uint8", "float32", "bfloat16", "float8e4nv")}
+    assert [one.primitive_bitwidth for one in bits.values()] == [1, 8, 32, 16, 8]
+    assert not isinstance(triton_stand_in.interleave, triton_stand_in.Scalar)
+
+
 def test_numbers_that_kernels_know_are_read_on_the_host() -> None:
     """As triton/language/core.py of 3.7: Liger's RMSNorm makes its sums of fp32 where the mode's number is this one."""
     constexpr = triton_stand_in.__getattr__("constexpr")

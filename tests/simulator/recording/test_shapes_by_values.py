@@ -122,16 +122,18 @@ if mask.sum() == 0:
 assert number > 0
 if not (number > 0).all() or mask.sum() < 1:
     raise ValueError("out of range")
-print(bool(mask.sum() > 3))
+if mask.long().sum() * 2 > 0:
+    raise ValueError("some are wrong")
+print(bool(number > 3), bool(mask.sum() > 3))
 """
 
 
 def test_comparisons_that_a_program_checks_hold(tmp_path: Path) -> None:
-    """Those of single numbers, which compare as 0 where both ways go on."""
+    """Those of single numbers; where both ways go on they compare as 0, and counts as what all true ones are."""
     (tmp_path / "train.py").write_text(COMPARED)
     done = record(tmp_path, "train.py")
-    assert (done.returncode, done.stdout) == (0, "False\n"), done.stderr
-    assert [text for text in answer(tmp_path)["assumptions"] if "train.py:9 (<module>) asks for how" in text]
+    assert (done.returncode, done.stdout) == (0, "False True\n"), done.stderr
+    assert [text for text in answer(tmp_path)["assumptions"] if "train.py:11 (<module>) asks for how" in text]
 
 
 def test_a_programs_own_checks_of_numbers_from_the_host_are_made(tmp_path: Path) -> None:
