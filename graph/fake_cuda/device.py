@@ -435,9 +435,7 @@ def _answers(profile: Profile) -> dict[str, Any]:
     yes = "isBuilt isAvailable hasPrimaryContext deviceCount getDeviceFromPtr hasCUDA hasCUDART hasCuDNN hasCuBLASLt "
     yes += "compiledWithCuDNN supportsDilatedConvolutionWithCuDNN supportsDepthwiseConvolutionWithCuDNN getNumGPUs"
     no = "setCurrentDevice getCurrentDevice exchangeDevice maybeExchangeDevice current_device "
-    no += "deviceSynchronize hasMAGMA"
-    if not torch._C._has_cuda:
-        no += " init"  # a CUDA build must go on initialising itself once, and for that not be told that it has
+    no += "deviceSynchronize hasMAGMA init"
     return {
         **dict.fromkeys(yes.split(), _one),
         **dict.fromkeys(no.split(), _zero),

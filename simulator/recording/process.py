@@ -46,7 +46,7 @@ from simulator.recording.durations import of_phases
 from simulator.recording.exchange import Connection
 from simulator.recording.history import History
 from simulator.recording.prices import Prices
-from simulator.recording.repeats import Progress, Repeats
+from simulator.recording.repeats import Found, Progress, Repeats
 from simulator.recording.request import FACTS, FAULT, INTERRUPTED, REPEATS, TRACE, Request
 from simulator.recording.trace import trace_of
 from strategies.timing.clock import LAUNCH_NS, Clock
@@ -156,13 +156,25 @@ class _End:
             self._progress(steps)
         if self._most != REPEATS:
             return steps == self._most
-        if not self._repeats() or not stepped:
+        found = self._repeats()
+        if found is None or not stepped:
             return False
         self.notice = (
-            f"steps {steps - 1} and {steps} did the same, event for event, and the run was ended: "
+            f"{_alike(steps, found)}, and the run was ended: "
             "what comes later (evaluation, saving) is reached with --steps all"
         )
         return True
+
+
+def _alike(steps: int, found: Found) -> str:
+    """How steps repeat, after so many, in words."""
+    if found.exactly and found.turn == 1:
+        return f"steps {steps - 1} and {steps} did the same, event for event"
+    before = "the one before" if found.turn == 1 else f"the step {found.turn} before it"
+    which = f"steps {steps - found.steps + 1} to {steps}"
+    if found.exactly:
+        return f"{which} each did what {before} did, event for event"
+    return f"{which} each asked for the same memory as {before}, without a new peak"
 
 
 class _Keeper:

@@ -2,14 +2,18 @@
 
 Steps are compared from the end of one optimizer step to the end of the next: forward and backward passes (several where
 gradients are accumulated), collectives, the optimizer. Allocations of a step go by their place in it, those that came
-before it by their size.
+before it by their size. Programs may take turns (a GAN's two optimizers, a policy that is updated every other step), so
+that steps are like those some steps before. And blocks that are not split may trade places for ever: steps that ask for
+the same are enough once the peak has not moved for many of them.
 """
 
 from __future__ import annotations
 
+import hashlib
 import sys
 import time
-from typing import Final
+from collections import deque
+from typing import Final, NamedTuple
 
 import numpy as np
 
@@ -22,47 +26,112 @@ from traces.units import format_bytes
 #: Seconds between two lines of progress.
 _PACE: Final = 10.0
 _UNCOMPARED: Final = (Op.REGION_BEGIN, Op.REGION_END, Op.WAIT_STREAM)
+#: So many steps may come before the turn of the first again; so many must be like those a turn before, where a turn is
+#: of several, or where they are alike by what they ask for alone.
+_LONGEST: Final = 16
+_TURNS: Final = 12
+_PATIENCE: Final = 20
+
+
+class Found(NamedTuple):
+    """How steps repeat: the last `steps` of them are each like the one `turn` before; `exactly`: event for event."""
+
+    turn: int
+    steps: int
+    exactly: bool
+
+
+class _Likeness:
+    """For each length of a turn, how many steps in a row were each like the one a turn before."""
+
+    def __init__(self) -> None:
+        self._last: deque[bytes] = deque(maxlen=_LONGEST)
+        self.runs = [0] * _LONGEST  # by turns of 1, 2, ...
+
+    def add(self, step: bytes) -> None:
+        """A step has ended."""
+        for place, before in enumerate(reversed(self._last)):
+            self.runs[place] = self.runs[place] + 1 if before == step else 0
+        self._last.append(step)
+
+    def turn(self, least: int, several: int) -> int:
+        """The shortest turn that `least` steps kept to, or `several` and twice as many as it has; 0: none."""
+        for turn, run in enumerate(self.runs, 1):
+            if run >= (least if turn == 1 else max(several, 2 * turn)):
+                return turn
+        return 0
 
 
 class Repeats:
-    """Asked after each step whether it did what the step before did, and left as much as that in use and reserved."""
+    """Asked after each step whether it did what the step before did, and left as much as that in use and reserved, or
+    what else there is of it in turns."""
 
     def __init__(self, allocator: LiveAllocator) -> None:
         self._allocator = allocator
         self._rows = self._born = 0  # events and allocations before the step that goes on
-        self._log = np.empty((0, kernels.COLUMNS), np.int64)
-        self._left = np.empty(0, np.int64)
+        self._asked = np.empty(0, np.int64)  # bytes, by allocation
+        self._exact, self._loose = _Likeness(), _Likeness()
+        self._peak = (0, 0)
+        self._since = 0  # steps with this peak
 
-    def __call__(self) -> bool:
+    def __call__(self) -> Found | None:
         """A step has ended."""
-        log, left = self._events(), self._blocks()
-        same = np.array_equal(log, self._log) and np.array_equal(left, self._left)
-        self._log, self._left = log, left
-        self._rows, self._born = len(self._allocator.history), self._allocator.born
-        return same and len(log) > 0
-
-    def _events(self) -> Int64Array:
-        """The step's events, as steps are compared; without the names of regions, which may count steps, and waits for
-        CUDA events, which have numbers as these come and go."""
         log = self._allocator.history[self._rows :]
+        self._asked = np.concatenate([self._asked, np.zeros(self._allocator.born - self._born, np.int64)])
+        births = log[log[:, kernels.H_OP] == Op.ALLOC]
+        self._asked[births[:, kernels.H_IDENT]] = births[:, kernels.H_ARG]
+        blocks = self._allocator.machine.ids[: self._allocator.born, 1]
         log = log[~np.isin(log[:, kernels.H_OP], _UNCOMPARED)]
+        self._exact.add(_digest(self._events(log, blocks), self._left(blocks), self._held()))
+        self._loose.add(_digest(self._events(log, self._asked), self._left(self._asked)))
+        self._rows, self._born = len(self._allocator.history), self._allocator.born
+        self._watch()
+        return self._found() if len(log) else None
+
+    def _found(self) -> Found | None:
+        if turn := self._exact.turn(1, _TURNS):
+            return Found(turn, self._exact.runs[turn - 1], True)
+        if self._since > _PATIENCE and (turn := self._loose.turn(_PATIENCE, _PATIENCE)):
+            return Found(turn, self._loose.runs[turn - 1], False)
+        return None
+
+    def _watch(self) -> None:
+        stats = (self._allocator.machine.stat(stat)["all"] for stat in (at.ALLOCATED_BYTES, at.RESERVED_BYTES))
+        allocated, reserved = (int(stat[1]) for stat in stats)
+        self._since = self._since + 1 if (allocated, reserved) == self._peak else 0
+        self._peak = allocated, reserved
+
+    def _events(self, log: Int64Array, sizes: Int64Array) -> Int64Array:
+        """The step's events, as steps are compared; without the names of regions, which may count steps, and waits for
+        CUDA events, which have numbers as these come and go. Earlier allocations go by their `sizes`."""
+        log = log.copy()
         op, ident, arg = log[:, kernels.H_OP], log[:, kernels.H_IDENT], log[:, kernels.H_ARG]
         phase = op == Op.PHASE
         arg[phase] = 0  # the number of the step
         log[op == Op.SYNCHRONIZE, kernels.H_STREAM] = 0
         own = (ident >= 0) & ~phase & (op != Op.KERNEL)
         before = own & (ident < self._born)
-        arg[before] = self._allocator.machine.ids[ident[before], 1]
+        arg[before] = sizes[ident[before]]
         ident[before] = -1
         ident[own & ~before] -= self._born
         return log
 
-    def _blocks(self) -> Int64Array:
-        """The sizes of blocks in use, what is reserved, and in how many segments. Addresses may wander for ever."""
-        machine = self._allocator.machine
-        ids = machine.ids[: self._allocator.born]
-        held = [machine.stat(stat)["all"][0] for stat in (at.RESERVED_BYTES, at.SEGMENT)]
-        return np.concatenate([np.sort(ids[ids[:, 0] > 0, 1]), held])
+    def _left(self, sizes: Int64Array) -> Int64Array:
+        """The sizes of what is in use. Addresses may wander for ever."""
+        return np.sort(sizes[self._allocator.machine.ids[: self._allocator.born, 0] > 0])
+
+    def _held(self) -> Int64Array:
+        """What is reserved, and in how many segments."""
+        stats = (self._allocator.machine.stat(stat)["all"][0] for stat in (at.RESERVED_BYTES, at.SEGMENT))
+        return np.fromiter(stats, np.int64)
+
+
+def _digest(*parts: Int64Array) -> bytes:
+    found = hashlib.blake2b(digest_size=16)
+    for part in parts:
+        found.update(len(part).to_bytes(8, "little"))
+        found.update(part.tobytes())
+    return found.digest()
 
 
 class Progress:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
 
 from simulator.allocator.releases import parse_release  # noqa: E402
 from simulator.recording.allocator import LiveAllocator  # noqa: E402
-from simulator.recording.repeats import Progress, Repeats  # noqa: E402
+from simulator.recording.repeats import Found, Progress, Repeats  # noqa: E402
 from tests.simulator.recording.test_record import answer, folder_of, record  # noqa: E402
 from traces.model import Device  # noqa: E402
 
@@ -77,11 +79,47 @@ def test_steps_are_compared_whole() -> None:
     assert not repeats()
     for same in (False, True):  # the first to free what another left is like none before it
         kept = step(1000, 5000, last=kept)
-        assert repeats() == same
+        assert (repeats() is not None) == same
     kept = step(5000, 1000, last=kept)
     assert not repeats()  # another order
     kept = step(5000, 1000, last=kept)  # frees in another order
     assert not repeats()
+
+
+def stepped(repeats: Repeats, live: LiveAllocator, sizes: Iterable[int]) -> list[Found | None]:
+    """What is found after each step, which makes one tensor of so many bytes and drops the one before."""
+    kept, found = live.malloc(1), []
+    for size in sizes:
+        made = live.malloc(size)
+        live.free(kept)
+        kept = made
+        found.append(repeats())
+    return found
+
+
+def test_steps_may_take_turns() -> None:
+    """As a GAN's two optimizers, or a policy that is updated every third step; not so two that were alike by chance."""
+    live = LiveAllocator(Device("A100-80GB", 8 << 30), parse_release("2.13"), "", MemoryError)
+    sizes = [4000, 9000, 4000, 2000, *[1000, 2000, 3000] * 6]
+    found = stepped(Repeats(live), live, sizes)
+    assert next(place for place, one in enumerate(found) if one is not None) == 4 + 3 + 12
+    assert found[19] == Found(3, 12, exactly=True)
+
+
+def test_steps_that_ask_for_the_same_are_enough_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is held may differ from step to step; but a new peak begins the count again."""
+    count = iter(range(1000))
+    monkeypatch.setattr(Repeats, "_held", lambda self: np.array([next(count)]))
+    for bump, last in ((0, 22), (10, 31)):
+        live = LiveAllocator(Device("A100-80GB", 8 << 30), parse_release("2.13"), "", MemoryError)
+        repeats = Repeats(live)
+        found = stepped(repeats, live, [5000] * bump)
+        if bump:
+            live.free(live.malloc(50 << 20))  # between two steps, so that the next is another one
+        found += stepped(repeats, live, [5000] * 40)
+        assert next(place for place, one in enumerate(found) if one is not None) >= last - 1
+        assert found[-1] is not None
+        assert not found[-1].exactly
 
 
 def test_progress_comes_now_and_then(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
