@@ -18,7 +18,7 @@ from torch.nn.parameter import is_lazy
 
 from graph.fake_cuda.memory import Layout, contiguous, empty_layout, set_storage
 from graph.fake_cuda.operators import fits, iterated, places
-from graph.fake_cuda.operators.composed import COMPOSED
+from graph.fake_cuda.operators.composed import COMPOSED, evenly
 from graph.fake_cuda.operators.native import operator
 from graph.fake_cuda.operators.refused import CHECKS
 from graph.fake_cuda.sdpa import corrected
@@ -591,8 +591,7 @@ class Kernels:
         return kernel
 
     def _indexed(self, func: Operator) -> Kernel:
-        """Masks among indices become the places where they are set (ATen/native/IndexingUtils.h, `expandTensors`); a
-        number that is put where a mask is set fills (`canDispatchToMaskedFill`)."""
+        """Masks become the places where they are set (`expandTensors`); a number put there fills (IndexingUtils.h)."""
         usual = self._usual(func)
         fills = func._opname == "_index_put_impl_"
 
@@ -654,16 +653,18 @@ class Kernels:
             count = runtime.values.different(source) if found is None else len(found[0])
             flags = source.dtype is torch.bool and not func._opname.startswith("unique_")
             counts = given.get("return_counts") or (flags and func._opname == "_unique2")
-            room = 2 if flags else source.numel()
-            key = (count, _kind((source,), True), room, bool(given.get("return_inverse")), bool(counts))
+            rest = 2 if flags else source.numel(), bool(given.get("return_inverse")), bool(counts)
+            key = (count, _kind((source,), True), *rest)
             kind = kinds.get(key)
             if kind is None:
-                kind = kinds[key] = Kind(_unique_layouts(source, count, *key[2:], len(func._schema.returns)))
+                kind = kinds[key] = Kind(_unique_layouts(source, count, *rest, len(func._schema.returns)))
             born: list[int] = []
             out = tuple([runtime.memory.new(layout, born) for layout in kind.made])
             for tensor, host in zip(out, found or (), strict=False):
                 if tensor.shape == host.shape:
                     runtime.values.put(tensor, host)
+            if found is None and given.get("return_counts"):
+                runtime.values.put(out[-1], evenly(source.numel(), count))
             if runtime.observer is not None:
                 runtime.observer.operator(func, (source, *args), kwargs, out, born, kind)
             runtime.synchronized()

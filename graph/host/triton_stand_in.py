@@ -6,6 +6,7 @@ CUDA builds of PyTorch bring Triton, others do not, and libraries ask whether it
 
 from __future__ import annotations
 
+import hashlib
 import importlib.abc
 import importlib.machinery
 import inspect
@@ -126,6 +127,11 @@ class Kernel:
         """A launch."""
 
     warmup = __call__ = run
+
+    @property
+    def cache_key(self) -> str:
+        """What a kernel is kept under when it is compiled, by its source."""
+        return hashlib.sha256(self.src.encode()).hexdigest()
 
 
 def jit(fn: Any = None, **options: object) -> Any:

@@ -14,7 +14,7 @@ import mmap
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Final
@@ -227,7 +227,8 @@ class _StandIn:
             if files is None or all(os.path.exists(file) for file in files):
                 return found
             caller = sys._getframe(1).f_locals  # from_pretrained: the class, and the configuration that it has read
-            return [str(self._file(module, caller["cls"], caller["config"]))], None
+            given = caller.get("model_args") or (), caller.get("model_kwargs") or {}
+            return [str(self._file(module, caller["cls"], caller["config"], *given))], None
 
         module._get_resolved_checkpoint_files = resolve
 
@@ -243,7 +244,7 @@ class _StandIn:
             except OSError:
                 if not isinstance(config, module.PretrainedConfig):
                     config = cls.config_class.from_pretrained(config or name, local_files_only=True)
-            file = self._file(module, cls, config)
+            file = self._file(module, cls, config, args, kwargs)
             folder = file.with_suffix("")
             folder.mkdir()
             file.rename(folder / module.SAFE_WEIGHTS_NAME)
@@ -253,13 +254,18 @@ class _StandIn:
 
         module.PreTrainedModel.from_pretrained = classmethod(from_pretrained)
 
-    def _file(self, module: ModuleType, kind: Any, config: Any) -> Path:
-        """What a model of this class and configuration would have saved, in the configuration's dtype."""
+    def _file(
+        self, module: ModuleType, kind: Any, config: Any, args: Sequence[object], kwargs: Mapping[str, object]
+    ) -> Path:
+        """What a model of this class and configuration would have saved, in the configuration's dtype; it is made with
+        `args` and those of `kwargs` that it has parameters for."""
         config = type(config).from_dict(config.to_dict())
         dtype = getattr(config, "dtype", None) or getattr(config, "torch_dtype", None) or torch.float32
         dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
         path = self.folder / f"{self._made}.safetensors"
-        self._holes(path, _saved(module, kind, config, dtype), config.name_or_path, kind, dtype)
+        taken = inspect.signature(kind.__init__).parameters.keys() & kwargs.keys()
+        made = functools.partial(kind, config, *args, **{name: kwargs[name] for name in taken})
+        self._holes(path, _saved(module, made, dtype), config.name_or_path, kind, dtype)
         return path
 
     def install_in_diffusers(self, module: ModuleType) -> None:
@@ -303,21 +309,22 @@ def _cast(state: Mapping[str, torch.Tensor], dtype: torch.dtype) -> dict[str, to
     return {name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in state.items()}
 
 
-def _saved(module: ModuleType, kind: Any, config: Any, dtype: torch.dtype) -> Mapping[str, torch.Tensor]:
-    """The tensors that `save_pretrained` would write, on the meta device; `module` is transformers.modeling_utils."""
+def _saved(module: ModuleType, made: Callable[[], Any], dtype: torch.dtype) -> Mapping[str, torch.Tensor]:
+    """The tensors that `save_pretrained` would write of a model, made on the meta device; `module` is
+    transformers.modeling_utils."""
     if not hasattr(module, "init"):  # before 5
         before = torch.get_default_dtype()
         torch.set_default_dtype(dtype)
         try:
             with torch.device("meta"), module.no_init_weights():
-                state = kind(config).state_dict(keep_vars=True)
+                state = made().state_dict(keep_vars=True)
         finally:
             torch.set_default_dtype(before)
         tied = {id(tensor): name for name, tensor in reversed(state.items())}  # the first name of each
         return {name: tensor for name, tensor in state.items() if tied[id(tensor)] == name}
     on_meta = (torch.device("meta"), module.init.meta_device_safe_creation_ops(), module.init.no_init_weights())
     with module.ContextManagers([module.local_torch_dtype(dtype), *on_meta]):
-        model = kind(config)
+        model = made()
     state = module.remove_tied_weights_from_state_dict(model.state_dict(), model)
     converted: Mapping[str, torch.Tensor] = module.revert_weight_conversion(model, state)
     return converted

@@ -117,6 +117,7 @@ def request_of(
         environment=found.environment,
         local=found.local,
         launched=found.launched or nproc_per_node is not None,
+        begins=nproc_per_node is not None and not found.launched,
         interconnect=interconnect or "",
         watched=watched,
         late=late,

@@ -111,7 +111,12 @@ def main(text: str, objects: int) -> int:
             compiled.compiling(runtime, folder / "inductor", recorder.writes, keeping),
             recorder.ordered_casts(),
             cycles.followed(recorder),
-            joined(runtime, recorder, Connection(request.exchange) if request.exchange >= 0 else None) as job,
+            joined(
+                runtime,
+                recorder,
+                Connection(request.exchange) if request.exchange >= 0 else None,
+                begins=request.begins,
+            ) as job,
             phases.followed(),
             arguments.followed(keeper.arguments),
         ):

@@ -101,10 +101,12 @@ def document_of(found: Document, result: Result, recorded: Recorded) -> Document
 
 
 def _ending(result: Result, recorded: Recorded) -> str:
-    """That the program failed, but for want of memory, or that it went on without; empty if it did neither."""
+    """That the program failed, but for want of memory, went on without, or did not use the GPU; else empty."""
     ooms = any(rank.oom for rank in result.ranks)
     if recorded.exit_code and not ooms:
         return f"the program ended with exit code {recorded.exit_code}, and until then: {headline(result)}"
+    if not any(rank.peak_allocated for rank in result.ranks) and not ooms:
+        return "nothing was allocated on the GPU"
     return f"the program went on after {headline(result)}" if ooms and not recorded.exit_code else ""
 
 

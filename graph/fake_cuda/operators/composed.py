@@ -119,14 +119,21 @@ def _bincount(runtime: Runtime, source: torch.Tensor, weights: torch.Tensor | No
     known = runtime.values.of(source)
     if known is None:
         runtime.assume("the largest of numbers that are counted", "the least that the result has room for")
+        runtime.assume("how often numbers are among others", "that all are as often")
     limits = _aten.aminmax.default(source)
     most = 0 if known is None else int(known.max()) + 1
     runtime.synchronized()
     bins = torch.zeros(max(most, minlength, 1), dtype=dtype, device=source.device)
     del limits
-    if known is not None and weights is None:
-        runtime.values.put(bins, torch.bincount(known, minlength=minlength))
+    if weights is None:
+        counts = evenly(source.numel(), len(bins)) if known is None else torch.bincount(known, minlength=minlength)
+        runtime.values.put(bins, counts)
     return bins
+
+
+def evenly(count: int, places: int) -> torch.Tensor:
+    """So many things over places, as evenly as can be."""
+    return torch.tensor([count // places + (place < count % places) for place in range(places)])
 
 
 def _multinomial(

@@ -1,8 +1,8 @@
 """One rank of a job that a program starts itself, by `torch.distributed.init_process_group` of any backend.
 
 Rank and world are what the program says, or those of the environment (RANK, WORLD_SIZE), as launchers set them. Where
-it starts ranks itself (`torch.multiprocessing.spawn`), this process is one of them: that of the environment, else the
-first. Collectives do nothing but take part (`collectives`), and bring from other ranks what values they have
+it starts ranks itself (`torch.multiprocessing.spawn`, `Process`), this process is one of them: that of the environment,
+else the first. Collectives do nothing but take part (`collectives`), and bring from other ranks what values they have
 (`messages`, `objects`).
 """
 
@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from multiprocessing.process import BaseProcess
 from types import ModuleType
 from typing import Any, Final
 from unittest import mock
@@ -47,9 +48,11 @@ _UNDEFINED: Final = "undefined"
 
 
 @contextlib.contextmanager
-def joined(runtime: Runtime, recorder: Any, peers: Peers | None = None) -> Iterator[Collectives]:
+def joined(
+    runtime: Runtime, recorder: Any, peers: Peers | None = None, *, begins: bool = False
+) -> Iterator[Collectives]:
     """Inside, a program that starts a process group is one rank of the job of the environment; `peers` are the others,
-    as far as they have processes."""
+    as far as they have processes. `begins`: no launcher has, so that processes which it starts are the ranks."""
     collectives = Collectives(runtime, recorder, frozenset({"all_reduce"}))
     collectives.messages = messages = Messages(runtime, peers or Alone())
     collectives.keeps = lambda: graph_task() >= 0 and not _functional()  # in backward, DDP's reducer: others wait
@@ -112,6 +115,7 @@ def joined(runtime: Runtime, recorder: Any, peers: Peers | None = None) -> Itera
                     stack.enter_context(mock.patch.object(module, name, function))
         for name in ("spawn", "start_processes"):
             stack.enter_context(mock.patch.object(torch.multiprocessing, name, _own_rank))
+        stack.enter_context(mock.patch.object(BaseProcess, "start", _started(runtime, BaseProcess.start, begins)))
         stack.enter_context(mock.patch.object(dist, "is_nccl_available", return_value=True))
         stack.enter_context(mock.patch.object(torch.cuda.nccl, "version", return_value=_NCCL))
         stack.enter_context(lone_replicas())
@@ -206,6 +210,49 @@ def _own_rank(
     if own and not join:
         raise SystemExit(0)
     return None if join else _Ended()
+
+
+#: Packages whose processes are no ranks: workers of data loaders, servers of managers.
+_WORKERS: Final = frozenset({"multiprocessing", "concurrent", "torch", "datasets"})
+
+
+class _Over:
+    """What a process has that is not there, or is over: the popen of `multiprocessing`."""
+
+    pid = sentinel = 0
+
+    def wait(self, timeout: object = None) -> int:
+        """Its exit code."""
+        return 0
+
+    poll = wait
+    terminate = kill = close = interrupt = lambda self: None
+
+
+def _started(runtime: Runtime, plain: Callable[..., None], begins: bool) -> Callable[..., None]:
+    """`Process.start`. Where the program begins its ranks by it, one after the other, this rank's is run here, and the
+    others are not there; else a process is what it is, and is not recorded."""
+    begun: list[Any] = []
+
+    def start(process: Any) -> None:
+        module = str(getattr(process._target, "__module__", "")).partition(".")[0]
+        if process.daemon or process._target is None or module in _WORKERS:
+            plain(process)
+        elif not begins or (dist.is_initialized() and not begun):
+            runtime.note(
+                f"a process that the program starts ({process._target.__qualname__}) is not recorded; where such "
+                "processes are ranks, --nproc-per-node N records them"
+            )
+            plain(process)
+        else:
+            own, process._popen = int(os.environ["LOCAL_RANK"]), _Over()
+            begun.append(process)
+            if len(begun) == own + 1:
+                process.run()
+                if own:  # who waits for all may wait for what only the first one gives
+                    raise SystemExit(0)
+
+    return start
 
 
 def _members(group: Any) -> str:

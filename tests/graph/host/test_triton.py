@@ -76,6 +76,20 @@ def test_types_of_numbers_have_bits() -> None:
     assert not isinstance(triton_stand_in.interleave, triton_stand_in.Scalar)
 
 
+def test_kernels_have_keys_by_their_source() -> None:
+    """Inductor keeps what it measured of several kernels under them."""
+
+    @triton_stand_in.jit
+    def one(x: object) -> None:
+        pass
+
+    @triton_stand_in.jit
+    def other(x: object) -> None:
+        pass
+
+    assert one.cache_key == triton_stand_in.jit(one.fn).cache_key != other.cache_key
+
+
 def test_numbers_that_kernels_know_are_read_on_the_host() -> None:
     """As triton/language/core.py of 3.7: Liger's RMSNorm makes its sums of fp32 where the mode's number is this one."""
     constexpr = triton_stand_in.__getattr__("constexpr")

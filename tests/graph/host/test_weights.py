@@ -231,6 +231,22 @@ def test_a_model_without_weights_is_loaded_as_if_it_had_them(runtime: Runtime, t
     assert torch.cuda.memory_allocated() >= whole
 
 
+def test_a_model_without_weights_may_take_more_than_its_configuration(runtime: Runtime, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+
+    class Scored(transformers.LlamaPreTrainedModel):  # type: ignore[misc, name-defined]
+        def __init__(self, config: Any, scores: int, *, depth: int = 1) -> None:
+            super().__init__(config)
+            self.model = transformers.LlamaModel(config)
+            self.heads = torch.nn.ModuleList(torch.nn.Linear(config.hidden_size, scores) for _ in range(depth))
+            self.post_init()
+
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    made = Scored.from_pretrained(tmp_path, 7, depth=2)
+    assert [head.weight.shape for head in made.heads] == [(7, 1024)] * 2
+    assert any("they count as those that Scored saves" in told for told in runtime.assumptions)
+
+
 def test_a_model_of_diffusers_without_weights_is_loaded_as_if_it_had_them(runtime: Runtime, tmp_path: Path) -> None:
     diffusers = pytest.importorskip("diffusers")
     kind = diffusers.AutoencoderKL

@@ -131,6 +131,14 @@ def work(local, world):
 if __name__ == "__main__":
     if sys.argv[1:] == ["spawn"]:
         mp.spawn(work, (torch.cuda.device_count(),), nprocs=torch.cuda.device_count())
+    elif sys.argv[1:] == ["start"]:  # as PyTorch's tutorial "Writing distributed applications with PyTorch" does
+        mp.set_start_method("spawn")
+        ranks = [mp.Process(target=work, args=(rank, 2)) for rank in range(2)]
+        for rank in ranks:
+            rank.start()
+        for rank in ranks:
+            rank.join()
+        assert [rank.exitcode for rank in ranks] == [0, 0]
     else:
         work(int(os.environ["LOCAL_RANK"]), None)
 """
@@ -146,6 +154,7 @@ if __name__ == "__main__":
         ),
         (("--nproc-per-node", "2", "--nnodes", "3", "--ranks", "5"), ("train.py",), {"5 6 1 2"}),
         (("--nproc-per-node", "2"), ("train.py", "spawn"), {"0 2 0 2", "1 2 1 2"}),
+        (("--nproc-per-node", "2"), ("train.py", "start"), {"0 2 0 2", "1 2 1 2"}),
     ],
 )
 def test_each_rank_has_the_gpu_of_its_number(
