@@ -135,9 +135,10 @@ def ran(row: Mapping[str, str], root: Path, python: str) -> Run:
         return Run(train["accelerator_memory_max"], train["num_trainable_params"])
 
 
-def trained(folder: Path, experiment: str, root: Path, python: str) -> tuple[Any, str]:
-    """What a benchmark, run in its folder, logs of a training (None: it did not come to the end), and why not."""
-    words = ["--gpu", "L40S", "--on-gpu", "--steps", "all", "run.py", f"experiments/{experiment}"]
+def trained(folder: Path, experiment: str, root: Path, python: str, *options: str) -> tuple[Any, str]:
+    """What a benchmark, run in its folder, logs of a training (None: it did not come to the end), and why not.
+    `options` are those of `record`."""
+    words = ["--gpu", "L40S", *options, "--steps", "all", "run.py", f"experiments/{experiment}"]
     _, failure = recorded(words, folder, python, root / "src")
     files = list(folder.glob("*results/*.json"))
     if failure or not files:

@@ -8,7 +8,8 @@ each of its first hundred steps. Every size of it is known. ROOT is PEFT's repos
 is used too; PATH the Python of an environment with transformers 5.13.1, diffusers 0.38 and torchvision (README there).
 
 The benchmark runs as it is, with pictures and weights that are made up, for four steps and shorter evaluations, which
-come after what is compared; the other 96 steps are taken to be as the last ones were.
+come after what is compared; the other 96 steps are taken to be as the last ones were. It is served as a GPU would
+(`record --on-gpu`), by what was seen on an H100.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ def ran(row: Mapping[str, str], root: Path, python: str) -> Run:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         prepare(folder, root / "method_comparison" / "image-gen", row["id"])
-        train, failure = trained(folder, row["id"], root, python)
+        train, failure = trained(folder, row["id"], root, python, "--on-gpu")
         if train is None:
             return Run(failure=failure)
         mean = hundred(train["metrics"][0]["mem reserved avg"], train["accelerator_memory_max"])
