@@ -265,7 +265,8 @@ class Values:
             remember(self._assumed, self.key(tensor), None, _NEWEST)
 
     def _is_assumed(self, args: Iterable[object]) -> bool:
-        return any(isinstance(arg, torch.Tensor) and self.key(arg) in self._assumed for arg in args)
+        there = (arg for arg in args if isinstance(arg, torch.Tensor) and arg.device.type != "cpu")
+        return any(self.key(arg) in self._assumed for arg in there)
 
     def _checked(self, func: Operator, made: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
         """How single numbers that follow from what was assumed compare, where a program raises if they do otherwise."""
@@ -289,8 +290,13 @@ class Values:
 
     def _true(self, source: torch.Tensor) -> int | None:
         """How many of booleans without values are true: as many as there are places of true ones (`nonzero`); None of
-        others."""
-        if source.dtype is not torch.bool or source.device.type == "cpu" or self.of(source) is not None:
+        others, and where numbers do not count as finite (a check for overflow would find one)."""
+        if (
+            not self.finite
+            or source.dtype is not torch.bool
+            or source.device.type == "cpu"
+            or self.of(source) is not None
+        ):
             return None
         alike = self._uniform.get(self.key(source))
         return self.ones(source) if alike is None else source.numel() * alike

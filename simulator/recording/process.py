@@ -31,6 +31,7 @@ from graph.fake_cuda.served import OutOfMemoryError, has_triton
 from graph.hardware.profile import profile
 from graph.host import compiled, kept, triton_stand_in
 from graph.host.extensions import launching_nothing, way_out
+from graph.host.lbfgs import never_converged
 from graph.host.memory import untouched
 from graph.host.pretrained import kept_as_made
 from graph.host.weights import never_read
@@ -108,6 +109,7 @@ def main(text: str, objects: int) -> int:
             untouched(runtime),
             never_read(runtime, folder),
             kept_as_made(runtime),
+            never_converged(runtime),
             compiled.compiling(runtime, folder / "inductor", recorder.writes, keeping),
             recorder.ordered_casts(),
             cycles.followed(recorder),
