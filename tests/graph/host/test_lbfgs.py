@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 pytest.importorskip("torch")
@@ -20,7 +22,7 @@ def test_each_step_fills_the_history(search: str | None) -> None:
         before = torch.optim.LBFGS.step
         with never_converged(runtime):
             model = torch.nn.Linear(64, 64, device="cuda")
-            optimizer = torch.optim.LBFGS(
+            optimizer: Any = torch.optim.LBFGS(
                 model.parameters(), history_size=5, max_iter=12, max_eval=400, line_search_fn=search
             )
 
