@@ -663,7 +663,7 @@ class Kernels:
             for tensor, host in zip(out, found or (), strict=False):
                 if tensor.shape == host.shape:
                     runtime.values.put(tensor, host)
-            if found is None and given.get("return_counts"):
+            if found is None and given.get("return_counts") and knowable(out[-1].dtype, out[-1].nbytes):
                 runtime.values.put(out[-1], evenly(source.numel(), count))
             if runtime.observer is not None:
                 runtime.observer.operator(func, (source, *args), kwargs, out, born, kind)

@@ -272,8 +272,12 @@ class Values:
         """How single numbers that follow from what was assumed compare, where a program raises if they do otherwise."""
         if func._opname not in COMPARING or made[0].numel() != 1:
             return None
-        wanted = self.wanted() if self._comparing is None else self._comparing
+        wanted = self._demanded()
         return None if wanted is None else [full(one.shape, wanted) for one in made]
+
+    def _demanded(self) -> bool | None:
+        """How a comparison has to come out for the program to go on, if it has to."""
+        return self.wanted() if self._comparing is None else self._comparing
 
     def _counted(self, func: Operator, args: tuple[Any, ...], made: torch.Tensor) -> torch.Tensor | None:
         """Sums of booleans without values; None where nothing says them, or `func` makes none."""
@@ -298,8 +302,8 @@ class Values:
             or self.of(source) is not None
         ):
             return None
-        alike = self._uniform.get(self.key(source))
-        return self.ones(source) if alike is None else source.numel() * alike
+        uniform = self._uniform.get(self.key(source))
+        return self.ones(source) if uniform is None else source.numel() * uniform
 
     def _each(self, true: int, source: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
         """Booleans as numbers, where all are the same."""
@@ -340,7 +344,7 @@ class Values:
         """How single numbers compare, those without values as they are read; None if there are several."""
         if any(isinstance(arg, torch.Tensor) and arg.numel() != 1 for arg in args):
             return None
-        wanted = self.wanted() if self._comparing is None else self._comparing
+        wanted = self._demanded()
         if wanted is not None:
             return wanted
         self.assume("how a floating-point number compares", f"{self.number} in its place")

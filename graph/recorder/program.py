@@ -343,10 +343,9 @@ class ProgramRecorder:
                 if action == BIRTH:
                     self._numbers[born[slot]] = self._allocate(self.runtime.bytes(born[slot]), stream, place)
                     told.append(born[slot])
-                elif action == RELEASE and slot in slots:
-                    self._free(slots.pop(slot))
                 elif action == RELEASE:
-                    continue  # of what there was no room for
+                    if slot in slots:  # else there was no room for it
+                        self._free(slots.pop(slot))
                 elif action == EMPTY:
                     self.allocator.empty_cache()
                 elif (ident := self._workspace(name, size, stream, place, on_gpu)) is None:

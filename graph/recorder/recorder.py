@@ -215,22 +215,20 @@ class Recorder:
             self._numbers[storage] = len(log.born)
             dtype = log.born[model][2] if model is not None else None
             log.events.append(len(log.born) << KIND_BITS | _ALLOC)
-            current = self.runtime.stream
-            stream = 0 if current is None else current.stream_id
-            log.born.append((size, len(log.operators) - 1, dtype, stream))
+            log.born.append((size, len(log.operators) - 1, dtype, self._stream()))
         if old is not None:
             log.events.append(old << KIND_BITS | _FREE)
             self._given_back[storage] = old
 
+    def _stream(self) -> int:
+        current = self.runtime.stream
+        return 0 if current is None else int(current.stream_id)
+
     def scratch(self, library: str, size: int) -> None:
         """A library takes bytes here on a GPU, for the time of a call."""
         if size and self.log.operators:
-            stream = self.runtime.stream
             number = len(self.log.operators) - 1
-            mine = self._scratch(
-                ("alloc", library, 0, size), number, library, 0 if stream is None else stream.stream_id
-            )
-            self.log.event(Kind.FREE, mine)
+            self.log.event(Kind.FREE, self._scratch(("alloc", library, 0, size), number, library, self._stream()))
 
     def record_stream(self, storage: int, stream: int) -> None:
         """A storage is in use on another stream."""
@@ -247,8 +245,7 @@ class Recorder:
 
         `runs` is the stream of its work in simulated time (default: the one that is current).
         """
-        current = self.runtime.stream
-        runs = (0 if current is None else current.stream_id) if runs is None else runs
+        runs = self._stream() if runs is None else runs
         name = f"{kind} {group} {stream}" if stream else f"{kind} {group}"
         if runs and not stream:
             name = f"{kind} {group} 0 {runs}"
@@ -269,8 +266,7 @@ class Recorder:
         """
         log = self.log
         thread = 0 if _get_ident() == self._main else 1
-        current = self.runtime.stream
-        stream = 0 if current is None else current.stream_id
+        stream = self._stream()
         role = self.role
         stack = self.stacks[thread]
         number = len(log.operators)

@@ -35,6 +35,11 @@ def _there(events: Events, lean: bool) -> Events:
     return events.with_columns(bytes=np.where(size >= 0, size, events.ints("bytes")))
 
 
+def has_choice(trace: Trace) -> bool:
+    """Whether a library can do without some of what it takes on a GPU."""
+    return any(_by_choice(entry.events).any() for entry in trace.ranks)
+
+
 def _by_choice(events: Events) -> BoolArray:
     """Which events are of scratch that a library can do without."""
     names = events.columns.get("name")

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from simulator.engine.on_gpu import on_gpu
+from simulator.engine.on_gpu import has_choice, on_gpu
 from simulator.engine.replay import prepare, replay
 from simulator.engine.result import OnGpu, OutsideTerm, RankResult, Result
 from simulator.estimator.outside import bytes_of, least_of, most_of
@@ -33,7 +33,7 @@ def judged(trace: Trace, terms: tuple[OutsideTerm, ...], *, analyse: bool = True
         return found
     real, tries = on_gpu(trace), 0
     there = _beside(real, terms, {"analyse": False})
-    if there.verdict == "oom":
+    if there.verdict == "oom" and has_choice(trace):
         real, tries = on_gpu(trace, lean=True), 1
         there = _beside(real, terms, {"analyse": False})
     if there.verdict == "oom":  # which needs more than what has no libraries

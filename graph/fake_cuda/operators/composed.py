@@ -18,6 +18,7 @@ from graph.fake_cuda.operators.fft import FOURIER
 from graph.fake_cuda.operators.least_squares import LEAST_SQUARES
 from graph.fake_cuda.operators.rnn import RECURRENT
 from graph.fake_cuda.torch_private import BY_CPU_KERNEL
+from graph.fake_cuda.values import has_room
 
 if TYPE_CHECKING:
     from graph.fake_cuda.device import Runtime
@@ -65,8 +66,6 @@ _PLACES: Final[Mapping[str, tuple[int, int | None]]] = {
     **dict.fromkeys(("argmax", "argmin", "max.dim", "min.dim"), (1, None)),
     **{"mode": (1, -1), "topk": (2, -1), "sort.stable": (3, -1)},
 }
-
-
 #: Those that may give all places, in an order.
 _ORDERING: Final = frozenset({"sort.stable", "topk"})
 
@@ -85,7 +84,8 @@ def bounded(runtime: Runtime, name: str, kernel: Callable[..., Any]) -> Callable
         extent = source.numel() if dim is None else source.shape[dim] if source.ndim else 1
         places = made if isinstance(made, torch.Tensor) else made[-1]
         runtime.values.bound(places, extent)
-        if name in _ORDERING and places.ndim == 1 and len(places) == extent and runtime.values.of(places) is None:
+        whole = name in _ORDERING and places.ndim == 1 and len(places) == extent
+        if whole and has_room(places.dtype, places.nbytes) and runtime.values.of(places) is None:
             runtime.values.put(places, torch.arange(extent))  # any order is as good as the GPU's
         return made
 
@@ -133,7 +133,9 @@ def _bincount(runtime: Runtime, source: torch.Tensor, weights: torch.Tensor | No
 
 def evenly(count: int, places: int) -> torch.Tensor:
     """So many things over places, as evenly as can be."""
-    return torch.tensor([count // places + (place < count % places) for place in range(places)])
+    each = torch.full((places,), count // places)
+    each[: count % places] += 1
+    return each
 
 
 def _multinomial(

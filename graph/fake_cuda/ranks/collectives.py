@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Final
 from unittest import mock
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -362,15 +363,15 @@ def _uncounted() -> AbstractContextManager[object]:
     if torch.version.cuda is None:
         return contextlib.nullcontext()
     reducer: Any = vars(dist)["Reducer"]
-    static = set[int]()
+    static = WeakSet[Any]()
     plain, fixed = reducer.prepare_for_forward, reducer._set_static_graph
 
     def prepare(this: object) -> None:
-        if id(this) in static:
+        if this in static:
             plain(this)
 
     def fix(this: object) -> None:
-        static.add(id(this))
+        static.add(this)
         fixed(this)
 
     return mock.patch.multiple(reducer, prepare_for_forward=prepare, _set_static_graph=fix)

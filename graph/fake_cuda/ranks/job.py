@@ -9,10 +9,11 @@ else the first. Collectives do nothing but take part (`collectives`), and bring 
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing.process import BaseProcess
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any, Final
 from unittest import mock
 
@@ -36,6 +37,7 @@ from graph.fake_cuda.torch_private import (
     graph_task,
 )
 from graph.recorder.list_sharding import equal_entries_once
+from graph.user_code import is_own
 
 #: The version of NCCL that comes with PyTorch 2.13.
 _NCCL: Final = (2, 29, 7)
@@ -212,10 +214,6 @@ def _own_rank(
     return None if join else _Ended()
 
 
-#: Packages whose processes are no ranks: workers of data loaders, servers of managers.
-_WORKERS: Final = frozenset({"multiprocessing", "concurrent", "torch", "datasets"})
-
-
 class _Over:
     """What a process has that is not there, or is over: the popen of `multiprocessing`."""
 
@@ -231,17 +229,18 @@ class _Over:
 
 def _started(runtime: Runtime, plain: Callable[..., None], begins: bool) -> Callable[..., None]:
     """`Process.start`. Where the program begins its ranks by it, one after the other, this rank's is run here, and the
-    others are not there; else a process is what it is, and is not recorded."""
+    others are not there; else a process is what it is, and is not recorded. Those of libraries are no ranks: workers of
+    data loaders, servers of managers."""
     begun: list[Any] = []
 
     def start(process: Any) -> None:
-        module = str(getattr(process._target, "__module__", "")).partition(".")[0]
-        if process.daemon or process._target is None or module in _WORKERS:
+        code = _code(process._target)
+        if process.daemon or code is None or not is_own(code.co_filename):
             plain(process)
         elif not begins or (dist.is_initialized() and not begun):
             runtime.note(
-                f"a process that the program starts ({process._target.__qualname__}) is not recorded; where such "
-                "processes are ranks, --nproc-per-node N records them"
+                f"a process that the program starts ({code.co_qualname}) is not recorded; where such processes are "
+                "ranks, --nproc-per-node N records them"
             )
             plain(process)
         else:
@@ -253,6 +252,13 @@ def _started(runtime: Runtime, plain: Callable[..., None], begins: bool) -> Call
                     raise SystemExit(0)
 
     return start
+
+
+def _code(target: object) -> CodeType | None:
+    """What a function or a method runs, with some of its arguments given or without."""
+    while isinstance(target, functools.partial):
+        target = target.func
+    return getattr(target, "__code__", None)
 
 
 def _members(group: Any) -> str:

@@ -209,6 +209,7 @@ def test_an_order_of_unknown_numbers_is_some_order(runtime: fake_cuda.Runtime) -
         assert sorted(order.tolist()) == list(range(30))
         assert group[order].bincount().tolist() == [10] * 3
     assert runtime.values.of(score.topk(5)[1]) is None
+    assert runtime.values.of(torch.rand(MOST_BYTES // 8 + 1, device="cuda").argsort()) is None
 
 
 @pytest.mark.filterwarnings("ignore:Anomaly Detection")

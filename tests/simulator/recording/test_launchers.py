@@ -105,7 +105,7 @@ def test_deepspeed_gives_the_local_rank(script: str) -> None:
 
 
 RANKS = """
-import os, sys
+import functools, os, sys
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
@@ -133,7 +133,7 @@ if __name__ == "__main__":
         mp.spawn(work, (torch.cuda.device_count(),), nprocs=torch.cuda.device_count())
     elif sys.argv[1:] == ["start"]:  # as PyTorch's tutorial "Writing distributed applications with PyTorch" does
         mp.set_start_method("spawn")
-        ranks = [mp.Process(target=work, args=(rank, 2)) for rank in range(2)]
+        ranks = [mp.Process(target=functools.partial(work, world=2), args=(rank,)) for rank in range(2)]
         for rank in ranks:
             rank.start()
         for rank in ranks:
