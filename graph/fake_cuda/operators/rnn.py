@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from graph.fake_cuda.torch_private import BY_CPU_KERNEL, cudnn_rnn
+from traces.units import format_bytes
 
 if TYPE_CHECKING:
     from graph.fake_cuda.device import Runtime
@@ -164,8 +165,8 @@ def forward(
     kept = reserved(mode, units, source.itemsize, layers, ways, dropout) if train else 0
     reserve = torch.empty(kept, dtype=torch.uint8, device=source.device)
     runtime.note(
-        f"cuDNN's workspace of a call of {_NAMES[mode]} is taken as {working} bytes on a GPU; cuDNN alone knows it "
-        f"(cudnnGetRNNTempSpaceSizes), from {working // 2} to {2 * working} were seen"
+        f"cuDNN's workspace of a call of {_NAMES[mode]} is taken as {format_bytes(working)} on a GPU; cuDNN alone "
+        f"knows it (cudnnGetRNNTempSpaceSizes), {format_bytes(working // 2)} to {format_bytes(2 * working)} are likely"
     )
     return out.transpose(0, 1) if batch_first and not sizes else out, last, end, reserve, buffer
 
