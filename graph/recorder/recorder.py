@@ -38,6 +38,7 @@ _get_ident: Final = threading.get_ident
 
 Plan = Callable[[str, Any, Mapping[str, Any], Any, int, int, bool, dict[Any, Any]], Any]
 Cost = Callable[[str, Any, Mapping[str, Any], Any], tuple[int, int]]
+#: Called with the phase, the step and the number of operators so far.
 Progress = Callable[[str, int, int], None]
 
 
@@ -135,6 +136,7 @@ class Recorder:
         self._plan = plan
         self._cost = cost
         self._progress = progress
+        self._named = "load"  # the phase, as the progress function is told it
         self._numbers: dict[int, int] = {}  # the device's number of a living storage -> ours
         self._given_back: dict[int, int] = {}  # as _numbers, of storages without memory: ours when they had some
         self._versions: dict[int, int] = {}  # ours -> version, where it is not 0
@@ -162,6 +164,7 @@ class Recorder:
 
     def notify(self, phase: str) -> None:
         """Tell the caller's progress function where the capture is."""
+        self._named = phase
         if self._progress is not None:
             self._progress(phase, self.step, len(self.log.operators))
 
@@ -311,7 +314,7 @@ class Recorder:
             self._follow(steps, born, number, signature, writes, stream)
         log.operators.append((signature, module, role, self.phase, self.step, thread, origin, reads, writes, stream))
         if not number & 1023 and self._progress is not None:
-            self._progress("", self.step, number)
+            self._progress(self._named, self.step, number)
 
     # ------------------------------------------------------------------------------------------------------------
 
