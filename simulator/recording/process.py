@@ -213,7 +213,8 @@ class _Keeper:
         self._kept = True
         self.runtime.observer = None
         folder = Path(self.request.folder)
-        assumptions = [f"{what} ({count} times)" for what, count in self.runtime.assumptions.items()]
+        counted = self.runtime.assumptions.items()
+        assumptions = [what if count == 1 else f"{what} ({count} times)" for what, count in counted]
         if self.allocator.release.text != installed_release():
             asked = self.allocator.release.text
             assumptions.append(

@@ -37,7 +37,7 @@ from graph.fake_cuda.torch_private import (
     graph_task,
 )
 from graph.recorder.list_sharding import equal_entries_once
-from graph.user_code import is_own
+from graph.user_code import is_own, reader
 
 #: The version of NCCL that comes with PyTorch 2.13.
 _NCCL: Final = (2, 29, 7)
@@ -47,6 +47,10 @@ _OF_DEVICE: Final = "nccl"
 #: Backends without a device, and what torch.distributed calls the one that nobody has named.
 _OF_HOST: Final = ("gloo", "mpi")
 _UNDEFINED: Final = "undefined"
+_NO_LAUNCHER: Final = (
+    "{} starts a process group, for which PyTorch wants RANK and WORLD_SIZE of a launcher: one rank of one is assumed; "
+    "`record -- torchrun --nproc-per-node N ...` runs it as one of more"
+)
 
 
 @contextlib.contextmanager
@@ -72,6 +76,8 @@ def joined(
         *args: object,
         **kwargs: object,
     ) -> None:
+        if not {"RANK", "WORLD_SIZE"} <= os.environ.keys() and (rank < 0 or world_size < 0):
+            runtime.note(_NO_LAUNCHER.format(reader()))
         rank = rank if rank >= 0 else int(os.environ.get("RANK", "0"))
         world = world_size if world_size > 0 else int(os.environ.get("WORLD_SIZE", "1"))
         plain("fake", rank=rank, world_size=world, store=fake_store())

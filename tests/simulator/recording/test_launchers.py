@@ -170,6 +170,34 @@ def test_each_rank_has_the_gpu_of_its_number(
         assert one["peak_allocated"] >= rank << 22
 
 
+GROUP = """
+import sys
+import torch.distributed as dist
+
+dist.init_process_group("gloo", **eval(sys.argv[1]))
+print(dist.get_rank(), dist.get_world_size())
+"""
+
+
+@pytest.mark.parametrize(
+    ("launcher", "given", "noted"),
+    [
+        ((), "{}", True),
+        ((), "{'rank': 0}", True),
+        ((), "{'rank': 0, 'world_size': 1, 'init_method': 'tcp://localhost:29500'}", False),
+        (("torchrun",), "{}", False),
+    ],
+)
+def test_a_group_that_no_launcher_started_is_said_to_be_of_one_rank(
+    launcher: tuple[str, ...], given: str, noted: bool, tmp_path: Path
+) -> None:
+    """PyTorch refuses: "environment variable RANK expected, but not set"."""
+    done = record(folder_of(tmp_path, {"train.py": GROUP}), "--", *launcher, "train.py", given)
+    assert done.stdout == "0 1\n", done.stderr
+    assumed = answer(tmp_path)["assumptions"]
+    assert [one.partition(" starts a process group")[0] for one in assumed] == ["train.py:5 (<module>)"] * noted
+
+
 BARRIERS = """
 import sys
 import torch
