@@ -118,9 +118,9 @@ class Kind:
 
     __slots__ = ("counted", "made", "note")
 
-    def __init__(self, made: tuple[Any, ...]) -> None:
+    def __init__(self, made: tuple[Any, ...], func: Operator | None = None) -> None:
         self.made = made
-        self.counted = bool(made) and all(one.__class__ is Layout and knowable(one.dtype, one.nbytes) for one in made)
+        self.counted = bool(made) and all(one.__class__ is Layout and knowable(func, one) for one in made)
         self.note: Any = None
 
 
@@ -304,7 +304,7 @@ class Kernels:
                 key = (*key, "captured")
             kind = kinds.get(key)
             if kind is None:
-                kind = kinds[key] = Kind(self._remembered(func, schema, key, args, kwargs))
+                kind = kinds[key] = Kind(self._remembered(func, schema, key, args, kwargs), func)
             born: list[int] = []
             if single:
                 what = kind.made[0]
@@ -663,7 +663,7 @@ class Kernels:
             for tensor, host in zip(out, found or (), strict=False):
                 if tensor.shape == host.shape:
                     runtime.values.put(tensor, host)
-            if found is None and given.get("return_counts") and knowable(out[-1].dtype, out[-1].nbytes):
+            if found is None and given.get("return_counts") and knowable(None, out[-1]):
                 runtime.values.put(out[-1], evenly(source.numel(), count))
             if runtime.observer is not None:
                 runtime.observer.operator(func, (source, *args), kwargs, out, born, kind)

@@ -25,12 +25,15 @@ from graph.fake_cuda.shapes import numbers_as_tensors
 from graph.fake_cuda.torch_private import TorchDispatchMode, tree_flatten, tree_leaves, tree_unflatten
 
 if TYPE_CHECKING:
+    from graph.fake_cuda.memory import Layout
     from graph.fake_cuda.torch_private import Operator
 
 #: Storages of more bytes have no values.
 MOST_BYTES: Final = 1 << 25
 #: The same of floating-point numbers: a schedule of a thousand steps has room, in any precision, weights have not.
 MOST_FLOAT_BYTES: Final = 1 << 13
+#: The same of those that are a mask: all the same number, converted from what has values, or several such in a row.
+MOST_MASK_BYTES: Final = 1 << 18
 #: Floating-point numbers in larger storages on the host may not have been written.
 _UNWRITTEN: Final = 1 << 20
 #: So many storages are known to be unwritten.
@@ -41,6 +44,9 @@ _PAGES: Final = 1 << 20
 COUNTED: Final = frozenset({torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64})
 #: Operators in place after which nothing is left of what was there.
 _OVERWRITING: Final = frozenset({"copy_", "fill_", "zero_"})
+
+#: Operators that make or write floating-point numbers which are a mask, if what they read are such.
+CARRYING: Final = frozenset({"cat", *_OVERWRITING})
 
 #: What is asked of floating-point numbers, and the answer where they are finite.
 _FINITE: Final = {"isnan": False, "isinf": False, "isposinf": False, "isneginf": False, "isfinite": True}
@@ -61,14 +67,15 @@ _DECISIVE: Final = {"bitwise_and": False, "logical_and": False, "bitwise_or": Tr
 _CPU: Final = torch.device("cpu")
 
 
-def has_room(dtype: torch.dtype, size: int) -> bool:
-    """Whether a storage of `size` bytes can have values."""
-    return size <= (MOST_BYTES if dtype in COUNTED else MOST_FLOAT_BYTES)
+def has_room(dtype: torch.dtype, size: int, *, mask: bool = False) -> bool:
+    """Whether a storage of `size` bytes can have values; `mask`: if it has floating-point numbers, they are a mask."""
+    return size <= (MOST_BYTES if dtype in COUNTED else MOST_MASK_BYTES if mask else MOST_FLOAT_BYTES)
 
 
-def knowable(dtype: torch.dtype, size: int) -> bool:
-    """The same, or whether it may be known that all booleans of it are one."""
-    return dtype is torch.bool or has_room(dtype, size)
+def knowable(func: Operator | None, made: torch.Tensor | Layout) -> bool:
+    """The same of what `func` makes, or whether it may be known that all booleans of it are one."""
+    mask = func is not None and func._opname in CARRYING
+    return made.dtype is torch.bool or has_room(made.dtype, made.nbytes, mask=mask)
 
 
 def alike(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -81,7 +88,7 @@ def alike(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 def may_have_values(tensor: torch.Tensor) -> bool:
     """Whether a tensor is not too large to have values."""
-    return tensor.dtype in COUNTED or tensor.numel() <= MOST_FLOAT_BYTES
+    return tensor.dtype in COUNTED or tensor.numel() <= MOST_MASK_BYTES // 4
 
 
 class _UnknownError(Exception):
@@ -128,9 +135,9 @@ class Values:
         storage = self.known.get(self.key(tensor))
         return None if storage is None else _view(storage, tensor)
 
-    def put(self, tensor: torch.Tensor, host: torch.Tensor) -> None:
-        """Let `tensor`, new, have the values of `host`."""
-        storage = _room(tensor.dtype, self.size(tensor)) if tensor.numel() else None
+    def put(self, tensor: torch.Tensor, host: torch.Tensor, *, mask: bool = False) -> None:
+        """Let `tensor`, new, have the values of `host`, as far as it has room (`has_room`)."""
+        storage = _room(tensor.dtype, self.size(tensor), mask) if tensor.numel() else None
         if storage is not None:
             _view(storage, tensor).copy_(host)
             self.known[self.key(tensor)] = storage
@@ -255,7 +262,7 @@ class Values:
         if result is not None:
             for tensor, host in zip(made, tree_leaves(result), strict=True):
                 if tensor.shape == host.shape:  # statistics of batch norm in evaluation are empty on the CPU
-                    self.put(tensor, host)
+                    self.put(tensor, host, mask=func._opname in CARRYING)
         elif func._opname in _TAKING and (share := self._shares.get(self.key(args[0]))) is not None:
             self._shares[self.key(made[0])] = share
 
@@ -367,7 +374,8 @@ class Values:
         """`func` has written its arguments `targets`."""
         if func._opname in _OVERWRITING or (func._schema.is_mutable and bool(_outs(func))):
             self._begin(targets)
-            self._make_room(targets, args[1:] if func._opname in _OVERWRITING else args)
+            carried = func._opname in CARRYING and all(self._is_mask(arg) for arg in args[1:2])
+            self._make_room(targets, args[1:] if func._opname in _OVERWRITING else args, carried)
         share = self._scattered(func, args)
         if self.computed(func, args, kwargs) is None:
             self.forget(targets)
@@ -401,18 +409,24 @@ class Values:
                 empty(0, dtype=torch.uint8, device=_CPU).set_(room).zero_()
             self._unwritten.pop(self.key(target), None)
 
-    def _make_room(self, targets: tuple[torch.Tensor, ...], read: tuple[object, ...]) -> None:
+    def _is_mask(self, source: object) -> bool:
+        """Whether what is read has values which, as floating-point numbers, are a mask; a number is."""
+        if not isinstance(source, torch.Tensor) or source.device.type != "cpu":
+            return not isinstance(source, torch.Tensor) or self.of(source) is not None
+        return source.dtype in COUNTED or _is_even(source)
+
+    def _make_room(self, targets: tuple[torch.Tensor, ...], read: tuple[object, ...], mask: bool) -> None:
         """All of the targets is overwritten; what is `read` for that keeps what it has."""
         leaves = [one for one in tree_leaves(read) if isinstance(one, torch.Tensor) and one.device.type != "cpu"]
         kept = set(map(self.key, leaves))
         for target in targets:
             whole = target.numel() * target.dtype.itemsize == self.size(target)
             if whole and self.key(target) not in kept and self.of(target) is None:
-                self._give_room(target)
+                self._give_room(target, mask)
 
-    def _give_room(self, tensor: torch.Tensor) -> torch.UntypedStorage | None:
+    def _give_room(self, tensor: torch.Tensor, mask: bool = False) -> torch.UntypedStorage | None:
         """Memory on the host for the values of a tensor's storage, if that is not too large."""
-        room = _room(tensor.dtype, self.size(tensor))
+        room = _room(tensor.dtype, self.size(tensor), mask)
         if room is not None:
             self.known[self.key(tensor)] = room
         return room
@@ -450,9 +464,16 @@ def _outs(func: Operator) -> list[str]:
     ]
 
 
-def _room(dtype: torch.dtype, size: int) -> torch.UntypedStorage | None:
+def _is_even(source: torch.Tensor) -> bool:
+    """Whether a tensor on the host, not too large for a mask, has one number in all places."""
+    small = 0 < source.nbytes <= MOST_MASK_BYTES and source.untyped_storage().nbytes() <= _UNWRITTEN
+    plain = source.is_floating_point() and source.itemsize > 1  # others do not compare
+    return small and plain and bool((source == source.flatten()[0]).all())
+
+
+def _room(dtype: torch.dtype, size: int, mask: bool = False) -> torch.UntypedStorage | None:
     """Memory on the host for a storage of so many bytes; None if that is too large."""
-    if not has_room(dtype, size):
+    if not has_room(dtype, size, mask=mask):
         return None
     if size < _PAGES:
         return empty(size, dtype=torch.uint8, device=_CPU).untyped_storage()

@@ -11,10 +11,10 @@ pytest.importorskip("torch")
 import torch
 
 from graph.fake_cuda import device as fake_cuda
-from graph.fake_cuda.values import MOST_FLOAT_BYTES
+from graph.fake_cuda.values import MOST_MASK_BYTES
 from graph.hardware.profile import profile
 
-ROWS, COLUMNS = 96, 256
+ROWS, COLUMNS = 384, 400
 QUESTIONS: list[Callable[[torch.Tensor], torch.Tensor]] = [
     lambda mask: mask == 1.0,
     lambda mask: mask.t()[7:] != 0,
@@ -22,7 +22,7 @@ QUESTIONS: list[Callable[[torch.Tensor], torch.Tensor]] = [
     lambda mask: mask >= 0,
     lambda mask: mask > 1,
 ]
-assert ROWS * COLUMNS * 2 > MOST_FLOAT_BYTES
+assert ROWS * COLUMNS * 2 > MOST_MASK_BYTES
 
 
 @pytest.fixture(scope="module")

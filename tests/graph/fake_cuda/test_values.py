@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from graph.fake_cuda import device as fake_cuda
-from graph.fake_cuda.values import MOST_BYTES, MOST_FLOAT_BYTES, on_meta
+from graph.fake_cuda.values import MOST_BYTES, MOST_FLOAT_BYTES, MOST_MASK_BYTES, on_meta
 from graph.hardware.profile import profile
 
 Program = Callable[[torch.Tensor], Any]
@@ -111,6 +111,24 @@ def test_a_schedule_of_noise_has_values(runtime: fake_cuda.Runtime) -> None:
 
 def test_few_floating_point_numbers_have_values(runtime: fake_cuda.Runtime) -> None:
     most = MOST_FLOAT_BYTES // 4
+    assert runtime.values.of(torch.zeros(most, device="cuda")) is not None
+    assert runtime.values.of(torch.linspace(0, 1, most, device="cuda")) is not None
+    assert runtime.values.of(torch.linspace(0, 1, most + 1, device="cuda")) is None
+    assert runtime.values.of(torch.linspace(0, 1, most + 1).to("cuda")[:2]) is None
+
+
+def test_a_mask_of_floating_point_numbers_has_values(runtime: fake_cuda.Runtime) -> None:
+    """As PEFT makes them for virtual tokens: ones before the tokens' own, which transformers asks whether all are."""
+    for dtype in (torch.float32, torch.bfloat16):
+        tokens = torch.arange(700).lt(torch.tensor([700, 10, 300, 0])[:, None]).long().to("cuda")
+        prefix = torch.ones(4, 1000, dtype=dtype)
+        for ones in (prefix.to("cuda"), torch.ones(4, 1000, dtype=dtype, device="cuda")):
+            mask = torch.cat((ones, tokens), dim=1)
+            assert mask.bool().sum().item() == 4 * 1000 + 700 + 10 + 300
+            assert mask.bool().all(dim=1).tolist() == [True, False, False, False]
+            assert mask.long().to(dtype).bool().sum(1).tolist() == mask.bool().sum(1).tolist()
+    assert not runtime.assumptions
+    most = MOST_MASK_BYTES // 4
     assert runtime.values.of(torch.zeros(most, device="cuda")) is not None
     assert runtime.values.of(torch.zeros(most + 1, device="cuda")) is None
     assert runtime.values.of(torch.zeros(most + 1).to("cuda")[:2]) is None
