@@ -130,11 +130,12 @@ class State(NamedTuple):
 
 
 class _Trees:
-    """What Inductor's trees of graphs ask (torch/_inductor/cudagraph_trees.py)."""
+    """What Inductor's trees of graphs ask (torch/_inductor/cudagraph_trees.py), and memory without tensors."""
 
     def __init__(self, runtime: Runtime, allocator: Allocator) -> None:
         self.runtime, self.allocator = runtime, allocator
         self.memory = runtime.memory
+        self._raw: dict[int, torch.Tensor] = {}  # allocations without tensors, by address
 
     def number_of(self, storage: int) -> int:
         """The number of a storage, by PyTorch's own reference to it."""
@@ -161,9 +162,18 @@ class _Trees:
         known: Any = self.runtime.observer
         known.restored(*self.allocator.pool_restore(state.pool, state.number), state.storages)
 
+    def raw_alloc(self, size: int, stream: int) -> int:
+        """The address of `size` bytes of a stream, without a tensor (`torch.cuda.caching_allocator_alloc`)."""
+        external: Any = torch.cuda.ExternalStream
+        with torch.cuda.stream(external(stream)):
+            made = torch.empty(size, dtype=torch.uint8, device=self.runtime.device)
+        self._raw[made.data_ptr()] = made
+        return made.data_ptr()
+
     def raw_delete(self, address: int) -> None:
-        """An allocation whose storage is gone is freed."""
-        self.memory.freed(self.runtime.number_at(address))
+        """What `raw_alloc` gave is freed, or an allocation whose storage is gone."""
+        if self._raw.pop(address, None) is None:
+            self.memory.freed(self.runtime.number_at(address))
 
     def forget(self, storage: int) -> None:
         """The allocation of a storage is freed while the storage goes on."""
@@ -194,6 +204,7 @@ class _Trees:
             "_cuda_checkPoolLiveAllocations": self.check_live,
             "_cuda_getCheckpointState": self.checkpoint,
             "_cuda_setCheckpointPoolState": self.restore,
+            "_cuda_cudaCachingAllocator_raw_alloc": self.raw_alloc,
             "_cuda_cudaCachingAllocator_raw_delete": self.raw_delete,
             "_free_And_Remove_DeleterFn": self.forget,
             "_has_Standard_Deleter": self.owned,

@@ -34,6 +34,10 @@ class Backend(IntEnum):
     OVERRIDEABLE = 4
 
 
+#: A length, where it is not known.
+_ANY: Final = 2
+
+
 @dataclass(frozen=True, slots=True)
 class Operand:
     """What the choice depends on of a query, key, value or mask. `dtype` as torch prints it without `torch.`."""
@@ -46,11 +50,12 @@ class Operand:
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Operand:
-        """The operand that a tensor is."""
+        """The operand that a tensor is. Of a nested one the lengths that differ count as any."""
         dtype = str(tensor.dtype).removeprefix("torch.")
-        return cls(
-            tuple(tensor.shape), tuple(tensor.stride()), dtype, tensor.requires_grad, int(tensor.storage_offset())
+        shape, stride = (
+            [size if isinstance(size, int) else _ANY for size in of()] for of in (tensor.size, tensor.stride)
         )
+        return cls(tuple(shape), tuple(stride), dtype, tensor.requires_grad, int(tensor.storage_offset()))
 
 
 DEFAULT_PRIORITY: Final = (Backend.FLASH, Backend.EFFICIENT, Backend.MATH, Backend.CUDNN, Backend.OVERRIDEABLE)
@@ -114,17 +119,11 @@ def cudnn_version(release: tuple[int, int]) -> int:
 def choose(request: Request, profile: Profile, flags: Flags | None = None) -> Backend:
     """The kernel that `select_sdp_backend` takes; ERROR where PyTorch raises because none is left."""
     flags = flags or Flags()
-    usable: Mapping[Backend, Callable[[Request, Profile, Flags], bool]] = {
-        Backend.CUDNN: _cudnn_can,
-        Backend.FLASH: _flash_can,
-        Backend.EFFICIENT: _efficient_can,
-        Backend.MATH: lambda _request, _profile, flags: flags.math,
-    }
     for backend in priority(profile, flags):
         if backend is Backend.OVERRIDEABLE:
             if flags.overrideable:
                 return Backend.ERROR
-        elif usable[backend](request, profile, flags):
+        elif _CAN[backend](request, profile, flags):
             return backend
     return Backend.ERROR
 
@@ -295,6 +294,13 @@ def _efficient_can(request: Request, profile: Profile, flags: Flags) -> bool:
     )
 
 
+_CAN: Final[Mapping[Backend, Callable[[Request, Profile, Flags], bool]]] = {
+    Backend.CUDNN: _cudnn_can,
+    Backend.FLASH: _flash_can,
+    Backend.EFFICIENT: _efficient_can,
+    Backend.MATH: lambda _request, _profile, flags: flags.math,
+}
+
 # ------------------------------------------------------------------------------------------------- the operator
 
 
@@ -380,13 +386,33 @@ def _of_one_batch(mask: torch.Tensor | None) -> torch.Tensor | None:
     return mask.unsqueeze(0) if mask is not None and mask.dim() == 3 else mask
 
 
+def answers(card: Profile) -> dict[str, Callable[..., bool]]:
+    """What functions of torch._C say of a call's parameters (`SDPAParams`), by their names: whether a kernel takes it.
+
+    torch.backends.cuda has them for programs, and torch.nested asks them for jagged tensors.
+    """
+
+    def ask(backend: Backend, asked: Any, debug: bool = False) -> bool:
+        operands = (asked.query, asked.key, asked.value, asked.attn_mask, asked.dropout, asked.is_causal)
+        return _CAN[backend](_request(*operands, asked.enable_gqa), card, _flags(card))
+
+    kernels = {"flash": Backend.FLASH, "mem_efficient": Backend.EFFICIENT, "cudnn": Backend.CUDNN}
+    return {f"_can_use_{name}_attention": partial(ask, backend) for name, backend in kernels.items()}
+
+
 def choice(card: Profile, *args: Any, scale: float | None = None, **kwargs: Any) -> int:
     """`aten::_fused_sdp_choice` on the GPU of `card`."""
     return int(_chosen(card, *args, **kwargs)[0])
 
 
-def _chosen(
-    card: Profile,
+def _chosen(card: Profile, *args: Any, **kwargs: Any) -> tuple[Backend, bool]:
+    """The kernel for a call, and whether it is to keep what its derivative needs; from 2.14 on that of the mask too."""
+    request = _request(*args, **kwargs)
+    of_mask = card.release >= (2, 14) and request.grad and request.mask is not None and request.mask.requires_grad
+    return choose(request, card, _flags(card)), request.needs_grad or of_mask
+
+
+def _request(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -394,9 +420,9 @@ def _chosen(
     dropout_p: float = 0.0,
     is_causal: bool = False,
     enable_gqa: bool = False,
-) -> tuple[Backend, bool]:
-    """The kernel for a call, and whether it is to keep what its derivative needs; from 2.14 on that of the mask too."""
-    request = Request(
+) -> Request:
+    """A call, as the choice sees it."""
+    return Request(
         Operand.of(query),
         Operand.of(key),
         Operand.of(value),
@@ -406,8 +432,6 @@ def _chosen(
         enable_gqa,
         torch.is_grad_enabled(),
     )
-    of_mask = card.release >= (2, 14) and request.grad and request.mask is not None and request.mask.requires_grad
-    return choose(request, card, _flags(card)), request.needs_grad or of_mask
 
 
 def _flags(card: Profile) -> Flags:

@@ -139,6 +139,13 @@ def changes(allocator: Allocator) -> list[tuple[Any, str, Any]]:
     def attach(observer: Callable[[int, int, int, int], object]) -> None:
         allocator.observe(lambda asked, most, free: observer(torch.cuda.current_device(), asked, most, free))
 
+    def snapshot(pool: tuple[int, ...] | None = None) -> dict[str, Any]:
+        """Of a pool, or of all (None, or (0, 0)); newer releases say with a third number if they want the history."""
+        found = allocator.snapshot()
+        if pool is not None and any(pool[:2]):
+            found["segments"] = [one for one in found["segments"] if one["segment_pool_id"] == pool[:2]]
+        return found
+
     answers: dict[str, Any] = {
         "_cuda_memoryStats": of_device(allocator.statistics),
         "_cuda_resetPeakMemoryStats": of_device(allocator.reset_peak),
@@ -146,7 +153,7 @@ def changes(allocator: Allocator) -> list[tuple[Any, str, Any]]:
         "_cuda_emptyCache": allocator.empty_cache,
         "_cuda_setMemoryFraction": lambda fraction, device=0: allocator.set_fraction(fraction),
         "_cuda_getMemoryFraction": lambda device=0: allocator.fraction,
-        "_cuda_memorySnapshot": lambda pool=None: allocator.snapshot(),
+        "_cuda_memorySnapshot": snapshot,
         "_cuda_record_memory_history": record,
         "_cuda_record_memory_history_legacy": record_legacy,
         "_cuda_attach_out_of_memory_observer": attach,

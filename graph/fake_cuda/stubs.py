@@ -14,7 +14,7 @@ import torch
 from torch.distributions import Distribution
 from torch.profiler import ProfilerActivity
 
-from graph.fake_cuda import graphs, objects, served
+from graph.fake_cuda import graphs, objects, sdpa, served
 from graph.fake_cuda.operators import rnn
 from graph.fake_cuda.operators.composed import jitted
 from graph.fake_cuda.torch_private import BINDINGS, JITTED, RAW_STREAM, fake_tensor
@@ -111,6 +111,13 @@ class Points:
         """The event of this number (0: none) is gone, or recorded anew."""
         if number:
             heapq.heappush(self._free[self._stream[number]], number)
+
+
+class ExternalStream(Stream):
+    """A stream that another library has made, by its pointer, which here is its number."""
+
+    def __init__(self, stream_ptr: int, device: object = None, **_: object) -> None:
+        super().__init__(number=stream_ptr)
 
 
 class Event:
@@ -346,13 +353,13 @@ def _attributes(runtime: Runtime) -> dict[str, Any]:
         "default_generators": (generator,) * runtime.count,
         "Stream": Stream,
         "Event": Event,
-        "ExternalStream": Stream,
+        "ExternalStream": ExternalStream,
         "set_stream": lambda stream: setattr(runtime, "stream", stream),
         "current_stream": lambda device=None: runtime.stream,
         "default_stream": lambda device=None: default,
         "stream": lambda stream: _StreamContext(stream),
         "StreamContext": _StreamContext,
-        "get_stream_from_external": lambda pointer, device=None: Stream(number=pointer),
+        "get_stream_from_external": ExternalStream,
     }
 
 
@@ -392,7 +399,7 @@ def patched(runtime: Runtime) -> Iterator[None]:
     allocator = runtime.allocator
     answers = attributes(runtime) | (_unserved(runtime) if allocator is None else {})
     changes: list[tuple[Any, str, Any]] = [(torch.cuda, name, answer) for name, answer in answers.items()]
-    for part in ("memory", "random", "graphs"):
+    for part in ("memory", "random", "graphs", "streams"):
         module = importlib.import_module(f"torch.cuda.{part}")
         changes += [(module, name, answer) for name, answer in answers.items() if hasattr(module, name)]
     changes += [
@@ -414,10 +421,13 @@ def patched(runtime: Runtime) -> Iterator[None]:
         (torch, "Stream", Stream),
         (torch, "Event", Event),
         (JITTED, "__call__", jitted),
+        (BINDINGS, "_has_cudnn", True),
+        (torch.backends.cudnn, "version", lambda: sdpa.cudnn_version(runtime.profile.release)),
         (torch.backends.cudnn, "is_acceptable", rnn.acceptable),
         (importlib.import_module("torch.backends.cudnn.rnn"), "get_cudnn_mode", rnn.mode_number),
     ]
     changes += [(Distribution, name, _valid(runtime, getattr(Distribution, name))) for name in _VALIDATING]
+    changes += [(BINDINGS, name, answer) for name, answer in sdpa.answers(runtime.profile).items()]
     changes += _Storages(runtime).changes()
     changes += objects.changes()
     changes += [] if allocator is None else [*served.changes(allocator), *graphs.changes(runtime, allocator)]

@@ -77,6 +77,7 @@ def _entries(machine: Machine, log: EventLog) -> list[dict[str, Any]]:
             "size": size,
             "stream": stream,
             "time_us": event,
+            "frames": [],
             "compile_context": "N/A",
             "user_metadata": "",
         }

@@ -21,7 +21,7 @@ def say(what, snapshot):
         for segment in snapshot["segments"]
         for block in segment["blocks"]
     ]
-    print(what, sorted(kinds.items()), sum(entry["size"] for entry in born))
+    print(what, sorted(kinds.items()), sum(entry["size"] for entry in born), sum("frames" in entry for entry in entries))
     print(" ", [entry["size"] for entry in entries if entry["action"] == "snapshot"], lines)
     print(" ", blocks)
 

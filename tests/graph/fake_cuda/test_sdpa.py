@@ -439,6 +439,32 @@ def test_operands_without_a_batch_are_one(dtype: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
+def test_programs_hear_which_kernel_could_take_a_call() -> None:
+    """As the CUDA build of 2.13 answered for an A100; jagged nested tensors ask the same way."""
+    torch = pytest.importorskip("torch")
+
+    from graph.fake_cuda.device import fake_cuda
+    from graph.fake_cuda.sdpa import install
+
+    with fake_cuda(profile("A100", "2.13", True)) as runtime:
+        install(runtime)
+        query = torch.empty(2, 4, 128, 64, device="cuda", dtype=torch.bfloat16)
+        mask = torch.ones(128, 128, dtype=torch.bool, device="cuda")
+        cuda: Any = torch.backends.cuda
+        kernels = cuda.can_use_flash_attention, cuda.can_use_efficient_attention, cuda.can_use_cudnn_attention
+        for given, causal, answers in ((None, True, [True, True, True]), (mask, False, [False, True, True])):
+            asked = cuda.SDPAParams(query, query, query, given, 0.0, causal, False)
+            assert [can(asked) for can in kernels] == answers
+        cudnn: Any = torch.backends.cudnn
+        assert (cudnn.is_available(), cudnn.version()) == (True, 92000)
+        rows = [torch.empty(length, 64, device="cuda", dtype=torch.float16) for length in (5, 17, 30)]
+        nested = torch.nested.nested_tensor(rows, layout=torch.jagged, requires_grad=True)
+        heads = nested.unflatten(-1, [4, 16]).transpose(1, 2)
+        attend = torch.nn.functional.scaled_dot_product_attention
+        assert attend(heads, heads, heads, is_causal=True).shape[1:] == heads.shape[1:]
+
+
+@pytest.mark.filterwarnings("ignore")
 def test_no_kernel_left_is_one_clear_line() -> None:
     torch = pytest.importorskip("torch")
 

@@ -114,6 +114,27 @@ def test_snapshot_has_the_blocks(runtime: Runtime) -> None:
     del kept
 
 
+def test_a_pool_shows_its_own_segments(runtime: Runtime) -> None:
+    pool = torch.cuda.MemPool()
+    with torch.cuda.use_mem_pool(pool):
+        inside = bytes_on_device(3 * MIB)
+    outside = bytes_on_device(5 * MIB)
+    assert [segment["allocated_size"] for segment in pool.snapshot()] == [3 * MIB]
+    assert [segment["allocated_size"] for segment in torch.cuda.memory_snapshot()] == [3 * MIB, 5 * MIB]
+    del inside, outside
+
+
+def test_memory_without_a_tensor(runtime: Runtime) -> None:
+    """`caching_allocator_alloc`, as frameworks that share memory with PyTorch call it."""
+    stream = torch.cuda.Stream()
+    taken = [torch.cuda.caching_allocator_alloc(MIB), torch.cuda.caching_allocator_alloc(2 * MIB, stream=stream)]
+    assert torch.cuda.memory_allocated() == 3 * MIB
+    assert sorted(segment["stream"] for segment in torch.cuda.memory_snapshot()) == [0, stream.cuda_stream]
+    for address in taken:
+        torch.cuda.caching_allocator_delete(address)
+    assert torch.cuda.memory_allocated() == 0
+
+
 def test_a_history_is_asked_for_in_words_that_are_known(runtime: Runtime) -> None:
     with pytest.raises(RuntimeError, match="expected state to be 'state', 'all', or None"):
         torch.cuda.memory._record_memory_history("some")
