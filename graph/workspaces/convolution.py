@@ -100,6 +100,9 @@ _READ: Final = 16
 _LARGE_FILTER: Final = 49
 #: Channels of which fp32 outputs are written as they lie.
 _FEW: Final = 64
+#: Elements of the largest operand that is copied: FLUX's autoencoder has convolutions of 2^31 for 8 pictures, where an
+#: H100's cuDNN took copies, and of 2^32 for 16, where it took none (tests/data/published/pipelines.csv).
+_MOST_COPIED: Final = 1 << 31
 
 
 def _last(first: _Operand, second: _Operand, wide: bool) -> bool:
@@ -146,7 +149,8 @@ class _Kernel:
         gradient take, to 0 to 147 bytes, for four of five in 16 bits and two of three in fp32.
         """
         channels = [one.sizes[1] // self.groups for one in (self.given, self.made)]
-        if self.item > 4 or (self.groups > 1 and min(channels) == 1):
+        largest = max(self.given.bytes, self.made.bytes) // self.item
+        if self.item > 4 or (self.groups > 1 and min(channels) == 1) or largest > _MOST_COPIED:
             return 0
         full = [-(-count * self.item // _READ) * _READ // self.item for count in channels]
         given, made = (

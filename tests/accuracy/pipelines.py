@@ -7,25 +7,22 @@ printed it (FLUX.1-dev, CogVideoX 2B and 5B, eager and compiled, with and withou
 H100), and the options of its run. ROOT is its repository at commit 9b9f238; PATH the Python of an environment with
 PyTorch and the libraries of that time (README there). Weights are made up, and so are the tokenizers: texts are padded.
 
-Autoencoders are made of convolutions, and cuDNN's workspaces are not in our figure: beside it stands what `record` says
-that they are likely to add.
+Autoencoders are made of convolutions, for which cuDNN takes workspaces: the programs are served as a GPU would serve
+them (`record --on-gpu`).
 """
 
 from __future__ import annotations
 
 import importlib
 import json
-import re
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-import numpy as np
-
-from tests.accuracy.sft import FOLDER, of_kept, of_root, read, record
+from tests.accuracy.sft import FOLDER, Judged, of_kept, of_root, read, record, spread
 
 TABLE: Final = FOLDER / "pipelines.csv"
 #: What our runs of the table's rows held (README there).
@@ -42,37 +39,31 @@ _CLIP: Final = "black-forest-labs/FLUX.1-dev/tokenizer"
 _PIECES: Final = 1000
 #: The benchmark ends by deleting what is the user's below /tmp.
 _KEEPS: Final = "\n\ndef cleanup_tmp_directory():\n    pass\n"
-_MORE: Final = re.compile(r"on a GPU the peak may be ([0-9.]+) (MiB|GiB) higher: cuDNN")
 
 
 @dataclass(frozen=True)
 class Run:
-    """What a run of a row's program printed, in GiB, and what cuDNN is likely to add; `failure` where it failed."""
+    """What a run of a row's program printed, in GiB; `failure` where it failed."""
 
     gib: float | None = None
-    likely: float = 0.0
     failure: str = ""
 
 
 @dataclass(frozen=True)
-class Compared:
+class Compared(Judged[Run]):
     """A row, and our run of it."""
 
-    row: Mapping[str, str]
-    run: Run
+    column = "gib"
 
-    def error(self, likely: bool) -> float | None:
-        """Relative error, signed, with what is likely or without; None where ours failed."""
-        if self.run.gib is None:
-            return None
-        return (self.run.gib + self.run.likely * likely) / float(self.row["gib"]) - 1
+    @property
+    def ours(self) -> float | None:
+        """Our peak in GiB; None where the run failed."""
+        return self.run.gib
 
     def __str__(self) -> str:
         if self.run.gib is None:
             return f"{self.row['id']:50} FAILED: {self.run.failure[:160]}"
-        both = f"{self.run.gib:7.3f} (likely {self.run.gib + self.run.likely:7.3f})"
-        errors = f"{self.error(False):+.2%} ({self.error(True):+.2%})"
-        return f"{self.row['id']:50} {both} for {float(self.row['gib']):7.3f} GiB {errors}"
+        return f"{self.row['id']:50} {self.run.gib:7.3f} for {float(self.row['gib']):7.3f} GiB {self.error:+.2%}"
 
 
 def prepare(folder: Path, source: str) -> None:
@@ -112,42 +103,24 @@ def ran(row: Mapping[str, str], root: Path, python: str) -> Run:
             file.write(_KEEPS)
         prepare(folder, (root / "README.md").read_text())
         before = set(folder.glob("*.json"))
-        options = ["--gpu", row["gpu"], "--steps", "all", "--json", "answer.json"]
-        done = record([*options, *command(row)], folder, python)
+        done = record(["--gpu", row["gpu"], "--on-gpu", "--steps", "all", *command(row)], folder, python)
         printed = [json.loads(file.read_text()) for file in set(folder.glob("*.json")) - before]
         gib = next((float(one["inference_memory"]) for one in printed if "inference_memory" in one), None)
         if gib is None:
             errors = [line for line in done.stderr.splitlines() if "Error" in line]
             return Run(failure=errors[-1] if errors else f"exit code {done.returncode}")
-        answer = json.loads((folder / "answer.json").read_text())
-        return Run(gib, round(sum(_likely(answer["notices"])), 3))
-
-
-def _likely(notices: Sequence[str]) -> Iterator[float]:
-    """GiB."""
-    for text in notices:
-        if found := _MORE.search(text):
-            yield float(found[1]) / (1024 if found[2] == "MiB" else 1)
+        return Run(gib)
 
 
 def summary(found: Sequence[Compared]) -> str:
-    """Rows that ran, and how far off they are with likely workspaces, and without."""
-    ran = [one for one in found if one.run.gib is not None]
-    if not ran:
-        return f"0 of {len(found)} rows ran"
-    with_them, without = (np.abs([one.error(likely) or 0.0 for one in ran]) for likely in (True, False))
-    return (
-        f"{len(ran)} of {len(found)} rows ran: median {np.median(with_them):.2%}, worst {with_them.max():.2%} "
-        f"(without cuDNN's likely workspaces {np.median(without):.2%}, {without.max():.2%})"
-    )
+    """Rows that ran, and how far off they are."""
+    ran = [one.error for one in found if one.run.gib is not None]
+    return f"{len(ran)} of {len(found)} rows ran{spread(ran)}"
 
 
 def known(results: Path) -> dict[str, Run]:
     """Runs that a file keeps, by the id of their row."""
-    return {
-        row["id"]: Run(float(row["gib"]) if row["gib"] else None, float(row["likely"]), row["failure"])
-        for row in read(results)
-    }
+    return {row["id"]: Run(float(row["gib"]) if row["gib"] else None, row["failure"]) for row in read(results)}
 
 
 def kept() -> list[str]:

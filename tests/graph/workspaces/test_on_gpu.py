@@ -83,6 +83,14 @@ def test_copies_of_convolutions(dtype: str, last: bool, off: tuple[float, ...]) 
     assert all(few <= share * all_ for few, share, all_ in zip(missed, off, taken, strict=True)), (missed, taken)
 
 
+@pytest.mark.parametrize(("pictures", "operands"), [(1, 0.75), (8, 6.0), (16, 0.0)])
+def test_what_has_too_many_elements_is_not_copied(pictures: int, operands: float) -> None:
+    """By peaks of FLUX's autoencoder on an H100, whose largest convolution this is (tests/data/published/pipelines.csv):
+    47.509 GiB for eight pictures are with the copies, 61.548 for sixteen without."""
+    out, *_ = _likely([[256, 128, 3, 1, 1, 1, pictures, 1024, 1024]], "bfloat16", False)
+    assert out == (operands * (1 << 30) + 2 * 256 * 128 * 9 if operands else 0)
+
+
 def _scratch(desc: Any, forward: list[int], backward: list[int]) -> list[int]:
     """What a recorded convolution took for its output and both gradients; nothing for those by PyTorch's kernels."""
     into, out, size, _, _, groups, batch, height, width = desc[0]
