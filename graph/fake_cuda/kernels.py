@@ -18,7 +18,7 @@ from torch.nn.parameter import is_lazy
 
 from graph.fake_cuda.memory import Layout, contiguous, empty_layout, set_storage
 from graph.fake_cuda.operators import fits, iterated, places
-from graph.fake_cuda.operators.composed import COMPOSED, evenly
+from graph.fake_cuda.operators.composed import COMPOSED, differing, evenly
 from graph.fake_cuda.operators.native import operator
 from graph.fake_cuda.operators.refused import CHECKS
 from graph.fake_cuda.sdpa import corrected
@@ -94,7 +94,7 @@ def _kind(values: Iterable[Any], exact: bool) -> tuple[Any, ...]:
     for value in values:
         kind = value.__class__
         if kind is _Tensor or kind is _Parameter:
-            key.append((value.shape, value.stride(), value.dtype, value.is_cuda))
+            key.append((value.shape, value.stride(), value.dtype, value.is_cuda, value.is_conj()))
         elif kind is int or value is None:
             key.append(value if exact else None)
         elif kind is list or kind is tuple:
@@ -618,7 +618,7 @@ class Kernels:
 
         def kernel(*args: object, **kwargs: object) -> Any:
             found = runtime.values.computed(func, args, kwargs)
-            if found is None:
+            if found is None and (found := differing(runtime, func, args, kwargs)) is None:
                 return usual(*args, **kwargs)
             hosts = (found,) if isinstance(found, torch.Tensor) else tuple(found)
             shapes = tuple((tuple(host.shape), host.stride(), host.dtype) for host in hosts)

@@ -136,8 +136,9 @@ class Values:
         return None if storage is None else _view(storage, tensor)
 
     def put(self, tensor: torch.Tensor, host: torch.Tensor, *, mask: bool = False) -> None:
-        """Let `tensor`, new, have the values of `host`, as far as it has room (`has_room`)."""
-        storage = _room(tensor.dtype, self.size(tensor), mask) if tensor.numel() else None
+        """Let `tensor`, new, have the values of `host`, if there are any ("meta" has none) and there is room."""
+        there = tensor.numel() and not host.is_meta
+        storage = _room(tensor.dtype, self.size(tensor), mask) if there else None
         if storage is not None:
             _view(storage, tensor).copy_(host)
             self.known[self.key(tensor)] = storage

@@ -25,6 +25,7 @@ from graph.workspaces.metadata import (
     argument,
     dtype,
     elements,
+    is_conjugated,
     is_contiguous,
     is_dense,
     shape,
@@ -134,22 +135,26 @@ def _taken(kind: str, nbytes: int) -> tuple[list[Step], list[Step]]:
     return ([("alloc", kind, nbytes)], [("free", kind)]) if nbytes else ([], [])
 
 
-def _unreadable(matrix: torch.Tensor) -> bool:
-    """Whether cuBLAS needs a copy of this matrix (`prepare_matrix_for_cublas`)."""
+def _unreadable(matrix: torch.Tensor, transposed: bool) -> bool:
+    """Whether cuBLAS needs a copy of this matrix (`prepare_matrix_for_cublas`); it conjugates what it transposes."""
+    if is_conjugated(matrix) and _is_by_rows(matrix) is transposed:
+        return True
     if is_dense(matrix):
         return False
     (rows, columns), (down, right) = shape(matrix), strides(matrix)
     return not ((down == 1 and right >= max(1, rows)) or (right == 1 and down >= max(1, columns)))
 
 
-def _unreadable_batch(matrix: torch.Tensor, leading: int, fast: int, least_rows: int, least_columns: int) -> bool:
+def _unreadable_batch(matrix: torch.Tensor, transposed: bool, least_rows: int, least_columns: int) -> bool:
     """Whether cuBLAS needs a copy of this batch of matrices (`prepare_batch_matrix_for_cublas`)."""
+    fast, leading = (2, 1) if transposed else (1, 2)
     step = strides(matrix)
     if step[fast] == 1 and step[leading] >= max(1, least_rows):
-        return False
+        return is_conjugated(matrix)
     if step[leading] == 1 and step[fast] >= max(1, least_columns):
         return False
-    return not (is_contiguous(matrix) and step[1] != 0 and step[2] != 0)
+    whole = is_contiguous(matrix) and step[1] != 0 and step[2] != 0
+    return not whole or (transposed and is_conjugated(matrix))
 
 
 def _product(call: Call, copies: list[tuple[str, int]], lt: bool) -> Plan:
@@ -160,14 +165,14 @@ def _product(call: Call, copies: list[tuple[str, int]], lt: bool) -> Plan:
 
 def _matrix_copies(first: torch.Tensor, second: torch.Tensor, transposed: bool) -> list[tuple[str, int]]:
     order = (second, first) if transposed else (first, second)
-    return [(f"operand {i}", size(matrix)) for i, matrix in enumerate(order) if _unreadable(matrix)]
+    return [(f"operand {i}", size(matrix)) for i, matrix in enumerate(order) if _unreadable(matrix, transposed)]
 
 
-def _result_transposed(result: torch.Tensor) -> bool:
-    """Whether cuBLAS writes the transposed result: it is column-major, a contiguous result is not."""
-    if is_dense(result):
-        return is_contiguous(result)
-    (rows, _), (down, right) = shape(result), strides(result)
+def _is_by_rows(matrix: torch.Tensor) -> bool:
+    """Whether a matrix is to cuBLAS, which goes by columns, a transposed one: a result it then writes transposed."""
+    if is_dense(matrix):
+        return is_contiguous(matrix)
+    (rows, _), (down, right) = shape(matrix), strides(matrix)
     return not (down == 1 and right >= max(1, rows))
 
 
@@ -177,7 +182,7 @@ def mm(call: Call) -> Plan | None:
     if elements(first) == 0 or elements(second) == 0:
         return None
     result = call.kwargs.get("out", call.out)
-    return _product(call, _matrix_copies(first, second, _result_transposed(result)), lt=False) or None
+    return _product(call, _matrix_copies(first, second, _is_by_rows(result)), lt=False) or None
 
 
 def addmm(call: Call) -> Plan | None:
@@ -192,7 +197,7 @@ def addmm(call: Call) -> Plan | None:
         return None
     result = call.kwargs.get("out", call.out)
     lt = _takes_lt(call, bias, second, result)
-    return _product(call, _matrix_copies(first, second, _result_transposed(result)), lt) or None
+    return _product(call, _matrix_copies(first, second, _is_by_rows(result)), lt) or None
 
 
 def _takes_lt(call: Call, bias: torch.Tensor, second: torch.Tensor, result: torch.Tensor) -> bool:
@@ -240,7 +245,7 @@ def bmm(call: Call) -> Plan | None:
     copies = [
         (f"operand {i}", size(matrix))
         for i, (matrix, limit) in enumerate(zip(order, limits, strict=True))
-        if _unreadable_batch(matrix, leading, fast, *limit)
+        if _unreadable_batch(matrix, transposed, *limit)
     ]
     return _product(call, copies, lt=False) or None
 
@@ -256,7 +261,7 @@ def int_mm(call: Call) -> Plan | None:
     """`_int_mm`: cuBLASLt without a workspace; its handle's own is born up to 2.11 (`int8_gemm`, CUDABlas.cpp)."""
     if elements(call.args[0]) == 0:
         return None
-    copies = _matrix_copies(call.args[0], call.args[1], _result_transposed(call.kwargs.get("out", call.out)))
+    copies = _matrix_copies(call.args[0], call.args[1], _is_by_rows(call.kwargs.get("out", call.out)))
     return within(copies, *(cublas(call)[0] if call.profile.release < (2, 12) else [])) or None
 
 

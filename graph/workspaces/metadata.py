@@ -158,6 +158,11 @@ def suggests_channels_last(sizes: Sequence[int], steps: Sequence[int]) -> bool:
     return True
 
 
+def is_conjugated(tensor: torch.Tensor) -> bool:
+    """Whether it is the conjugate of what is in its memory (`Tensor.is_conj`)."""
+    return dtype(tensor).startswith("complex") and tensor.is_conj()
+
+
 def is_dense(tensor: torch.Tensor) -> bool:
     """Whether some order of dimensions makes it contiguous (`is_non_overlapping_and_dense`)."""
     if any(extent == 0 for extent in shape(tensor)):

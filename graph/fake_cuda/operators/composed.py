@@ -228,6 +228,27 @@ def _check_positive(runtime: Runtime, std: torch.Tensor) -> None:
         runtime.synchronized()
 
 
+#: Operators that look for rows which differ.
+_OF_ROWS: Final = frozenset({"unique_dim", "unique_dim_consecutive", "unique_consecutive"})
+
+
+def differing(
+    runtime: Runtime, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[torch.Tensor, ...] | None:
+    """Rows that differ, the place of each among them and how often each is there, where no values are known: as if all
+    did. The rows, which have no values, are on "meta"; None for other operators."""
+    names = [argument.name for argument in func._schema.arguments]
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    source, dim = args[0], given.get("dim")
+    if func._opname not in _OF_ROWS or dim is None or not source.numel():
+        return None
+    runtime.assume("values that differ", "that all do")
+    rows, count = source.movedim(dim, 0), source.shape[dim]
+    made = torch.empty(rows.shape, dtype=source.dtype, device="meta").movedim(0, dim)
+    places = torch.arange(count if given.get("return_inverse") else 0)
+    return made, places, torch.ones(count if given.get("return_counts") else 0, dtype=torch.int64)
+
+
 def _repeat_interleave(runtime: Runtime, repeats: torch.Tensor, *, output_size: int | None = None) -> Any:
     """cuda/Repeat.cu and native/Repeat.h: as many as the repeats add up to."""
     if not repeats.numel():

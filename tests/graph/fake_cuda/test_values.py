@@ -134,6 +134,18 @@ def test_a_mask_of_floating_point_numbers_has_values(runtime: fake_cuda.Runtime)
     assert runtime.values.of(torch.zeros(most + 1).to("cuda")[:2]) is None
 
 
+def test_rows_without_values_all_differ(runtime: fake_cuda.Runtime) -> None:
+    rows = torch.empty(2, 100, dtype=torch.int64, device="cuda").random_()
+    for unique in (torch.unique, torch.unique_consecutive):
+        found, places, counts = unique(rows, dim=1, return_inverse=True, return_counts=True)
+        assert (found.shape, found.dtype, found.stride()) == (rows.shape, rows.dtype, (1, 2))
+        assert (places.tolist(), counts.tolist()) == (list(range(100)), [1] * 100)
+        assert runtime.values.of(found) is None
+        assert unique(rows, dim=0).shape == rows.shape
+    assert {what.partition(" asks for ")[2].partition(":")[0] for what in runtime.assumptions} == {"values that differ"}
+    runtime.assumptions.clear()
+
+
 def test_what_is_written_with_numbers_unknown_is_forgotten(runtime: fake_cuda.Runtime) -> None:
     total, unknown = torch.zeros(2, device="cuda"), torch.rand(2, device="cuda")
     total += 3

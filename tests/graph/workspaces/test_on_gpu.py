@@ -85,8 +85,8 @@ def test_copies_of_convolutions(dtype: str, last: bool, off: tuple[float, ...]) 
 
 @pytest.mark.parametrize(("pictures", "operands"), [(1, 0.75), (8, 6.0), (16, 0.0)])
 def test_what_has_too_many_elements_is_not_copied(pictures: int, operands: float) -> None:
-    """By peaks of FLUX's autoencoder on an H100, whose largest convolution this is (tests/data/published/pipelines.csv):
-    47.509 GiB for eight pictures are with the copies, 61.548 for sixteen without."""
+    """By peaks of FLUX's autoencoder on an H100, whose largest convolution this is: 47.509 GiB for eight pictures are
+    with the copies, 61.548 for sixteen without (tests/data/published/pipelines.csv)."""
     out, *_ = _likely([[256, 128, 3, 1, 1, 1, pictures, 1024, 1024]], "bfloat16", False)
     assert out == (operands * (1 << 30) + 2 * 256 * 128 * 9 if operands else 0)
 

@@ -97,6 +97,10 @@ class Tensor:
         """Bytes of an element."""
         return WIDTHS[self.dtype.removeprefix("torch.")]
 
+    def is_conj(self) -> bool:
+        """What was recorded was conjugated in memory, if at all."""
+        return False
+
     def untyped_storage(self) -> None:
         """Tensors have one; rules never look into it."""
         raise AssertionError("a rule looked into a storage")

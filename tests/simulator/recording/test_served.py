@@ -99,6 +99,32 @@ def test_what_an_operator_in_place_takes_is_by_its_arguments(runtime: Runtime) -
     assert [taken(row.cumsum_, dim) for dim in (0, 1, 0)] == [0, 1, 0]
 
 
+def test_operands_that_are_conjugated_are_copied_unless_they_are_transposed(runtime: Runtime) -> None:
+    """Allocations as recorded (PyTorch 2.13.0+cu130): the result and the copies."""
+    one, two = (torch.zeros(64, 64, device="cuda", dtype=torch.complex64) for _ in range(2))
+    _ = one @ two  # takes the workspace
+
+    def allocations(work: Any) -> int:
+        torch.cuda.reset_accumulated_memory_stats()
+        work()
+        return int(torch.cuda.memory_stats()["allocation.all.allocated"])
+
+    recorded = {
+        lambda: one @ two: 1,
+        lambda: one @ two.conj(): 2,
+        lambda: one.conj() @ two: 2,
+        lambda: one.conj() @ two.conj(): 3,
+        lambda: one.mH @ two: 1,
+        lambda: one.mT @ two.conj(): 2,
+        lambda: one.mT @ two.mH: 1,
+        lambda: torch.bmm(one[None], two[None].conj()): 2,
+        lambda: torch.baddbmm(one[None], one[None], two[None].conj()): 2,
+        lambda: torch.addmm(one[0], one, two.conj()): 2,
+        lambda: torch.nn.functional.linear(one, two.conj()): 1,
+    }
+    assert [allocations(work) for work in recorded] == list(recorded.values())
+
+
 def test_pinned_memory_says_so(runtime: Runtime) -> None:
     pinned = torch.ones(4).pin_memory()
     assert pinned.is_pinned()
