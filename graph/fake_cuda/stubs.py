@@ -6,6 +6,7 @@ import contextlib
 import functools
 import heapq
 import importlib
+import time
 import types
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Final
@@ -17,7 +18,7 @@ from torch.profiler import ProfilerActivity
 from graph.fake_cuda import graphs, objects, sdpa, served
 from graph.fake_cuda.operators import rnn
 from graph.fake_cuda.operators.composed import jitted
-from graph.fake_cuda.torch_private import BINDINGS, JITTED, RAW_STREAM, fake_tensor
+from graph.fake_cuda.torch_private import BINDINGS, JITTED, RAW_STREAM, RUN_BACKWARD, fake_tensor
 from graph.hardware.profile import STREAMS
 
 if TYPE_CHECKING:
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 
 #: How PyTorch was built. A build without CUDA cannot say it any more once a GPU seems to be there.
 _BUILT: Final = torch.__config__.show()
+#: Seconds in which another thread is let on.
+_A_MOMENT: Final = 1e-6
 #: The first number of a stream that stands for an event.
 FIRST_POINT: Final = 5000
 
@@ -393,6 +396,19 @@ def _valid(runtime: Runtime, function: Callable[..., None]) -> Callable[..., Non
     return called
 
 
+def _settled(run: Callable[..., Any]) -> Callable[..., Any]:
+    """Autograd's engine, after which its thread lets go of what the last node was given: on a GPU it does so at once,
+    here a storage's death is Python's, for which the thread that goes on has to let it."""
+
+    @functools.wraps(run)
+    def called(*args: object, **kwargs: object) -> Any:
+        found = run(*args, **kwargs)
+        time.sleep(_A_MOMENT)
+        return found
+
+    return called
+
+
 @contextlib.contextmanager
 def patched(runtime: Runtime) -> Iterator[None]:
     """`torch.cuda` answers for `runtime`'s card while inside."""
@@ -426,6 +442,7 @@ def patched(runtime: Runtime) -> Iterator[None]:
         (torch.backends.cudnn, "is_acceptable", rnn.acceptable),
         (importlib.import_module("torch.backends.cudnn.rnn"), "get_cudnn_mode", rnn.mode_number),
     ]
+    changes += [(owner, name, _settled(getattr(owner, name))) for owner, name in RUN_BACKWARD]
     changes += [(Distribution, name, _valid(runtime, getattr(Distribution, name))) for name in _VALIDATING]
     changes += [(BINDINGS, name, answer) for name, answer in sdpa.answers(runtime.profile).items()]
     changes += _Storages(runtime).changes()

@@ -37,6 +37,7 @@ __all__ = [
     "OBJECT_DEVICE",
     "OPERATOR_CALLS",
     "RAW_STREAM",
+    "RUN_BACKWARD",
     "DataDependentOutputException",
     "DynamicOutputShapeException",
     "FakeTensor",
@@ -178,6 +179,11 @@ def of_two_devices(error: RuntimeError) -> bool:
 
 #: Where CUDA builds have the function that gives the number of the current stream, and its name; others lack it.
 RAW_STREAM: Final[tuple[ModuleType, str]] = (BINDINGS, "_cuda_getCurrentRawStream")
+#: Where autograd's Python side has the function that runs its engine, and its name (torch.compiler replaces both too).
+RUN_BACKWARD: Final[tuple[tuple[ModuleType, str], ...]] = (
+    (torch.autograd.graph, "_engine_run_backward"),
+    (torch.autograd, "_engine_run_backward"),
+)
 #: Where `torch.cuda.nvtx` has what it calls in C++, and its name; builds for the CPU have something that fails.
 NVTX: Final[tuple[ModuleType, str]] = (torch.cuda.nvtx, "_nvtx")
 

@@ -125,6 +125,18 @@ def test_operands_that_are_conjugated_are_copied_unless_they_are_transposed(runt
     assert [allocations(work) for work in recorded] == list(recorded.values())
 
 
+def test_the_thread_of_autograd_may_let_go_of_its_last_tensors(
+    runtime: Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After each run of the engine this thread lets others on."""
+    waits: list[float] = []
+    monkeypatch.setattr("graph.fake_cuda.stubs.time.sleep", waits.append)
+    weight = torch.ones(4, device="cuda", requires_grad=True)
+    weight.sum().backward()
+    torch.autograd.grad(weight.sum(), weight)
+    assert len(waits) == 2
+
+
 def test_pinned_memory_says_so(runtime: Runtime) -> None:
     pinned = torch.ones(4).pin_memory()
     assert pinned.is_pinned()
