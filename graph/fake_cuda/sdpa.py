@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import partial
+from operator import attrgetter
 from typing import Any, Final, Protocol
 
 import torch
@@ -387,14 +388,15 @@ def _of_one_batch(mask: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def answers(card: Profile) -> dict[str, Callable[..., bool]]:
-    """What functions of torch._C say of a call's parameters (`SDPAParams`), by their names: whether a kernel takes it.
+    """What functions of PyTorch's bindings say, by their names: whether a kernel takes a call of these `SDPAParams`.
 
     torch.backends.cuda has them for programs, and torch.nested asks them for jagged tensors.
     """
 
-    def ask(backend: Backend, asked: Any, debug: bool = False) -> bool:
-        operands = (asked.query, asked.key, asked.value, asked.attn_mask, asked.dropout, asked.is_causal)
-        return _CAN[backend](_request(*operands, asked.enable_gqa), card, _flags(card))
+    parts = attrgetter("query", "key", "value", "attn_mask", "dropout", "is_causal", "enable_gqa")
+
+    def ask(backend: Backend, asked: object, debug: bool = False) -> bool:
+        return _CAN[backend](_request(*parts(asked)), card, _flags(card))
 
     kernels = {"flash": Backend.FLASH, "mem_efficient": Backend.EFFICIENT, "cudnn": Backend.CUDNN}
     return {f"_can_use_{name}_attention": partial(ask, backend) for name, backend in kernels.items()}

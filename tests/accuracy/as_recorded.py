@@ -20,7 +20,7 @@ def without_values(truth: bool) -> None:
     runtime.values.finite = False
     runtime.values.of = lambda tensor: tensor if tensor.device.type == "cpu" else None  # type: ignore[method-assign]
     runtime.values.integer = lambda tensor: 0  # type: ignore[method-assign]
-    runtime.values.put = lambda tensor, host: None  # type: ignore[method-assign]
+    runtime.values.put = lambda tensor, host, *, mask=False: None  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":

@@ -233,7 +233,7 @@ _OF_ROWS: Final = frozenset({"unique_dim", "unique_dim_consecutive", "unique_con
 
 
 def differing(
-    runtime: Runtime, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+    runtime: Runtime, func: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[torch.Tensor, ...] | None:
     """Rows that differ, the place of each among them and how often each is there, where no values are known: as if all
     did. The rows, which have no values, are on "meta"; None for other operators."""
