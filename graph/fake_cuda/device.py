@@ -162,9 +162,11 @@ class Runtime:
             told(name, args, written)
 
     def _size(self, tensor: torch.Tensor) -> int:
-        """Bytes of a tensor's storage, without a look at it: autograd adds in place only what nobody has looked at."""
+        """Bytes of a tensor's storage, without a look at it: autograd adds in place only what nobody has looked at.
+
+        Of a tensor without elements 0: it has no address, by which its storage is known."""
         known = self.memory.live.get(self.storage(tensor))  # not of a tensor that a CUDA graph has made by its address
-        return tensor.untyped_storage().nbytes() if known is None else known
+        return known if known is not None else tensor.untyped_storage().nbytes() if tensor.numel() else 0
 
     def bytes(self, storage: int) -> int:
         """Bytes of a living storage, as requested from the allocator."""

@@ -125,6 +125,16 @@ def test_operands_that_are_conjugated_are_copied_unless_they_are_transposed(runt
     assert [allocations(work) for work in recorded] == list(recorded.values())
 
 
+@pytest.mark.parametrize(("start", "expected"), [(512, 9), (1024, 9)])
+def test_gradients_of_slices_without_elements_are_added_in_place(start: int, expected: int, runtime: Runtime) -> None:
+    """Allocations as recorded (PyTorch 2.13.0+cu130): LitGPT's rotary embedding has such a slice where all rotates."""
+    source = torch.ones(512, 1024, device="cuda", requires_grad=True)
+    made = source * 1.0
+    torch.cuda.reset_accumulated_memory_stats()
+    torch.cat((made * 2, made[:, start:]), 1).sum().backward()
+    assert torch.cuda.memory_stats()["allocation.all.allocated"] == expected
+
+
 def test_the_thread_of_autograd_may_let_go_of_its_last_tensors(
     runtime: Runtime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
