@@ -3,7 +3,8 @@
 What comes from the host has values: token ids, masks, sizes of images, lengths, schedules of noise. They and what
 operators make of them alone are computed on the host beside the shapes, so that shapes that depend on them are what
 they are (`nonzero`, masks among indices, lists of lengths). What derives from weights or from chance has no values, nor
-has what is larger than `MOST_BYTES`, of floating-point numbers than `MOST_FLOAT_BYTES`.
+has what is larger than `MOST_BYTES`, of floating-point numbers than `MOST_FLOAT_BYTES`, of masks of those than
+`MOST_MASK_BYTES`.
 """
 
 from __future__ import annotations
@@ -375,8 +376,8 @@ class Values:
         """`func` has written its arguments `targets`."""
         if func._opname in _OVERWRITING or (func._schema.is_mutable and bool(_outs(func))):
             self._begin(targets)
-            carried = func._opname in CARRYING and all(self._is_mask(arg) for arg in args[1:2])
-            self._make_room(targets, args[1:] if func._opname in _OVERWRITING else args, carried)
+            mask = func._opname in CARRYING and self._fit_as_mask(targets) and all(map(self._is_mask, args[1:2]))
+            self._make_room(targets, args[1:] if func._opname in _OVERWRITING else args, mask)
         share = self._scattered(func, args)
         if self.computed(func, args, kwargs) is None:
             self.forget(targets)
@@ -410,10 +411,17 @@ class Values:
                 empty(0, dtype=torch.uint8, device=_CPU).set_(room).zero_()
             self._unwritten.pop(self.key(target), None)
 
+    def _fit_as_mask(self, targets: tuple[torch.Tensor, ...]) -> bool:
+        """Whether there is room for their values if those are a mask, and else is not."""
+        sizes = [(target.dtype, self.size(target)) for target in targets]
+        return any(has_room(*one, mask=True) and not has_room(*one) for one in sizes)
+
     def _is_mask(self, source: object) -> bool:
         """Whether what is read has values which, as floating-point numbers, are a mask; a number is."""
-        if not isinstance(source, torch.Tensor) or source.device.type != "cpu":
-            return not isinstance(source, torch.Tensor) or self.of(source) is not None
+        if not isinstance(source, torch.Tensor):
+            return True
+        if source.device.type != "cpu":
+            return self.of(source) is not None
         return source.dtype in COUNTED or _is_even(source)
 
     def _make_room(self, targets: tuple[torch.Tensor, ...], read: tuple[object, ...], mask: bool) -> None:

@@ -145,16 +145,15 @@ def _unreadable(matrix: torch.Tensor, transposed: bool) -> bool:
     return not ((down == 1 and right >= max(1, rows)) or (right == 1 and down >= max(1, columns)))
 
 
-def _unreadable_batch(matrix: torch.Tensor, transposed: bool, least_rows: int, least_columns: int) -> bool:
+def _unreadable_batch(matrix: torch.Tensor, leading: int, fast: int, least_rows: int, least_columns: int) -> bool:
     """Whether cuBLAS needs a copy of this batch of matrices (`prepare_batch_matrix_for_cublas`)."""
-    fast, leading = (2, 1) if transposed else (1, 2)
     step = strides(matrix)
     if step[fast] == 1 and step[leading] >= max(1, least_rows):
         return is_conjugated(matrix)
     if step[leading] == 1 and step[fast] >= max(1, least_columns):
         return False
     whole = is_contiguous(matrix) and step[1] != 0 and step[2] != 0
-    return not whole or (transposed and is_conjugated(matrix))
+    return not whole or (fast == 2 and is_conjugated(matrix))
 
 
 def _product(call: Call, copies: list[tuple[str, int]], lt: bool) -> Plan:
@@ -245,7 +244,7 @@ def bmm(call: Call) -> Plan | None:
     copies = [
         (f"operand {i}", size(matrix))
         for i, (matrix, limit) in enumerate(zip(order, limits, strict=True))
-        if _unreadable_batch(matrix, transposed, *limit)
+        if _unreadable_batch(matrix, leading, fast, *limit)
     ]
     return _product(call, copies, lt=False) or None
 

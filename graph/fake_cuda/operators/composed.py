@@ -237,10 +237,12 @@ def differing(
 ) -> tuple[torch.Tensor, ...] | None:
     """Rows that differ, the place of each among them and how often each is there, where no values are known: as if all
     did. The rows, which have no values, are on "meta"; None for other operators."""
+    if func._opname not in _OF_ROWS:
+        return None
     names = [argument.name for argument in func._schema.arguments]
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     source, dim = args[0], given.get("dim")
-    if func._opname not in _OF_ROWS or dim is None or not source.numel():
+    if dim is None or not source.numel():
         return None
     runtime.assume("values that differ", "that all do")
     rows, count = source.movedim(dim, 0), source.shape[dim]
