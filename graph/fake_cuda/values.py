@@ -19,11 +19,12 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import empty, full, randperm  # not those that a program puts in their place
+from torch.autograd.function import BackwardCFunction
 from torch.overrides import TorchFunctionMode
 
 from graph.fake_cuda.marks import COMPARING, Marks, remember
 from graph.fake_cuda.shapes import numbers_as_tensors
-from graph.fake_cuda.torch_private import TorchDispatchMode, tree_flatten, tree_leaves, tree_unflatten
+from graph.fake_cuda.torch_private import TorchDispatchMode, current_node, tree_flatten, tree_leaves, tree_unflatten
 
 if TYPE_CHECKING:
     from graph.fake_cuda.memory import Layout
@@ -463,7 +464,16 @@ def _of_finite(func: Operator, args: tuple[Any, ...]) -> bool | None:
         return known
     itself = args[1] is args[0]
     endless = isinstance(args[1], float) and math.isinf(args[1])
-    return (func._opname == "eq") is itself if itself or endless else None
+    return (func._opname == "eq") is itself if itself or endless or _is_rare(args) else None
+
+
+def _is_rare(args: tuple[Any, ...]) -> bool:
+    """Whether autograd compares floating-point numbers with one number, as the gradients of `prod` and `cumprod` do
+    (FunctionsManual.cpp): what is computed hits no number exactly. A program's own comparison may be of a mask."""
+    node = current_node()
+    if node is None or isinstance(node, BackwardCFunction) or not isinstance(args[1], int | float):
+        return False
+    return bool(args[0].is_floating_point())
 
 
 def _outs(func: Operator) -> list[str]:

@@ -277,6 +277,10 @@ def _triton_answers(runtime: Runtime) -> list[tuple[str, str, object]]:
     ]
 
 
+#: What loads a kernel's source, from 2.7 on.
+_LOAD: Final = "_load_triton_kernel_from_source"
+
+
 def _forget() -> None:
     """Forget what PyTorch keeps of the device and of Triton's absence."""
     for answer in (_triton.has_triton_package, _triton.has_triton):
@@ -304,7 +308,13 @@ def _inductor(runtime: Runtime, folder: Path, tell: Tell) -> Iterator[None]:
     """Inductor makes code for the device, whose kernels do nothing."""
     importlib.import_module("torch._inductor.compile_fx")
     parts = {name: sys.modules[f"torch._inductor.{name}"] for name in ("config", "codegen.wrapper")}
-    later = ("runtime.triton_heuristics", "runtime.triton_helpers", "fx_passes.joint_graph")
+    later = (
+        "runtime.triton_heuristics",
+        "runtime.triton_helpers",
+        "fx_passes.joint_graph",
+        "async_compile",
+        "codecache",
+    )
     parts |= {name: inductor(name) for name in later}
     wrapper: Any = parts["codegen.wrapper"].PythonWrapperCodegen
     folder_of: Any = parts["fx_passes.joint_graph"].UniformValueConstantFolder
@@ -318,8 +328,45 @@ def _inductor(runtime: Runtime, folder: Path, tell: Tell) -> Iterator[None]:
         mock.patch.object(torch._C._dynamo.guards, "_empty_strided_cuda", _empty(tell)),
         mock.patch.object(wrapper, "make_buffer_allocation", _noted(wrapper.make_buffer_allocation)),
         mock.patch.object(folder_of, "run", _folded(runtime, folder_of, folder_of.run)),
+        _own_kernels(),
     ):
         yield
+
+
+def _own_kernels() -> contextlib.AbstractContextManager[object]:
+    """Each graph has its own objects of the kernels that it shares with others, and tunes them, as where processes
+    compile (`AsyncCompile.triton`); one that is tuned already is found on disk. One process would keep the object."""
+    async_compile, cache = inductor("async_compile"), inductor("codecache").PyCodeCache
+    plain = getattr(async_compile, _LOAD, None)
+    if plain is None:
+        return contextlib.nullcontext()
+
+    def load(kernel: str, source: str) -> object:
+        cache.modules_no_attr.pop(cache.write(source)[1], None)
+        return plain(kernel, source)
+
+    return mock.patch.object(async_compile, _LOAD, load)
+
+
+@contextlib.contextmanager
+def kernels_loaded() -> Iterator[list[Callable[[], None]]]:
+    """What loads each kernel that was loaded inside once more, if it was not tuned until then."""
+    async_compile = inductor("async_compile")
+    plain: Any = getattr(async_compile, _LOAD, None)
+    again: list[Callable[[], None]] = []
+
+    def load(kernel: str, source: str) -> object:
+        made: Any = plain(kernel, source)
+
+        def load_again() -> None:
+            if len(made.launchers) > 1:  # it may have been tuned for another graph since
+                vars(made).update(vars(async_compile.AsyncCompile().triton(kernel, source)))
+
+        again.append(load_again)
+        return made
+
+    with mock.patch.object(async_compile, _LOAD, load) if plain else contextlib.nullcontext():
+        yield again
 
 
 # ---------------------------------------------------------------------------------------------------------- kernels

@@ -94,7 +94,7 @@ def _as_if_first(taken: _Taken, collections: _Collections, folder: Path, plain: 
             _parted(folder, began)
         before = _hits()
         collections.generation = -1
-        with taken.noted() as noted:
+        with taken.noted() as noted, compiled.kernels_loaded() as loads:
             made = plain(model, inputs, *args, **kwargs)
         if key in met:  # by a call inside this one, or before, when a first run has it in its cache too
             return made
@@ -110,7 +110,15 @@ def _as_if_first(taken: _Taken, collections: _Collections, folder: Path, plain: 
         facts = taken.of(key)
         taken.again(facts)
         _collect(facts.forward)
-        return _at_first_backward(made, lambda: _collect(facts.backward))
+        if facts.backward is None:
+            return made
+
+        def as_if_compiled(collected: int = facts.backward) -> None:
+            for load in loads:
+                load()
+            _collect(collected)
+
+        return _at_first_backward(made, as_if_compiled)
 
     return compile_fx
 
@@ -188,11 +196,12 @@ def _once(node: Node, do: Callable[[], object]) -> None:
 
 class Facts(NamedTuple):
     """What compiling took of the device for a moment, bytes of what was allocated, in order (-n: the n-th was freed),
-    and the oldest generations that Python's collector went through meanwhile."""
+    and the oldest generations that Python's collector went through meanwhile; None where the backward was not compiled
+    when it first ran (with the forward, where shapes vary, or never)."""
 
     taken: Sequence[int] = ()
     forward: int = -1
-    backward: int = -1
+    backward: int | None = None
 
 
 class _Taken:

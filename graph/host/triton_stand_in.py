@@ -243,6 +243,33 @@ class Scalar(Anything):
         self.primitive_bitwidth = bits
 
 
+class GPUTarget(Anything):
+    """`triton.backends.compiler.GPUTarget`: what is compiled for."""
+
+    def __init__(self, backend: str, arch: int, warp_size: int) -> None:
+        self.backend, self.arch, self.warp_size = backend, arch, warp_size
+
+
+class Options(Anything):
+    """What Triton's CUDA backend compiles with: Inductor asks which float8 types kernels may have, and leaves others to
+    single operators (triton/backends/nvidia/compiler.py, `parse_options`)."""
+
+    def __init__(self, target: GPUTarget) -> None:
+        new = ("fp8e4nv",) if target.arch >= 89 else ()
+        self.supported_fp8_dtypes = ("fp8e4b15", *new, "fp8e5")
+
+
+class Backend(Anything):
+    """Triton's CUDA backend, as `triton.compiler.compiler.make_backend` gives it."""
+
+    def __init__(self, target: GPUTarget) -> None:
+        self.target = target
+
+    def parse_options(self, options: Mapping[str, object]) -> Options:
+        """What it would compile with."""
+        return Options(self.target)
+
+
 def cdiv(x: int, y: int) -> int:
     """Division, rounded up."""
     return -(-x // y)
@@ -255,6 +282,16 @@ def next_power_of_2(n: int) -> int:
 
 #: Classes of `triton.language` whose names do not begin with a capital.
 _CLASSES = ("tensor", "block_type", "pointer_type")
+#: What Triton has under these names.
+_NAMED = {
+    "JITFunction": Kernel,
+    "KernelInterface": Kernel,
+    "TensorDescriptor": TensorDescriptor,
+    "dtype": Dtype,
+    "constexpr": Constexpr,
+    "GPUTarget": GPUTarget,
+    "make_backend": Backend,
+}
 #: Names of its types of numbers, with their bits.
 _SCALAR = re.compile(r"(?:u?int|b?float)(\d+)")
 
@@ -263,14 +300,8 @@ def __getattr__(name: str) -> Any:
     """What is not here: a class where the name is that of one, for those who ask what is an instance of it."""
     if name.startswith("__"):
         raise AttributeError(name)
-    if name in ("JITFunction", "KernelInterface"):
-        return Kernel
-    if name == "TensorDescriptor":
-        return TensorDescriptor
-    if name == "dtype":
-        return Dtype
-    if name == "constexpr":
-        return Constexpr
+    if name in _NAMED:
+        return _NAMED[name]
     if name == "triton_key":
         return lambda: __version__
     if bits := _SCALAR.match(name):

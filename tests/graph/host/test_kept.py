@@ -79,6 +79,45 @@ def test_a_second_run_shows_what_the_first_did(tmp_path: Path, width: int, mode:
     assert np.array_equal(first.ints("id"), second.ints("id"))
 
 
+#: The first layer's input needs no gradient, so that the two are different graphs with kernels in common.
+LAYERS = """
+import sys
+import torch
+
+number = float(sys.argv[1])
+
+
+class Layer(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = torch.nn.Linear(256, 1024), torch.nn.Linear(1024, 256)
+
+    def forward(self, x):
+        return x + self.down((self.up(x) * number).sin())
+
+
+layers = [Layer().cuda().bfloat16() for _ in range(2)]
+for layer in layers:
+    layer.compile(dynamic={dynamic})
+x = torch.randn(512, 256, device="cuda", dtype=torch.bfloat16)
+for layer in layers:
+    x = layer(x)
+x.float().sum().backward()
+print(torch.cuda.memory_stats()["allocation.all.allocated"])
+"""
+
+
+@pytest.mark.parametrize(("dynamic", "expected"), [(False, "227"), (True, "291")])
+def test_a_second_run_tunes_what_the_first_did(tmp_path: Path, dynamic: bool, expected: str) -> None:
+    """Where shapes vary, backwards are compiled with their forwards, and both graphs tune what they share; else the
+    second one finds it tuned. Allocations as recorded (PyTorch 2.13.0+cu130, Triton 3.7)."""
+    folder_of(tmp_path, {"train.py": LAYERS.replace("{dynamic}", str(dynamic))})
+    number = str(random.SystemRandom().random())
+    for _ in range(2):
+        done = record(tmp_path, "--steps", "all", "train.py", number)
+        assert (done.returncode, done.stdout) == (0, f"{expected}\n"), done.stderr
+
+
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of Inductor, as it is imported
 def test_nothing_is_kept_where_pytorch_does_not_say_what_was_compiled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

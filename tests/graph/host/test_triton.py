@@ -69,6 +69,13 @@ def test_a_stand_in_says_which_types_there_are() -> None:
     assert isinstance(dtype("bf16"), dtype)
 
 
+@pytest.mark.parametrize(("arch", "expected"), [(80, ("fp8e4b15", "fp8e5")), (89, ("fp8e4b15", "fp8e4nv", "fp8e5"))])
+def test_a_stand_in_says_which_float8_types_a_card_has(arch: int, expected: tuple[str, ...]) -> None:
+    """As Triton 3.7 answers Inductor (`_triton_supported_fp8_dtypes`)."""
+    backend = triton_stand_in.Backend(triton_stand_in.GPUTarget("cuda", arch, 32))
+    assert backend.parse_options({}).supported_fp8_dtypes == expected
+
+
 def test_types_of_numbers_have_bits() -> None:
     """Inductor sizes the workspace of a scan over a long row by them."""
     bits = {name: getattr(triton_stand_in, name) for name in ("int1", "uint8", "float32", "bfloat16", "float8e4nv")}

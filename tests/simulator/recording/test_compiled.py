@@ -126,3 +126,51 @@ def test_padding_of_a_product_is_measured_where_pytorch_measures_it(tmp_path: Pa
     folder_of(tmp_path, {"train.py": PADDED})
     done = record(tmp_path, "--steps", "all", "train.py")
     assert (done.returncode, done.stdout) == (0, "56874496 65011712 153\n"), done.stderr
+
+
+SHARED = """
+import torch
+from torch._inductor.async_compile import AsyncCompile
+
+torch.compile(lambda x: x.exp().exp())(torch.zeros(1 << 20, device="cuda"))
+AsyncCompile.wait_pool_ready()  # of processes, which do not compile what comes before
+one = torch.compile(lambda x: (x.sin() * 2).cos(), dynamic=True)
+other = torch.compile(lambda x, w: ((x.sin() * 2).cos(), w @ w), dynamic=True)
+x, y = (torch.zeros(1 << 20, device="cuda", requires_grad=True) for _ in range(2))
+first, second = one(x), other(y, torch.zeros(64, 64, device="cuda"))[0]
+first.sum().backward()
+large = torch.empty(1 << 26, device="cuda")
+second.sum().backward()
+print(torch.cuda.max_memory_allocated(), torch.cuda.memory_stats()["allocation.all.allocated"])
+"""
+
+
+def test_each_graph_tunes_the_kernels_that_it_shares(tmp_path: Path) -> None:
+    """Both backwards are compiled before one of them runs. Recorded as the others, where processes compile."""
+    folder_of(tmp_path, {"train.py": SHARED})
+    done = record(tmp_path, "--steps", "all", "train.py")
+    assert (done.returncode, done.stdout) == (0, "348259328 82\n"), done.stderr
+
+
+FLOAT8 = """
+import torch
+
+
+def scaled(x, w):
+    scale = 448.0 / x.abs().max().float().clamp(min=1e-12)
+    one, other = ((t.float() * scale).clamp(-448, 448).to(torch.float8_e4m3fn) for t in (x, w))
+    return torch._scaled_mm(one, other.t(), 1 / scale, 1 / scale, out_dtype=torch.bfloat16).relu()
+
+
+x, w = (torch.randn(rows, 1024, device="cuda", dtype=torch.bfloat16) for rows in (8192, 1024))
+y = torch.compile(scaled)(x, w)
+y = torch.compile(scaled)(x, w)
+print(torch.cuda.max_memory_allocated(), torch.cuda.memory_stats()["allocation.all.allocated"])
+"""
+
+
+def test_casts_to_float8_are_compiled(tmp_path: Path) -> None:
+    """Recorded as the others, on an H100: an A100 has no such type."""
+    folder_of(tmp_path, {"train.py": FLOAT8})
+    done = record(tmp_path, "--gpu", "H100-80GB", "--steps", "all", "train.py")
+    assert (done.returncode, done.stdout) == (0, "138412032 106\n"), done.stderr

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -133,6 +133,25 @@ def test_gradients_of_slices_without_elements_are_added_in_place(start: int, exp
     torch.cuda.reset_accumulated_memory_stats()
     torch.cat((made * 2, made[:, start:]), 1).sum().backward()
     assert torch.cuda.memory_stats()["allocation.all.allocated"] == expected
+
+
+@pytest.mark.parametrize(
+    ("product", "expected"),
+    [
+        (lambda x: x.prod(1), (17839104, 12)),
+        (lambda x: x.prod(), (16778752, 14)),
+        (lambda x: x.cumprod(1), (30409728, 17)),
+    ],
+)
+def test_gradients_of_products_are_those_of_numbers_other_than_zero(
+    product: Callable[[Any], Any], expected: tuple[int, int], runtime: Runtime
+) -> None:
+    """Peak and allocations as recorded (PyTorch 2.13.0+cu130, whose booleans read False)."""
+    source = torch.randn(1024, 1024, device="cuda", requires_grad=True)
+    product(source * 1.0).sum().backward()
+    stats = torch.cuda.memory_stats()
+    assert (stats["allocated_bytes.all.peak"], stats["allocation.all.allocated"]) == expected
+    assert not runtime.assumptions
 
 
 def test_the_thread_of_autograd_may_let_go_of_its_last_tensors(
