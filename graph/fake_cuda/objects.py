@@ -7,6 +7,7 @@ from typing import Any, Final
 
 import torch
 
+from graph.errors import CaptureError
 from graph.fake_cuda.torch_private import StorageBase, without_modes
 
 _CUDA: Final = torch.device("cuda")
@@ -129,11 +130,20 @@ def _moved(plain: Callable[..., Any]) -> Callable[..., Any]:
     return moved
 
 
+def _shared(self: torch.UntypedStorage) -> Any:
+    """`_share_cuda_`: how a tensor goes to another process."""
+    raise CaptureError(
+        "a tensor on the GPU goes to another process, where its memory is not recorded: make it there, or send it "
+        "from the CPU (`tensor.cpu()`, `model.cpu().share_memory()`)"
+    )
+
+
 def changes() -> list[tuple[Any, str, Any]]:
     """Owner, name and replacement of each."""
     return [
         (torch, "Generator", Generator),
         (torch.UntypedStorage, "__new__", _storage),
+        (torch.UntypedStorage, "_share_cuda_", _shared),
         (torch.storage, "_to", _moved(vars(torch.storage)["_to"])),
         (torch, "set_default_tensor_type", _default_type(torch.set_default_tensor_type)),
         *_typed(),

@@ -72,7 +72,6 @@ __all__ = [
     "set_excluded",
     "softmax_backward",
     "takes_numbers",
-    "tree_flatten",
     "tree_flatten_with_path",
     "tree_leaves",
     "tree_map",
@@ -126,7 +125,7 @@ with _needed():
     from torch.cuda import jiterator
     from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils._python_dispatch import _disable_current_modes as without_modes
-    from torch.utils._pytree import tree_flatten, tree_flatten_with_path, tree_leaves, tree_map, tree_unflatten
+    from torch.utils._pytree import tree_flatten_with_path, tree_leaves, tree_map, tree_unflatten
     from torch.utils._triton import has_triton_package
 
     #: What PyTorch has in C++: some of its functions are replaced, by name.

@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 
 from graph.fake_cuda.marks import COMPARING, Marks, remember
 from graph.fake_cuda.shapes import numbers_as_tensors
-from graph.fake_cuda.torch_private import TorchDispatchMode, current_node, tree_flatten, tree_leaves, tree_unflatten
+from graph.fake_cuda.torch_private import TorchDispatchMode, current_node, tree_leaves
 
 if TYPE_CHECKING:
     from graph.fake_cuda.memory import Layout
@@ -248,7 +248,7 @@ class Values:
 
     def made(self, func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], out: object) -> None:
         """`func` has made `out`: new tensors that have room for values, or large ones of booleans."""
-        made = tree_leaves(out)
+        made = _leaves(out)
         if any(one.dtype is torch.bool and not has_room(one.dtype, self.size(one)) for one in made):
             self._large(func, args, made)
             return
@@ -263,7 +263,7 @@ class Values:
         if result is None and made[0].dtype is torch.bool and (truth := self._truth(func, args)) is not None:
             result = [full(one.shape, truth) for one in made]
         if result is not None:
-            for tensor, host in zip(made, tree_leaves(result), strict=True):
+            for tensor, host in zip(made, _leaves(result), strict=True):
                 if tensor.shape == host.shape:  # statistics of batch norm in evaluation are empty on the CPU
                     self.put(tensor, host, mask=func._opname in CARRYING)
         elif func._opname in _TAKING and (share := self._shares.get(self.key(args[0]))) is not None:
@@ -443,18 +443,22 @@ class Values:
 
     def _host(self, value: object) -> Any:
         """Arguments with host tensors in place of the device's; raises _UnknownError."""
-        leaves, shape = tree_flatten(value)
-        return tree_unflatten([self._leaf(leaf) for leaf in leaves], shape)
+        if isinstance(value, torch.Tensor):
+            found = self.of(value)
+            if found is None:
+                raise _UnknownError
+            return found
+        if isinstance(value, list | tuple):
+            made = [self._host(one) for one in value]
+            return made if isinstance(value, list) else tuple(made)
+        if isinstance(value, dict):
+            return {name: self._host(one) for name, one in value.items()}
+        return _CPU if isinstance(value, torch.device) else value
 
-    def _leaf(self, leaf: object) -> Any:
-        if isinstance(leaf, torch.device):
-            return _CPU
-        if not isinstance(leaf, torch.Tensor):
-            return leaf
-        found = self.of(leaf)
-        if found is None:
-            raise _UnknownError
-        return found
+
+def _leaves(out: object) -> list[Any]:
+    """The tensors, and what else there is, of what an operator gives."""
+    return [out] if isinstance(out, torch.Tensor) else tree_leaves(out)
 
 
 def _of_finite(func: Operator, args: tuple[Any, ...]) -> bool | None:

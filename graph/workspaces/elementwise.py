@@ -1,7 +1,7 @@
 """Copies between host and device, and other operators that make a temporary for each element.
 
 Source: aten/src/ATen/native/cuda/Copy.cu (`copy_requires_temporaries`, `copy_kernel_cuda`), TensorCompare.cpp
-(`where_self_out`), cuda/TensorTransformations.cu (`roll_cuda`), Pow.cpp.
+(`where_self_out`, `clamp`), cuda/TensorTransformations.cu (`roll_cuda`), Pow.cpp.
 """
 
 from __future__ import annotations
@@ -88,6 +88,12 @@ def power_of(call: Call) -> Plan | None:
     return within([("base", size(out))], REST)
 
 
+def clamped(call: Call) -> Plan | None:
+    """`clamp` by numbers of another type: the input is cast first (TensorCompare.cpp, `self.to(result_type)`)."""
+    source, out = call.args[0], next(tensors(call.out))
+    return None if dtype(source) == dtype(out) else within([("self", size(out))], REST)
+
+
 def modulus(call: Call) -> Plan | None:
     """`abs`, `angle` of complex numbers into real ones: computed as complex numbers first (UnaryOps.cpp)."""
     source, out = call.args[0], next(tensors(call.out))
@@ -132,6 +138,7 @@ RULES: Mapping[str, Rule] = {
     "aten.roll.default": roll,
     "aten.pow.Scalar": power,
     "aten.pow.Tensor_Scalar": power_of,
+    **dict.fromkeys(("aten.clamp.default", "aten.clamp_min.default", "aten.clamp_max.default"), clamped),
     "aten.abs.out": modulus,
     "aten.angle.out": modulus,
     "aten.angle.default": modulus,

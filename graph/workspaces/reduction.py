@@ -477,6 +477,7 @@ RULES: Mapping[str, Rule] = {
     **dict.fromkeys(["aten.sum.dim_IntList", "aten.sum.IntList_out", "aten.nansum.default"], sum_dims),
     **dict.fromkeys(["aten.mean.dim", "aten.mean.out", "aten.prod.dim_int"], sum_dims),
     **dict.fromkeys(_names("linalg_vector_norm", "default out"), vector_norm),
+    **dict.fromkeys(_names("norm", "ScalarOpt_dim ScalarOpt_dim_dtype out dtype_out"), vector_norm),
     **dict.fromkeys(_names("amax amin", "default"), extreme),
     **dict.fromkeys(_names("max min aminmax", "default"), extreme_of_all),
     "aten.equal.default": equal,

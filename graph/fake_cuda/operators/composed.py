@@ -106,7 +106,12 @@ def _masked_select(runtime: Runtime, source: torch.Tensor, mask: torch.Tensor) -
 
 def _count_nonzero(runtime: Runtime, source: torch.Tensor, dim: Sequence[int]) -> Any:
     """TensorAdvancedIndexing.cpp, `count_nonzero_cuda`."""
-    return _aten.sum.dim_IntList(_aten.ne.Scalar(source, 0), list(dim))
+    return _aten.sum.dim_IntList(source if source.dtype is torch.bool else _aten.ne.Scalar(source, 0), list(dim))
+
+
+def _trace(runtime: Runtime, source: torch.Tensor) -> Any:
+    """cuda/TriangularOps.cu, `trace_cuda`."""
+    return _aten.sum.default(_aten.diagonal.default(source))
 
 
 def _bincount(runtime: Runtime, source: torch.Tensor, weights: torch.Tensor | None = None, minlength: int = 0) -> Any:
@@ -317,7 +322,7 @@ def _histc(runtime: Runtime, source: torch.Tensor, bins: int = 100, low: float =
     """cuda/SummaryOps.cu, `_histc_cuda_template`: without limits, those of the numbers are read by the host."""
     counts = torch.zeros(bins, dtype=source.dtype, device=source.device)
     if low == high and source.numel():
-        limits = _aten.min.default(source), _aten.max.default(source)
+        limits = _aten.aminmax.default(source)
         runtime.synchronized()
         del limits
     return counts
@@ -454,6 +459,7 @@ COMPOSED: Final[Mapping[str, Callable[..., Any]]] = {
     "_linalg_check_errors": _no_errors,
     "masked_select": _masked_select,
     "count_nonzero.dim_IntList": _count_nonzero,
+    "trace": _trace,
     "bincount": _bincount,
     "multinomial": _multinomial,
     "median": _median,

@@ -58,6 +58,12 @@ OPERATORS_BY_SOURCE = {  # variants with `out=` or in place take the rule of the
         "aten.nll_loss2d_backward.default",
     ),  # recorded as programs:
     *(f"aten.randperm.{name}" for name in ("default", "generator", "out", "generator_out")),  # test_deterministic
+    "aten.clamp_min.default",
+    "aten.clamp_max.default",
+    "aten.norm.ScalarOpt_dim",
+    "aten.norm.ScalarOpt_dim_dtype",
+    "aten.norm.out",
+    "aten.norm.dtype_out",
 }
 
 

@@ -11,6 +11,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from graph.errors import CaptureError  # noqa: E402
 from graph.fake_cuda.device import Runtime, fake_cuda  # noqa: E402
 from graph.hardware.profile import profile  # noqa: E402
 from graph.host import triton_stand_in  # noqa: E402
@@ -123,6 +124,44 @@ def test_operands_that_are_conjugated_are_copied_unless_they_are_transposed(runt
         lambda: torch.nn.functional.linear(one, two.conj()): 1,
     }
     assert [allocations(work) for work in recorded] == list(recorded.values())
+
+
+def test_operators_cast_and_reduce_as_recorded(runtime: Runtime) -> None:
+    """Allocations and bytes above the start (PyTorch 2.13.0+cu130)."""
+    one, two = (torch.rand(1024, 1024, device="cuda") for _ in range(2))
+    integers, booleans = one.long(), one.bool()
+    small, half, out = integers.to(torch.uint8), one.half(), torch.empty(1024, device="cuda")
+    norm = torch.ops.aten.norm
+
+    def taken(work: Any) -> tuple[int, int]:
+        torch.cuda.reset_accumulated_memory_stats()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        work()
+        stats = torch.cuda.memory_stats()
+        return stats["allocation.all.allocated"], stats["allocated_bytes.all.peak"] - before
+
+    recorded = {
+        lambda: integers.clamp(min=1e-5): (2, 8388608),
+        lambda: torch.clip(booleans, 0, 1): (2, 16777216),
+        lambda: one.clamp(0.5, 2): (1, 4194304),
+        lambda: torch.dist(one, two): (4, 4195840),
+        lambda: integers.clamp_min(0.5): (2, 8388608),
+        lambda: integers.clamp_max(0.5): (2, 8388608),
+        lambda: norm.ScalarOpt_dim(one, 2, [0]): (3, 8393216),
+        lambda: norm.ScalarOpt_dim_dtype(half, 2, [0], False, dtype=torch.float32): (3, 8393216),
+        lambda: norm.out(one, 2, [0], False, out=out): (2, 8389120),
+        lambda: norm.dtype_out(half, 2, [0], False, dtype=torch.float32, out=out): (2, 8389120),
+        lambda: torch.histc(one, 10): (5, 3072),
+        lambda: booleans.count_nonzero(0): (4, 25174528),
+        lambda: small.trace(): (2, 8704),
+    }
+    assert [taken(work) for work in recorded] == list(recorded.values())
+
+
+def test_a_tensor_that_goes_to_another_process_is_refused(runtime: Runtime) -> None:
+    with pytest.raises(CaptureError, match="goes to another process"):
+        torch.multiprocessing.reductions.reduce_tensor(torch.zeros(4, device="cuda"))
 
 
 @pytest.mark.parametrize(("start", "expected"), [(512, 9), (1024, 9)])
