@@ -83,6 +83,8 @@ class Shapes:
             if any(argument.is_out for argument in func._schema.arguments):
                 places.written(func, (*kwargs.values(), *args))
         func, args, kwargs = _stand_in(func, args, kwargs)
+        if func in ALIKE and not kwargs and (made := _on_meta_alone(func, args)) is not None:
+            return made, kwargs
         with _seen(), self._mode:
             fake_args = numbers_as_tensors(func, tuple(_fake(arg) for arg in args))
             fake_kwargs = {key: _fake(value) for key, value in kwargs.items()}
@@ -304,6 +306,45 @@ _RULES: Final[dict[Any, Any]] = {
 def _plain(source: torch.Tensor) -> torch.Tensor:
     """A contiguous tensor of this one's type."""
     return torch.empty_like(source, memory_format=torch.contiguous_format)
+
+
+#: Operators whose rules say the same of `meta` as of CUDA, in a fraction of the time.
+ALIKE: Final = frozenset(
+    getattr(getattr(_aten, name), overload)
+    for overload, names in {
+        "default": "mm bmm addmm cat gelu gelu_backward index_select native_layer_norm native_layer_norm_backward "
+        "native_dropout native_dropout_backward _softmax _softmax_backward_data _log_softmax silu tanh sigmoid neg exp "
+        "rsqrt",
+        "Tensor": "add sub mul div",
+        "Scalar": "eq ne",
+        "Tensor_Scalar": "pow",
+        "dim": "mean",
+    }.items()
+    for name in names.split()
+)
+
+
+def _on_meta_alone(func: Operator, args: tuple[Any, ...]) -> Any:
+    """What the rule of `func` makes of tensors on `meta`; None where a tensor is not CUDA's, and where PyTorch raises."""
+    given = [_alone(arg) for arg in args]
+    if any(one is None and arg is not None for one, arg in zip(given, args, strict=True)):
+        return None
+    try:
+        return _RULES.get(func, func)(*given)
+    except (RuntimeError, ValueError, IndexError, TypeError, AssertionError):  # FakeTensorMode says it better
+        return None
+
+
+def _alone(value: object) -> Any:
+    """A tensor's likeness on `meta`; None of one that is not CUDA's."""
+    if isinstance(value, torch.Tensor):
+        if not value.is_cuda or value.__class__ is FakeTensor:
+            return None
+        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+    if not isinstance(value, list | tuple):
+        return value
+    found = [_alone(one) for one in value]
+    return found if all(one is not None for one in found) else None
 
 
 def _stand_in(
