@@ -325,7 +325,7 @@ ALIKE: Final = frozenset(
 
 
 def _on_meta_alone(func: Operator, args: tuple[Any, ...]) -> Any:
-    """What the rule of `func` makes of tensors on `meta`; None where a tensor is not CUDA's, and where PyTorch raises."""
+    """What a rule says of tensors on `meta`; None where a tensor is not CUDA's, and where PyTorch raises."""
     given = [_alone(arg) for arg in args]
     if any(one is None and arg is not None for one, arg in zip(given, args, strict=True)):
         return None
