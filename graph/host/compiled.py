@@ -308,13 +308,7 @@ def _inductor(runtime: Runtime, folder: Path, tell: Tell) -> Iterator[None]:
     """Inductor makes code for the device, whose kernels do nothing."""
     importlib.import_module("torch._inductor.compile_fx")
     parts = {name: sys.modules[f"torch._inductor.{name}"] for name in ("config", "codegen.wrapper")}
-    later = (
-        "runtime.triton_heuristics",
-        "runtime.triton_helpers",
-        "fx_passes.joint_graph",
-        "async_compile",
-        "codecache",
-    )
+    later = ("runtime.triton_heuristics", "runtime.triton_helpers", "fx_passes.joint_graph")
     parts |= {name: inductor(name) for name in later}
     wrapper: Any = parts["codegen.wrapper"].PythonWrapperCodegen
     folder_of: Any = parts["fx_passes.joint_graph"].UniformValueConstantFolder
