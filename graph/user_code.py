@@ -16,7 +16,7 @@ import sys
 import sysconfig
 import traceback
 import warnings
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from types import FrameType
@@ -86,6 +86,18 @@ def holding() -> bool | None:
     return next((answer for answer in answers if answer is not None), None)
 
 
+def ending() -> tuple[Hashable, bool] | None:
+    """The loop, if the boolean that is read now is its condition or that of a `break`, and what ends it."""
+    frame = _reading()
+    if frame is None:
+        return None
+    line = frame.f_lineno
+    for test, wanted in _loops(frame.f_code.co_filename):
+        if _is_on(test, line) and (end := _wanted(test, line, wanted, compared=True)) is not None:
+            return (id(frame), frame.f_code, line), end
+    return None
+
+
 def _of_part(test: ast.expr, where: object, wanted: bool) -> bool | None:
     """What the part of a condition at this place (first and last line, columns) is, for the condition to be so."""
     if (test.lineno, test.end_lineno, test.col_offset, test.end_col_offset) == where:
@@ -116,16 +128,29 @@ def _reading() -> FrameType | None:
 def _checks(file: str) -> tuple[tuple[ast.expr, bool], ...]:
     """The conditions of a file whose outcome decides whether it raises, and what they must be."""
     found = []
-    try:
-        nodes = ast.walk(ast.parse("".join(linecache.getlines(file))))
-    except SyntaxError:
-        return ()
-    for node in nodes:
+    for node in _nodes(file):
         if isinstance(node, ast.Assert):
             found.append((node.test, True))
         elif isinstance(node, ast.If) and _raises(node.body) != _raises(node.orelse):
             found.append((node.test, _raises(node.orelse)))
     return tuple(found)
+
+
+@functools.cache
+def _loops(file: str) -> tuple[tuple[ast.expr, bool], ...]:
+    """The conditions of a file under which a `while` ends, and what they must be for that."""
+    loops = [node for node in _nodes(file) if isinstance(node, ast.While)]
+    inner = [node for loop in loops for node in ast.walk(loop) if isinstance(node, ast.If)]
+    leaving = [node.test for node in inner if isinstance(node.body[-1], ast.Break | ast.Return)]
+    return (*((loop.test, False) for loop in loops), *((test, True) for test in leaving))
+
+
+def _nodes(file: str) -> Iterator[ast.AST]:
+    """The parts of a file's code; none where it cannot be read."""
+    try:
+        return ast.walk(ast.parse("".join(linecache.getlines(file))))
+    except SyntaxError:
+        return iter(())
 
 
 def _is_on(expression: ast.expr, line: int) -> bool:
@@ -142,14 +167,15 @@ def _raises(body: list[ast.stmt]) -> bool:
     return isinstance(last, ast.Raise) or (isinstance(last, ast.Assert) and getattr(last.test, "value", None) is False)
 
 
-def _wanted(test: ast.expr, line: int, wanted: bool) -> bool | None:
-    """What the operand of a condition on this line is, for the condition to be what is wanted."""
+def _wanted(test: ast.expr, line: int, wanted: bool, *, compared: bool = False) -> bool | None:
+    """What the operand of a condition on this line is, for the condition to be what is wanted; None of a comparison,
+    which may be of what is read, unless it is what is read (`compared`)."""
     if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
-        return _wanted(test.operand, line, not wanted)
+        return _wanted(test.operand, line, not wanted, compared=compared)
     if isinstance(test, ast.BoolOp):
-        answers = {_wanted(one, line, wanted) for one in test.values if _is_on(one, line)}
+        answers = {_wanted(one, line, wanted, compared=compared) for one in test.values if _is_on(one, line)}
         return answers.pop() if len(answers) == 1 else None
-    return None if isinstance(test, ast.Compare) else wanted
+    return None if isinstance(test, ast.Compare) and not compared else wanted
 
 
 def caller() -> str:

@@ -17,7 +17,7 @@ import re
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
@@ -30,6 +30,7 @@ from graph.fake_cuda import leftovers as fake_leftovers
 from graph.fake_cuda import self_check as fake_check
 from graph.fake_cuda import stubs as fake_stubs
 from graph.fake_cuda.kernels import Kernels, Kind
+from graph.fake_cuda.marks import remember
 from graph.fake_cuda.memory import ADDRESS_BITS, Memory, ignore
 from graph.fake_cuda.operators import composed, rnn, sparse
 from graph.fake_cuda.operators.deterministic import deterministic
@@ -37,7 +38,7 @@ from graph.fake_cuda.operators.native import names, operator
 from graph.fake_cuda.torch_private import interpreted_groups, next_sequence_number
 from graph.fake_cuda.values import Values
 from graph.hardware.profile import Profile
-from graph.user_code import holding, passing, reader
+from graph.user_code import ending, holding, passing, reader
 
 if TYPE_CHECKING:
     from graph.fake_cuda.served import Allocator
@@ -47,6 +48,8 @@ if TYPE_CHECKING:
 _CUDA_DEVICE_TYPE: Final = 1
 #: Pinned copies of more bytes have no values.
 _COPIED: Final = 1 << 20
+#: After so many rounds a loop ends that goes on by what is on the device.
+_ROUNDS: Final = 100
 
 
 class Observer(Protocol):
@@ -96,6 +99,7 @@ class Runtime:
         self.values.wanted = holding
         self.values.assume = self.assume
         self.values.ones = self.ones
+        self._rounds: dict[Hashable, int] = {}  # of loops that go on by what is on the device
         self.truth = True  # what booleans read from the device are, where they have no value
         self.nonzero: Callable[[torch.Tensor], int] = torch.Tensor.numel  # how many elements are not 0, likewise
         self.host_copies_keep = False  # whether a copy from the device leaves a tensor on the host as it is
@@ -184,9 +188,21 @@ class Runtime:
         self.note(f"{place} asks for {what}: {value} is assumed, for a device that is not there has no values")
 
     def boolean(self) -> bool:
-        """What a boolean without a value is: a program's own checks pass."""
+        """What a boolean without a value is: a program's own checks pass, and a loop that goes on by it ends."""
         wanted = passing()
-        return self.truth if wanted is None else wanted
+        return self._of_loop() if wanted is None else wanted
+
+    def _of_loop(self) -> bool:
+        """The same where no check wants it."""
+        loop, end = ending() or (None, self.truth)
+        if end == self.truth:
+            return self.truth
+        rounds = self._rounds.pop(loop, 0) + 1
+        if rounds < _ROUNDS:
+            remember(self._rounds, loop, rounds, _ROUNDS)
+            return self.truth
+        self.note(f"{reader()} goes on by what is on the device: that it ends after {_ROUNDS} rounds is assumed")
+        return end
 
     def unread(self, tensor: torch.Tensor) -> float:
         """What a number of `tensor`, which has no values, is."""

@@ -18,6 +18,7 @@ from torch import zeros  # not what a program puts in its place
 if TYPE_CHECKING:
     from graph.fake_cuda.torch_private import Operator
 
+_K = TypeVar("_K")
 _T = TypeVar("_T")
 
 #: Operators in place that make masks, and what masks are made of.
@@ -111,7 +112,7 @@ def _seen(elements: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
     return elements.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
 
-def remember(known: dict[int, _T], key: int, value: _T, most: int) -> None:
+def remember(known: dict[_K, _T], key: _K, value: _T, most: int) -> None:
     """Add to what is known, of which the newest `most` are kept."""
     known.pop(key, None)
     known[key] = value

@@ -9,7 +9,7 @@ import warnings
 
 import pytest
 
-from graph.user_code import passing, quiet, raised, reader, told
+from graph.user_code import ending, passing, quiet, raised, reader, told
 from traces.text import reason
 
 HERE = "tests/graph/test_user_code.py"
@@ -92,3 +92,27 @@ def test_a_check_that_raises_is_taken_to_pass() -> None:
     if read(passing()) == 3:
         raise AssertionError
     assert seen == [True, False, True, False, True, True, None, None, None]
+
+
+def test_a_loop_ends_by_what_its_conditions_are() -> None:
+    """What is read in the condition of a `while`, or of a `break` in it; nothing elsewhere."""
+    seen: list[bool | None] = []
+
+    def read(found: tuple[object, bool] | None, going: bool = False) -> bool:
+        seen.append(None if found is None else found[1])
+        return going
+
+    while read(ending(), True):
+        if not read(ending(), True):
+            break
+        if read(ending()):
+            seen.append(None)
+        if len(seen) > 3 and read(ending(), True):
+            break
+    while not read(ending(), True):
+        pass
+    while len(seen) < 0 or read(ending()) == 3:
+        pass
+    if read(ending()):
+        seen.clear()
+    assert seen == [False, False, None, False, False, None, True, True, False, None]

@@ -159,6 +159,20 @@ def test_operators_cast_and_reduce_as_recorded(runtime: Runtime) -> None:
     assert [taken(work) for work in recorded] == list(recorded.values())
 
 
+def test_a_loop_that_goes_on_by_what_is_on_the_device_ends(runtime: Runtime) -> None:
+    """As of `kornia.filters.canny`, until nothing changes; also where it is called again, and one is in another."""
+    values, outer, inner = torch.rand(4, device="cuda"), 0, 0
+    for _ in range(2):
+        while (values > 0.5).any():
+            outer += 1
+            while True:
+                if not (values > 0.5).any():
+                    break
+                inner += 1
+    assert (outer, inner) == (2 * 99, 2 * 99 * 99)
+    assert sum("that it ends after 100 rounds is assumed" in told for told in runtime.assumptions) == 2
+
+
 def test_a_tensor_that_goes_to_another_process_is_refused(runtime: Runtime) -> None:
     with pytest.raises(CaptureError, match="goes to another process"):
         torch.multiprocessing.reductions.reduce_tensor(torch.zeros(4, device="cuda"))
