@@ -145,12 +145,13 @@ def _loops(file: str) -> tuple[tuple[ast.expr, bool], ...]:
     return (*((loop.test, False) for loop in loops), *((test, True) for test in leaving))
 
 
-def _nodes(file: str) -> Iterator[ast.AST]:
+@functools.lru_cache(1)  # a file's checks and its loops are asked one after the other
+def _nodes(file: str) -> tuple[ast.AST, ...]:
     """The parts of a file's code; none where it cannot be read."""
     try:
-        return ast.walk(ast.parse("".join(linecache.getlines(file))))
+        return tuple(ast.walk(ast.parse("".join(linecache.getlines(file)))))
     except SyntaxError:
-        return iter(())
+        return ()
 
 
 def _is_on(expression: ast.expr, line: int) -> bool:
@@ -168,8 +169,8 @@ def _raises(body: list[ast.stmt]) -> bool:
 
 
 def _wanted(test: ast.expr, line: int, wanted: bool, *, compared: bool = False) -> bool | None:
-    """What the operand of a condition on this line is, for the condition to be what is wanted; None of a comparison,
-    which may be of what is read, unless it is what is read (`compared`)."""
+    """What the operand of a condition on this line is, for the condition to be what is wanted; None of a comparison, of
+    which it may be a side, unless the comparison itself counts as what is read (`compared`)."""
     if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
         return _wanted(test.operand, line, not wanted, compared=compared)
     if isinstance(test, ast.BoolOp):

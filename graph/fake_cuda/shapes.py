@@ -26,17 +26,17 @@ from graph.fake_cuda.torch_private import (
     of_two_devices,
     set_excluded,
     takes_numbers,
-    tree_leaves,
     tree_map,
     without_modes,
 )
 from graph.workspaces import batch_norm
-from graph.workspaces.metadata import suggests_channels_last
+from graph.workspaces.metadata import suggests_channels_last, tensors
 
 if TYPE_CHECKING:
     from graph.fake_cuda.torch_private import Operator
 
 _CUDA: Final = torch.device("cuda", 0)
+_META: Final = torch.device("meta")
 #: Most elements of operands for which an operator without a rule for shapes is run on the CPU instead.
 _COMPUTED: Final = 1 << 24
 _HALF: Final = frozenset({torch.float16, torch.bfloat16})
@@ -117,8 +117,7 @@ class Shapes:
 
     def _compute(self, func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         """As `infer`, for an operator that PyTorch has no rule for: run on zeros on the CPU, if it is not too large."""
-        tensors = [value for value in tree_leaves((args, kwargs)) if isinstance(value, torch.Tensor)]
-        if sum(tensor.numel() for tensor in tensors) > _COMPUTED:
+        if sum(tensor.numel() for tensor in tensors((*args, *kwargs.values()))) > _COMPUTED:
             raise CaptureError(f"operator {func}: PyTorch has no rule for the shape of its result")
         try:
             return _on_cpu(func, args, kwargs)
@@ -141,7 +140,7 @@ def _on_cpu(func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tu
     try:
         return _made(func, *tree_map(_zeros, (args, kwargs)))
     except (NotImplementedError, RuntimeError):
-        half = {value.dtype for value in tree_leaves((args, kwargs)) if isinstance(value, torch.Tensor)} & _HALF
+        half = {value.dtype for value in tensors((*args, *kwargs.values()))} & _HALF
         if len(half) != 1:
             raise
         made = _made(func, *tree_map(lambda value: _cast(_zeros(value), _HALF, torch.float32), (args, kwargs)))
@@ -326,25 +325,12 @@ ALIKE: Final = frozenset(
 
 def _on_meta_alone(func: Operator, args: tuple[Any, ...]) -> Any:
     """What a rule says of tensors on `meta`; None where a tensor is not CUDA's, and where PyTorch raises."""
-    given = [_alone(arg) for arg in args]
-    if any(one is None and arg is not None for one, arg in zip(given, args, strict=True)):
+    if not all(one.is_cuda and one.__class__ is not FakeTensor for one in tensors(args)):
         return None
     try:
-        return _RULES.get(func, func)(*given)
+        return _RULES.get(func, func)(*(_likeness(arg, _META) for arg in args))
     except (RuntimeError, ValueError, IndexError, TypeError, AssertionError):  # FakeTensorMode says it better
         return None
-
-
-def _alone(value: object) -> Any:
-    """A tensor's likeness on `meta`; None of one that is not CUDA's."""
-    if isinstance(value, torch.Tensor):
-        if not value.is_cuda or value.__class__ is FakeTensor:
-            return None
-        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
-    if not isinstance(value, list | tuple):
-        return value
-    found = [_alone(one) for one in value]
-    return found if all(one is not None for one in found) else None
 
 
 def _stand_in(
@@ -366,14 +352,19 @@ def _stand_in(
     return func, args, kwargs
 
 
-def _fake(value: object) -> Any:
-    """A tensor's likeness, made inside FakeTensorMode; anything else itself."""
+def _likeness(value: object, cuda: torch.device) -> Any:
+    """What stands for a tensor, on `cuda` where it is on CUDA; anything else itself."""
     if isinstance(value, torch.Tensor) and value.__class__ is not FakeTensor:
-        device = _CUDA if value.is_cuda else value.device
+        device = cuda if value.is_cuda else value.device
         return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device)
     if isinstance(value, list | tuple):
-        return [_fake(item) for item in value]
+        return [_likeness(item, cuda) for item in value]
     return value
+
+
+def _fake(value: object) -> Any:
+    """A likeness made inside FakeTensorMode."""
+    return _likeness(value, _CUDA)
 
 
 def numbers_as_tensors(func: Operator, args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -388,16 +379,15 @@ def numbers_as_tensors(func: Operator, args: tuple[Any, ...]) -> tuple[Any, ...]
     if not places or takes_numbers(schema.name.removeprefix("aten::")):
         return args
     alike = next(value for value in args if isinstance(value, torch.Tensor))
-    tensors = list(args)
+    found = list(args)
     for place in places:
-        tensors[place] = torch.scalar_tensor(args[place], dtype=torch.result_type(alike, args[place]))
-    return tuple(tensors)
+        found[place] = torch.scalar_tensor(args[place], dtype=torch.result_type(alike, args[place]))
+    return tuple(found)
 
 
 def _of_two_devices(args: tuple[Any, ...]) -> bool:
     """Whether tensors with dimensions are on the host and on the device, which is an error of the caller."""
-    tensors = [value for value in tree_leaves(args) if isinstance(value, torch.Tensor) and value.ndim]
-    return len({tensor.device.type for tensor in tensors}) > 1
+    return len({tensor.device.type for tensor in tensors(args) if tensor.ndim}) > 1
 
 
 def _zeros(value: object) -> Any:

@@ -348,6 +348,8 @@ class Values:
             self.assume("whether numbers are among others", False)
             return False
         known = _of_finite(func, args)
+        if known is None:
+            known = _of_autograd(func, args)
         return self._compared(func, args) if known is None and func._opname in COMPARING else known
 
     def _compared(self, func: Operator, args: tuple[Any, ...]) -> bool | None:
@@ -468,16 +470,16 @@ def _of_finite(func: Operator, args: tuple[Any, ...]) -> bool | None:
         return known
     itself = args[1] is args[0]
     endless = isinstance(args[1], float) and math.isinf(args[1])
-    return (func._opname == "eq") is itself if itself or endless or _is_rare(args) else None
+    return (func._opname == "eq") is itself if itself or endless else None
 
 
-def _is_rare(args: tuple[Any, ...]) -> bool:
-    """Whether autograd compares floating-point numbers with one number, as the gradients of `prod` and `cumprod` do
-    (FunctionsManual.cpp): what is computed hits no number exactly. A program's own comparison may be of a mask."""
+def _of_autograd(func: Operator, args: tuple[Any, ...]) -> bool | None:
+    """The same where autograd compares floating-point numbers with one number, as the gradients of `prod` and `cumprod`
+    do (FunctionsManual.cpp): what is computed hits none exactly. A program's own comparison may be of a mask."""
+    if func._opname not in ("eq", "ne") or not isinstance(args[1], int | float) or not args[0].is_floating_point():
+        return None
     node = current_node()
-    if node is None or isinstance(node, BackwardCFunction) or not isinstance(args[1], int | float):
-        return False
-    return bool(args[0].is_floating_point())
+    return None if node is None or isinstance(node, BackwardCFunction) else func._opname == "ne"
 
 
 def _outs(func: Operator) -> list[str]:
@@ -552,7 +554,7 @@ class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
-        leaves = [leaf for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor)]
+        leaves = [leaf for leaf in _leaves(out) if isinstance(leaf, torch.Tensor)]
         if leaves and all(leaf.is_meta and leaf.dtype in COUNTED for leaf in leaves):
             self._alive += [leaf.untyped_storage() for leaf in leaves]
             if func._schema.is_mutable:

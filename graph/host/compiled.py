@@ -55,6 +55,10 @@ _WRITTEN: Final = ("out_ptr", "in_out_ptr")
 #: How it starts what writes buffers: a kernel of Triton's, an operator.
 _STARTS: Final = re.compile(r"([\w.]+?)(?:\.run)?\((.*)")
 
+#: What loads a kernel of Triton's, an autotuner, by its name and its source (torch/_inductor/codecache.py).
+_LOAD: Final = "_load_triton_kernel_from_source"
+Load = Callable[[str, str], Any]
+
 #: Who is told of the kernel and the module behind the buffer that is made next (None: it is made).
 Tell = Callable[[tuple[str, str] | None], None]
 #: What is done while something is compiled with a folder of Inductor's.
@@ -277,10 +281,6 @@ def _triton_answers(runtime: Runtime) -> list[tuple[str, str, object]]:
     ]
 
 
-#: What loads a kernel's source, from 2.7 on.
-_LOAD: Final = "_load_triton_kernel_from_source"
-
-
 def _forget() -> None:
     """Forget what PyTorch keeps of the device and of Triton's absence."""
     for answer in (_triton.has_triton_package, _triton.has_triton):
@@ -330,37 +330,45 @@ def _inductor(runtime: Runtime, folder: Path, tell: Tell) -> Iterator[None]:
 def _own_kernels() -> contextlib.AbstractContextManager[object]:
     """Each graph has its own objects of the kernels that it shares with others, and tunes them, as where processes
     compile (`AsyncCompile.triton`); one that is tuned already is found on disk. One process would keep the object."""
-    async_compile, cache = inductor("async_compile"), inductor("codecache").PyCodeCache
-    plain = getattr(async_compile, _LOAD, None)
-    if plain is None:
-        return contextlib.nullcontext()
+    cache = inductor("codecache").PyCodeCache
 
-    def load(kernel: str, source: str) -> object:
-        cache.modules_no_attr.pop(cache.write(source)[1], None)
-        return plain(kernel, source)
+    def anew(plain: Load) -> Load:
+        def load(kernel: str, source: str) -> Any:
+            cache.modules_no_attr.pop(cache.write(source)[1], None)
+            return plain(kernel, source)
 
-    return mock.patch.object(async_compile, _LOAD, load)
+        return load
+
+    return _loaded_by(anew)
 
 
 @contextlib.contextmanager
 def kernels_loaded() -> Iterator[list[Callable[[], None]]]:
     """What loads each kernel that was loaded inside once more, if it was not tuned until then."""
-    async_compile = inductor("async_compile")
-    plain: Any = getattr(async_compile, _LOAD, None)
     again: list[Callable[[], None]] = []
 
-    def load(kernel: str, source: str) -> object:
-        made: Any = plain(kernel, source)
+    def noted(plain: Load) -> Load:
+        def load(kernel: str, source: str) -> Any:
+            made = plain(kernel, source)
 
-        def load_again() -> None:
-            if len(made.launchers) > 1:  # it may have been tuned for another graph since
-                vars(made).update(vars(async_compile.AsyncCompile().triton(kernel, source)))
+            def load_again() -> None:
+                if len(made.launchers) > 1:  # it may have been tuned for another graph since
+                    made.__dict__.update(vars(inductor("async_compile").AsyncCompile().triton(kernel, source)))
 
-        again.append(load_again)
-        return made
+            again.append(load_again)
+            return made
 
-    with mock.patch.object(async_compile, _LOAD, load) if plain else contextlib.nullcontext():
+        return load
+
+    with _loaded_by(noted):
         yield again
+
+
+def _loaded_by(around: Callable[[Load], Load]) -> contextlib.AbstractContextManager[object]:
+    """Inside, `around` stands before what loads kernels; where PyTorch has no function for that, nothing does."""
+    module = inductor("async_compile")
+    plain = getattr(module, _LOAD, None)
+    return mock.patch.object(module, _LOAD, around(plain)) if plain else contextlib.nullcontext()
 
 
 # ---------------------------------------------------------------------------------------------------------- kernels

@@ -110,10 +110,10 @@ def _as_if_first(taken: _Taken, collections: _Collections, folder: Path, plain: 
         facts = taken.of(key)
         taken.again(facts)
         _collect(facts.forward)
-        if facts.backward is None:
+        if (collected := facts.backward) is None:
             return made
 
-        def as_if_compiled(collected: int = facts.backward) -> None:
+        def as_if_compiled() -> None:
             for load in loads:
                 load()
             _collect(collected)

@@ -82,16 +82,18 @@ def power(call: Call) -> Plan | None:
 
 def power_of(call: Call) -> Plan | None:
     """`pow` with a number: integers are cast first where the exponent is none."""
-    source, out = call.args[0], next(tensors(call.out))
-    if dtype(source) == dtype(out) or call.args[1] in (0, 1):
-        return None
-    return within([("base", size(out))], REST)
+    return None if call.args[1] in (0, 1) else _cast(call, "base")
 
 
 def clamped(call: Call) -> Plan | None:
     """`clamp` by numbers of another type: the input is cast first (TensorCompare.cpp, `self.to(result_type)`)."""
+    return _cast(call, "self")
+
+
+def _cast(call: Call, name: str) -> Plan | None:
+    """The input is cast to the type of the output, if it has another."""
     source, out = call.args[0], next(tensors(call.out))
-    return None if dtype(source) == dtype(out) else within([("self", size(out))], REST)
+    return None if dtype(source) == dtype(out) else within([(name, size(out))], REST)
 
 
 def modulus(call: Call) -> Plan | None:

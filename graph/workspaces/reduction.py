@@ -358,7 +358,7 @@ def sum_dims(call: Call) -> Plan | None:
 
 
 def vector_norm(call: Call) -> Plan | None:
-    """`linalg_vector_norm`: as sum, 16-bit and complex input is read as it is (ReduceNormKernel.cu)."""
+    """`linalg_vector_norm`, `norm(dim)`: as sum, 16-bit and complex input is read as it is (ReduceNormKernel.cu)."""
     source, out = call.args[0], _out(call)
     return norm_of(call, source, _dims(call, 2), out)
 

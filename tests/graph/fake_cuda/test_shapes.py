@@ -69,14 +69,8 @@ def _call(name: str, draw: Draw) -> tuple[Any, ...]:
         place = draw(st.integers(0, len(sizes) - 1))
         means = [_tensor(draw, [*sizes[:place], *[1] * (len(sizes) - place)], types) for _ in range(2)]
         weights = [draw(st.sampled_from([None, _tensor(draw, sizes[place:], types)])) for _ in range(2)]
-        return (
-            _tensor(draw, sizes, types),
-            source,
-            sizes[place:],
-            *means,
-            *weights,
-            [draw(st.booleans()) for _ in "abc"],
-        )
+        wanted = [draw(st.booleans()) for _ in range(3)]
+        return _tensor(draw, sizes, types), source, sizes[place:], *means, *weights, wanted
     if name in ("_softmax", "_log_softmax"):
         return source, draw(st.integers(-len(sizes), len(sizes) - 1)), draw(st.booleans())
     if name == "_softmax_backward_data":

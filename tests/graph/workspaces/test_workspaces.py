@@ -58,12 +58,8 @@ OPERATORS_BY_SOURCE = {  # variants with `out=` or in place take the rule of the
         "aten.nll_loss2d_backward.default",
     ),  # recorded as programs:
     *(f"aten.randperm.{name}" for name in ("default", "generator", "out", "generator_out")),  # test_deterministic
-    "aten.clamp_min.default",
-    "aten.clamp_max.default",
-    "aten.norm.ScalarOpt_dim",
-    "aten.norm.ScalarOpt_dim_dtype",
-    "aten.norm.out",
-    "aten.norm.dtype_out",
+    *(f"aten.clamp_{name}.default" for name in ("min", "max")),  # test_served
+    *(f"aten.norm.{name}" for name in ("ScalarOpt_dim", "ScalarOpt_dim_dtype", "out", "dtype_out")),  # the same
 }
 
 

@@ -84,31 +84,31 @@ def test_lists_are_copied_one_by_one_from_the_host(runtime: Runtime) -> None:
         assert (stats["allocated_bytes.all.peak"] - before, stats["allocation.all.allocated"]) == expected
 
 
+def taken(work: Callable[..., object], *args: Any) -> tuple[int, int]:
+    """Allocations of some work, and its peak above what there was before."""
+    torch.cuda.reset_accumulated_memory_stats()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    work(*args)
+    stats = torch.cuda.memory_stats()
+    return stats["allocation.all.allocated"], stats["allocated_bytes.all.peak"] - before
+
+
 def test_what_an_operator_in_place_takes_is_by_its_arguments(runtime: Runtime) -> None:
     """As recorded: a mean counts what comes to each place, a sum does not; a scan along the one row is CUB's."""
     target, source = torch.zeros(5, 5, device="cuda"), torch.zeros(5, 5, device="cuda")
     places = torch.zeros(5, 5, dtype=torch.int64, device="cuda")
     row = torch.zeros(1, 7, device="cuda")
 
-    def taken(method: Any, *args: Any) -> int:
-        torch.cuda.reset_accumulated_memory_stats()
-        method(*args)
-        return int(torch.cuda.memory_stats()["allocation.all.allocated"])
-
-    reductions = [taken(target.scatter_reduce_, 0, places, source, how) for how in ("mean", "sum", "amax")]
+    reductions = [taken(target.scatter_reduce_, 0, places, source, how)[0] for how in ("mean", "sum", "amax")]
     assert reductions == [3, 0, 0]
-    assert [taken(row.cumsum_, dim) for dim in (0, 1, 0)] == [0, 1, 0]
+    assert [taken(row.cumsum_, dim)[0] for dim in (0, 1, 0)] == [0, 1, 0]
 
 
 def test_operands_that_are_conjugated_are_copied_unless_they_are_transposed(runtime: Runtime) -> None:
     """Allocations as recorded (PyTorch 2.13.0+cu130): the result and the copies."""
     one, two = (torch.zeros(64, 64, device="cuda", dtype=torch.complex64) for _ in range(2))
     _ = one @ two  # takes the workspace
-
-    def allocations(work: Any) -> int:
-        torch.cuda.reset_accumulated_memory_stats()
-        work()
-        return int(torch.cuda.memory_stats()["allocation.all.allocated"])
 
     recorded = {
         lambda: one @ two: 1,
@@ -123,7 +123,7 @@ def test_operands_that_are_conjugated_are_copied_unless_they_are_transposed(runt
         lambda: torch.addmm(one[0], one, two.conj()): 2,
         lambda: torch.nn.functional.linear(one, two.conj()): 1,
     }
-    assert [allocations(work) for work in recorded] == list(recorded.values())
+    assert [taken(work)[0] for work in recorded] == list(recorded.values())
 
 
 def test_operators_cast_and_reduce_as_recorded(runtime: Runtime) -> None:
@@ -132,14 +132,6 @@ def test_operators_cast_and_reduce_as_recorded(runtime: Runtime) -> None:
     integers, booleans = one.long(), one.bool()
     small, half, out = integers.to(torch.uint8), one.half(), torch.empty(1024, device="cuda")
     norm = torch.ops.aten.norm
-
-    def taken(work: Any) -> tuple[int, int]:
-        torch.cuda.reset_accumulated_memory_stats()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        work()
-        stats = torch.cuda.memory_stats()
-        return stats["allocation.all.allocated"], stats["allocated_bytes.all.peak"] - before
 
     recorded = {
         lambda: integers.clamp(min=1e-5): (2, 8388608),
