@@ -245,9 +245,13 @@ class Runtime:
         """Put `kernel` in place of operator `name` (`aten::scaled_dot_product_attention`) at these dispatch keys, while
         the runtime lasts. At "AutogradCUDA" it is called above autograd and below autocast."""
         space, _, rest = name.rpartition("::")
-        library = _new_library(space or "aten")
+        self.register([(rest, key, kernel) for key in keys], space or "aten")
+
+    def register(self, kernels: list[tuple[str, str, Callable[..., Any]]], space: str = "aten") -> None:
+        """The same of many operators of a library, each given as (name in it, dispatch key, kernel)."""
+        library = _new_library(space)
         self._libraries.append(library)
-        _register(library, [(rest, key, kernel) for key in keys])
+        _register(library, kernels)
 
 
 def _new_library(space: str) -> Any:
@@ -534,8 +538,6 @@ def _pinned(tensor: torch.Tensor, device: object = None) -> torch.Tensor:
 @contextlib.contextmanager
 def _kernels(runtime: Runtime) -> Iterator[None]:
     """Our kernels for every operator that has one in a CUDA build."""
-    library = _new_library("aten")
-    runtime._libraries.append(library)
     kernels = Kernels(runtime)
     wrapped = served.unwound if runtime.allocator is not None else lambda kernel: kernel
 
@@ -545,8 +547,7 @@ def _kernels(runtime: Runtime) -> Iterator[None]:
         return wrapped(deterministic(func, plain))
 
     try:
-        _register(library, [(name, "CUDA", kernel(name)) for name in names()])
-        _register(library, [("_pin_memory", "CPU", _pinned)])
+        runtime.register([("_pin_memory", "CPU", _pinned), *((name, "CUDA", kernel(name)) for name in names())])
         yield
     finally:
         for used in reversed(runtime._libraries):

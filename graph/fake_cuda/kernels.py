@@ -54,7 +54,7 @@ _METADATA_ONLY: Final = (
 #: Operators whose one kernel for CPU and CUDA is made of others (LinearAlgebra.cpp, TensorAdvancedIndexing.cpp).
 _GENERIC: Final = (
     *("linalg_matrix_exp", "_unsafe_masked_index", "_unsafe_masked_index_put_accumulate"),
-    *("addbmm", "addbmm_", "addbmm.out"),
+    *("addbmm", "addbmm_", "addbmm.out", "_to_sparse", "_to_sparse.sparse_dim"),
 )
 
 #: Operators whose results are contiguous on CUDA, whatever their operands are (SoftMax.cu, layer_norm_kernel.cu,
@@ -248,8 +248,8 @@ class Kernels:
             "resize_": self._resize,
             "_local_scalar_dense": self._scalar,
             "equal": lambda func: places.checked(func, self._equal(func)),
-            "nonzero": self._nonzero,
-            "index.Tensor": self._indexed,
+            **dict.fromkeys(("nonzero", "nonzero.out"), self._nonzero),
+            **dict.fromkeys(("index.Tensor", "index.Tensor_out"), self._indexed),
             "_unsafe_index.Tensor": self._indexed,
             "_index_put_impl_": self._indexed,
             "_unique": self._unique,
@@ -438,6 +438,16 @@ class Kernels:
             self.runtime.observer.operator(func, args, kwargs, out, born, kind)
         return out
 
+    def _refilled(self, func: Operator, kind: Kind, args: tuple[Any, ...], out: torch.Tensor) -> torch.Tensor:
+        """`out`, resized to what such a call makes."""
+        born: list[int] = []
+        old = self._grow(out, kind.made[0].shape, kind.made[0].strides, born)
+        self.runtime.values.unwritten(out)
+        if self.runtime.observer is not None:
+            self.runtime.observer.operator(func, args, {"out": out}, out, born, kind)
+        del old
+        return out
+
     def _empty(self, func: Operator) -> Kernel:
         kinds = dict[Any, Kind]()
 
@@ -571,7 +581,7 @@ class Kernels:
         """Places of elements that are not zero, by dimension: as many as `Runtime.nonzero` says, the first ones."""
         runtime, kinds = self.runtime, dict[Any, Kind]()
 
-        def kernel(tensor: torch.Tensor) -> torch.Tensor:
+        def kernel(tensor: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
             known = runtime.values.of(tensor)
             found = None if known is None else torch.nonzero(known)
             rows = runtime.ones(tensor) if found is None else len(found)
@@ -580,7 +590,7 @@ class Kernels:
             if kind is None:
                 layout = Layout((rows, tensor.ndim), (1, max(rows, 1)), torch.int64)
                 kind = kinds[key] = Kind((layout,))
-            places = self._new(func, kind, (tensor,), {})
+            places = self._new(func, kind, (tensor,), {}) if out is None else self._refilled(func, kind, (tensor,), out)
             runtime.synchronized()
             if found is None and tensor.ndim == 1:
                 found = torch.arange(rows).unsqueeze(1)

@@ -40,8 +40,8 @@ _WAYS_OUT: Final = (
     ),
     (
         r"'(Sparse|NestedTensor)\w*CUDA' backend",
-        "PyTorch's CPU build has no kernels for sparse and nested tensors on a GPU. Its CUDA build has, and it imports "
-        "where no GPU is",
+        "PyTorch's CPU build has no such kernel for sparse and nested tensors on a GPU. Its CUDA build has, and it "
+        "imports where no GPU is",
     ),
     (
         r"^ (division by zero|float division|float modulo|math domain error)",

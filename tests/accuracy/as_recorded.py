@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 from graph.fake_cuda import device
+from graph.fake_cuda.operators import sparse
 
 
 def without_values(truth: bool) -> None:
@@ -17,6 +18,7 @@ def without_values(truth: bool) -> None:
     runtime.boolean = lambda: truth  # type: ignore[method-assign]
     runtime.truth = truth
     runtime.nonzero = lambda tensor: 0
+    sparse._different = lambda runtime, indices: 0
     runtime.values.finite = False
     runtime.values.of = lambda tensor: tensor if tensor.device.type == "cpu" else None  # type: ignore[method-assign]
     runtime.values.integer = lambda tensor: 0  # type: ignore[method-assign]

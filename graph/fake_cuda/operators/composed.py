@@ -97,11 +97,25 @@ def _zeros(runtime: Runtime, size: Sequence[int], *, dtype: torch.dtype | None =
     return runtime.memory.zeros(Layout(tuple(size), contiguous(size), dtype or torch.get_default_dtype()))
 
 
-def _masked_select(runtime: Runtime, source: torch.Tensor, mask: torch.Tensor) -> Any:
+def _masked_select(runtime: Runtime, source: torch.Tensor, mask: torch.Tensor, **out: torch.Tensor) -> Any:
     """cuda/IndexKernel.cpp, `masked_select_out_cuda_impl`: indexing by the mask."""
     mask, source = (tensor if tensor.ndim else tensor.unsqueeze(0) for tensor in (mask, source))
     shape = _broadcast(mask.shape, source.shape)
-    return _aten.index.Tensor(source.expand(shape), [mask.expand(shape)])
+    index = _aten.index.Tensor_out if out else _aten.index.Tensor
+    return index(source.expand(shape), [mask.expand(shape)], **out)
+
+
+@functools.cache
+def _scales_at_once() -> bool:
+    """Whether this PyTorch has a kernel for `ldexp`, which does not make the power that a half has no room for."""
+    return bool(torch.ldexp(torch.tensor(2.0, dtype=torch.half), torch.tensor(-25)))
+
+
+def _ldexp(runtime: Runtime, source: torch.Tensor, exponent: torch.Tensor, **out: torch.Tensor) -> Any:
+    """BinaryOps.cpp, `ldexp`: one kernel for integral exponents of floating-point numbers, else powers, then products."""
+    own = source.is_floating_point() and not exponent.is_floating_point() and not exponent.is_complex()
+    factor = exponent if own and _scales_at_once() else _aten.pow.Scalar(2.0, exponent)
+    return (_aten.mul.out if out else _aten.mul.Tensor)(source, factor, **out)
 
 
 def _count_nonzero(runtime: Runtime, source: torch.Tensor, dim: Sequence[int]) -> Any:
@@ -457,7 +471,8 @@ COMPOSED: Final[Mapping[str, Callable[..., Any]]] = {
     "cudnn_grid_sampler_backward": _grid_sampler_backward,
     "histc": _histc,
     "_linalg_check_errors": _no_errors,
-    "masked_select": _masked_select,
+    **dict.fromkeys(("ldexp.Tensor", "ldexp.out"), _ldexp),
+    **dict.fromkeys(("masked_select", "masked_select.out"), _masked_select),
     "count_nonzero.dim_IntList": _count_nonzero,
     "trace": _trace,
     "bincount": _bincount,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence, Set
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -20,33 +20,47 @@ if TYPE_CHECKING:
     from graph.fake_cuda.torch_private import Operator
 
 #: Operators that ask DispatchStub without an entry for CUDA in native_functions.yaml, and one that reads values.
-_ALSO: Final = ("copy_", "_linalg_check_errors")
+_ALSO: Final = ("copy_", "ldexp.Tensor", "ldexp.out", "_linalg_check_errors")
 
 
 @functools.cache
 def cuda_operators() -> tuple[str, ...]:
     """Names (`add.Tensor`) of the operators that have a kernel of their own in a CUDA build of this PyTorch."""
+    return tuple(name for name, kernels in _kernels().items() if any("CUDA" in keys for keys in kernels))
+
+
+def sparse_operators() -> tuple[str, ...]:
+    """Names of the operators of sparse tensors with one kernel, written in operators, for CPU and CUDA."""
+    both = {"SparseCPU", "SparseCUDA"}
+    return tuple(name for name, kernels in _kernels().items() if any(both <= keys for keys in kernels))
+
+
+@functools.cache
+def _kernels() -> Mapping[str, Sequence[Set[str]]]:
+    """By operator: the dispatch keys of each of its kernels."""
     path = Path(torchgen.__file__).parent / "packaged" / "ATen" / "native" / "native_functions.yaml"
-    keys: dict[str, set[str]] = {}
+    kernels: dict[str, list[Set[str]]] = {}
     delegate: dict[str, str] = {}
     for name, entry in _entries(path.read_text()):
-        keys[name] = set()
+        kernels[name] = []
         inside = False
         for line in entry:
             if line.startswith("  dispatch:"):
                 inside = True
             elif line.startswith("    ") and inside:
                 if not line.lstrip().startswith("#"):
-                    keys[name].update(key.strip() for key in line.partition(":")[0].split(","))
+                    kernels[name].append({key.strip() for key in line.partition(":")[0].split(",")})
             elif line.startswith("  ") and not line.lstrip().startswith("#"):
                 inside = False
                 if line.startswith("  ufunc_inner_loop:"):  # torchgen/dest/ufunc.py makes its CUDA kernel
-                    keys[name].add("CUDA")
+                    kernels[name].append({"CUDA"})
                 if line.startswith("  structured_delegate:"):
                     delegate[name] = line.partition(":")[2].strip()
     if not delegate:
         raise CaptureError(f"{path}: no operators found; this PyTorch is not laid out as expected")
-    return tuple(name for name in keys if "CUDA" in keys[name] or "CUDA" in keys.get(delegate.get(name, ""), ()))
+    for name, base in delegate.items():
+        kernels[name].extend(keys & {"CUDA"} for keys in kernels.get(base, ()))
+    return kernels
 
 
 def _entries(text: str) -> Iterator[tuple[str, list[str]]]:

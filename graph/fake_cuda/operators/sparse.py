@@ -1,15 +1,22 @@
-"""Sparse tensors of CUDA builds, whose kernels ask the GPU how many elements there are: how many of them differ.
+"""Sparse tensors, whose kernels are PyTorch's own where those are written in operators, as most are.
 
-The other kernels of sparse tensors are PyTorch's own, which are written in operators; a CPU build has none of them.
+The kernels of a CUDA build serve it themselves. In a CPU build those of the CPU do, which are the same ones, and those of
+CUDA alone are here (sparse/cuda/SparseCUDATensorMath.cu); one asks the GPU how many elements there are, in either build:
+how many of them differ. Not here are products of two sparse matrices, softmax and `index_select`, nor the layouts CSR to
+BSC.
 """
 
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Final
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
+from graph.fake_cuda.operators.native import operator, sparse_operators
+from graph.fake_cuda.torch_private import BY_SPARSE_CPU_KERNEL, has_kernel
+from graph.user_code import reader
 from graph.workspaces.cub.temporary import merge_sort_pairs, unique_by_key_of_thrust
 
 if TYPE_CHECKING:
@@ -19,8 +26,123 @@ _aten: Final = torch.ops.aten
 
 
 def install(runtime: Runtime) -> None:
-    """Have sparse tensors coalesced, where PyTorch's own kernel would find nothing on a GPU that is not there."""
-    runtime.override("aten::_coalesce", functools.partial(_coalesced, runtime), ("SparseCUDA",))
+    """Have sparse tensors coalesced, where PyTorch's own kernel would find nothing on a GPU that is not there; and all
+    else that is done with them, where PyTorch is a CPU build."""
+    kernels: dict[str, Callable[..., Any]] = {"_coalesce": _coalesced}
+    if not has_kernel("aten::_nnz", "SparseCUDA"):
+        kernels |= {name: _by_cpu_kernel(name) for name in sparse_operators()} | _OF_CUDA
+    runtime.register([(name, "SparseCUDA", functools.partial(kernel, runtime)) for name, kernel in kernels.items()])
+
+
+def _by_cpu_kernel(name: str) -> Callable[..., Any]:
+    """The kernel for sparse tensors on the CPU. Numbers arrive as such where it takes tensors (`x * 2.0`)."""
+    func = operator(name)
+    tensors = [str(argument.type) == "Tensor" for argument in func._schema.arguments]
+
+    def kernel(runtime: Runtime, *args: object, **kwargs: object) -> Any:
+        pairs = zip(args, tensors, strict=False)
+        given = [torch.tensor(arg) if wanted and isinstance(arg, int | float) else arg for arg, wanted in pairs]
+        return func.redispatch(BY_SPARSE_CPU_KERNEL, *given, **kwargs)
+
+    return kernel
+
+
+def _sum(runtime: Runtime, one: torch.Tensor, other: torch.Tensor, *, alpha: float = 1, out: torch.Tensor) -> Any:
+    """`add_out_sparse_cuda`: of two sparse tensors both follow each other, not coalesced."""
+    if not one.is_sparse:
+        return _sum_with_dense(one, other, alpha, out)
+    if not other.is_sparse:
+        raise RuntimeError("add(sparse, dense) is not supported. Use add(dense, sparse) instead.")
+    if not other._nnz():
+        return _aten.copy_sparse_to_sparse_.default(out, one)
+    common = torch.result_type(one, other)
+    first, second = one._values().to(common), other._values().to(common)
+    if alpha != 1:
+        second = second * alpha
+    indices = torch.cat((one._indices(), other._indices()), 1)
+    made = _tensor(indices, torch.cat((first, second), 0), one.shape)
+    out.data = made.coalesce() if made._nnz() > made.numel() else made
+    return out
+
+
+def _sum_with_dense(dense: torch.Tensor, sparse: torch.Tensor, alpha: float, out: torch.Tensor) -> torch.Tensor:
+    """`add_out_dense_sparse_cuda`: where elements may be there twice they are added by their places."""
+    common = torch.result_type(dense, sparse)
+    result = out if out.dtype == common else torch.empty_like(dense, dtype=common)
+    if result is not dense:
+        result.resize_(dense.shape)
+        result.copy_(dense)
+    values = sparse._values().to(common)
+    if values.numel() and not sparse.is_coalesced():
+        indices = sparse._indices()
+        flat = indices[0] if len(indices) == 1 else indices.new_empty(indices.shape[1])
+        rows = sparse.shape[: len(indices)].numel()
+        result.view(rows, -1).index_add_(0, flat, values.reshape(len(flat), -1), alpha=alpha)
+    return out if result is out else out.copy_(result)
+
+
+def _product(runtime: Runtime, one: torch.Tensor, other: torch.Tensor, *, out: torch.Tensor) -> torch.Tensor:
+    """sparse/SparseTensorMath.cpp, `_mul_dense_sparse_out`: values are multiplied by those that are in their places."""
+    sparse, dense = (one, other) if one.is_sparse else (other, one)
+    if dense.is_sparse or dense.ndim > sparse.ndim:
+        raise NotImplementedError("Could not run 'aten::mul.out' with such arguments from the 'SparseCUDA' backend")
+    indices = sparse._indices()
+    if dense.ndim:
+        dense = dense.expand(sparse.shape)[tuple(indices)]
+    made = _tensor(indices.clone(), (sparse._values() * dense).to(out.dtype), sparse.shape)
+    out.data = _aten._coalesced_.default(made, sparse.is_coalesced())
+    return out
+
+
+def _matrix_product(
+    runtime: Runtime,
+    added: torch.Tensor,
+    sparse: torch.Tensor,
+    dense: torch.Tensor,
+    *,
+    beta: float = 1,
+    alpha: float = 1,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`s_addmm_out_sparse_dense_cuda`: by cuSPARSE, whose rows are offsets of 32 bits and whose result is transposed."""
+    out = added.new_empty(0) if out is None else out
+    out.resize_(sparse.shape[0], dense.shape[1])
+    sparse = sparse.coalesce()
+    indices = sparse._indices()
+    integers = functools.partial(indices.new_empty, dtype=torch.int32)
+    offsets, rows = integers(sparse.shape[0] + 1), integers(indices.shape[1])
+    del rows
+    columns = integers(indices.shape[1])
+    if beta and out is not added:
+        out.copy_(added)
+    if sparse._nnz():
+        runtime.note(f"{reader()} multiplies by a sparse matrix: what cuSPARSE itself takes is not counted")
+        transposed = out.stride() == (1, out.shape[0])
+        result = out if transposed else out.t().clone(memory_format=torch.contiguous_format)
+        dense = dense if dense.stride() == (1, dense.shape[0]) else dense.contiguous()
+        if not transposed:
+            out.copy_(result.t())
+    del offsets, columns
+    return out
+
+
+def _matrix_product_in_place(runtime: Runtime, added: torch.Tensor, *factors: torch.Tensor, **scales: float) -> Any:
+    return _matrix_product(runtime, added, *factors, **scales, out=added)
+
+
+def _tensor(indices: torch.Tensor, values: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+    made: torch.Tensor = _aten._sparse_coo_tensor_unsafe.default(indices, values, shape)
+    return made
+
+
+#: By operator: what it has a kernel of its own for in a CUDA build.
+_OF_CUDA: Final[dict[str, Callable[..., Any]]] = {
+    "add.out": _sum,
+    "mul.out": _product,
+    "addmm": _matrix_product,
+    "addmm.out": _matrix_product,
+    "addmm_": _matrix_product_in_place,
+}
 
 
 def _coalesced(runtime: Runtime, tensor: torch.Tensor) -> torch.Tensor:
@@ -42,7 +164,7 @@ def _coalesced(runtime: Runtime, tensor: torch.Tensor) -> torch.Tensor:
     if len(indices) > 1:
         flat = indices.new_empty((len(indices), found))
     del places, kept
-    return _ready(_aten._sparse_coo_tensor_unsafe.default(flat, made, tensor.shape))
+    return _ready(_tensor(flat, made, tensor.shape))
 
 
 def _ready(tensor: torch.Tensor) -> torch.Tensor:

@@ -264,7 +264,7 @@ RESIZING: Final = frozenset(
 RULES: Mapping[str, Rule] = {
     "aten.index.Tensor": index,
     "aten._unsafe_index.Tensor": index,
-    "aten.nonzero.default": nonzero,
+    **dict.fromkeys(("aten.nonzero.default", "aten.nonzero.out"), nonzero),
     "aten.masked_scatter_.default": masked_scatter,
     **dict.fromkeys(("aten.scatter_reduce.two", "aten.scatter_reduce_.two"), scattered_mean),
     **dict.fromkeys(("aten.index_reduce.default", "aten.index_reduce_.default"), index_mean),

@@ -131,6 +131,7 @@ def test_operators_cast_and_reduce_as_recorded(runtime: Runtime) -> None:
     one, two = (torch.rand(1024, 1024, device="cuda") for _ in range(2))
     integers, booleans = one.long(), one.bool()
     small, half, out = integers.to(torch.uint8), one.half(), torch.empty(1024, device="cuda")
+    none, found, places = torch.zeros_like(booleans), one.new_empty(0), integers.new_empty(0)
     norm = torch.ops.aten.norm
 
     recorded = {
@@ -147,6 +148,11 @@ def test_operators_cast_and_reduce_as_recorded(runtime: Runtime) -> None:
         lambda: torch.histc(one, 10): (5, 3072),
         lambda: booleans.count_nonzero(0): (4, 25174528),
         lambda: small.trace(): (2, 8704),
+        lambda: torch.ldexp(half, integers): (1, 2097152),
+        lambda: torch.ldexp(one, two): (3, 8388608),
+        lambda: torch.ldexp(integers, integers): (3, 8388608),
+        lambda: torch.masked_select(one, none, out=found): (3, 18432),
+        lambda: torch.nonzero(none, out=places): (3, 18432),
     }
     assert [taken(work) for work in recorded] == list(recorded.values())
 
