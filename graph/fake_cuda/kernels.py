@@ -55,6 +55,7 @@ _METADATA_ONLY: Final = (
 _GENERIC: Final = (
     *("linalg_matrix_exp", "_unsafe_masked_index", "_unsafe_masked_index_put_accumulate"),
     *("addbmm", "addbmm_", "addbmm.out", "_to_sparse", "_to_sparse.sparse_dim"),
+    *(f"_to_sparse_{layout}" for layout in ("csr", "csc", "bsr", "bsc")),
 )
 
 #: Operators whose results are contiguous on CUDA, whatever their operands are (SoftMax.cu, layer_norm_kernel.cu,

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 __all__ = [
     "BINDINGS",
     "BY_CPU_KERNEL",
-    "BY_SPARSE_CPU_KERNEL",
+    "BY_CPU_KERNEL_OF",
     "CHECKED",
     "DEFAULT_DEVICE",
     "JITTED",
@@ -60,8 +60,8 @@ __all__ = [
     "from_dlpack",
     "functional_collectives",
     "graph_task",
-    "has_kernel",
     "grouped_mm_output",
+    "has_kernel",
     "has_triton_package",
     "interpreted_groups",
     "is_dense",
@@ -149,7 +149,10 @@ with _needed():
     from_dlpack: Callable[[Any], torch.Tensor] = torch._C._from_dlpack
     #: To call the CPU's kernel of an operator whatever its operands are.
     BY_CPU_KERNEL: Final = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
-    BY_SPARSE_CPU_KERNEL: Final = torch._C.DispatchKeySet(torch._C.DispatchKey.SparseCPU)
+    BY_CPU_KERNEL_OF: Final = {
+        layout: torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, f"{layout}CPU"))
+        for layout in ("Sparse", "SparseCsr", "NestedTensor")
+    }
     #: Whether an operator (`aten::_nnz`) has a kernel for a dispatch key.
     has_kernel: Callable[[str, str], bool] = torch._C._dispatch_has_kernel_for_dispatch_key
     #: Keys by which modes see operators; whether one is excluded on this thread, and to say so.

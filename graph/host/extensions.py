@@ -39,7 +39,7 @@ _WAYS_OUT: Final = (
         "xformers is compiled for CUDA. torch.nn.functional.scaled_dot_product_attention needs as much memory",
     ),
     (
-        r"'(Sparse|NestedTensor)\w*CUDA' backend",
+        r"'(Sparse|NestedTensor)\w*CUDA' backend|DispatchStub: missing kernel for cuda",
         "PyTorch's CPU build has no such kernel for sparse and nested tensors on a GPU. Its CUDA build has, and it "
         "imports where no GPU is",
     ),

@@ -112,7 +112,7 @@ def _scales_at_once() -> bool:
 
 
 def _ldexp(runtime: Runtime, source: torch.Tensor, exponent: torch.Tensor, **out: torch.Tensor) -> Any:
-    """BinaryOps.cpp, `ldexp`: one kernel for integral exponents of floating-point numbers, else powers, then products."""
+    """BinaryOps.cpp, `ldexp`: one kernel for integral exponents of floating-point numbers, else powers and products."""
     own = source.is_floating_point() and not exponent.is_floating_point() and not exponent.is_complex()
     factor = exponent if own and _scales_at_once() else _aten.pow.Scalar(2.0, exponent)
     return (_aten.mul.out if out else _aten.mul.Tensor)(source, factor, **out)

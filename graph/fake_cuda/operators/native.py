@@ -29,9 +29,10 @@ def cuda_operators() -> tuple[str, ...]:
     return tuple(name for name, kernels in _kernels().items() if any("CUDA" in keys for keys in kernels))
 
 
-def sparse_operators() -> tuple[str, ...]:
-    """Names of the operators of sparse tensors with one kernel, written in operators, for CPU and CUDA."""
-    both = {"SparseCPU", "SparseCUDA"}
+def shared_operators(layout: str) -> tuple[str, ...]:
+    """Names of the operators that have one kernel, written in operators, for CPU and CUDA, of tensors of a layout as
+    dispatch keys name it (`Sparse`, `SparseCsr`, `NestedTensor`)."""
+    both = {f"{layout}CPU", f"{layout}CUDA"}
     return tuple(name for name, kernels in _kernels().items() if any(both <= keys for keys in kernels))
 
 

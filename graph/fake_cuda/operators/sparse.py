@@ -1,9 +1,9 @@
-"""Sparse tensors, whose kernels are PyTorch's own where those are written in operators, as most are.
+"""Sparse and nested tensors, whose kernels are PyTorch's own where those are written in operators, as most are.
 
-The kernels of a CUDA build serve it themselves. In a CPU build those of the CPU do, which are the same ones, and those of
-CUDA alone are here (sparse/cuda/SparseCUDATensorMath.cu); one asks the GPU how many elements there are, in either build:
-how many of them differ. Not here are products of two sparse matrices, softmax and `index_select`, nor the layouts CSR to
-BSC.
+The kernels of a CUDA build serve it themselves. In a CPU build those of the CPU do, which are the same ones, and
+those of CUDA alone are here (sparse/cuda/SparseCUDATensorMath.cu, SparseBlas.cpp); one asks the GPU how many elements
+there are, in either build: how many of them differ. Not here are products of two sparse tensors, batches of them,
+softmax, `index_select`, and what nested tensors have of CUDA alone.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from graph.fake_cuda.operators.native import operator, sparse_operators
-from graph.fake_cuda.torch_private import BY_SPARSE_CPU_KERNEL, has_kernel
+from graph.fake_cuda.operators.native import operator, shared_operators
+from graph.fake_cuda.torch_private import BY_CPU_KERNEL_OF, has_kernel
 from graph.user_code import reader
 from graph.workspaces.cub.temporary import merge_sort_pairs, unique_by_key_of_thrust
 
@@ -28,21 +28,24 @@ _aten: Final = torch.ops.aten
 def install(runtime: Runtime) -> None:
     """Have sparse tensors coalesced, where PyTorch's own kernel would find nothing on a GPU that is not there; and all
     else that is done with them, where PyTorch is a CPU build."""
-    kernels: dict[str, Callable[..., Any]] = {"_coalesce": _coalesced}
+    kernels: list[tuple[str, str, Callable[..., Any]]] = [("_coalesce", "SparseCUDA", _coalesced)]
     if not has_kernel("aten::_nnz", "SparseCUDA"):
-        kernels |= {name: _by_cpu_kernel(name) for name in sparse_operators()} | _OF_CUDA
-    runtime.register([(name, "SparseCUDA", functools.partial(kernel, runtime)) for name, kernel in kernels.items()])
+        for layout, by_cpu_kernel in BY_CPU_KERNEL_OF.items():
+            key = f"{layout}CUDA"
+            kernels += [(name, key, _redispatched(name, by_cpu_kernel)) for name in shared_operators(layout)]
+            kernels += [(name, key, kernel) for name, kernel in _OF_CUDA.get(layout, {}).items()]
+    runtime.register([(name, key, functools.partial(kernel, runtime)) for name, key, kernel in kernels])
 
 
-def _by_cpu_kernel(name: str) -> Callable[..., Any]:
-    """The kernel for sparse tensors on the CPU. Numbers arrive as such where it takes tensors (`x * 2.0`)."""
+def _redispatched(name: str, keys: Any) -> Callable[..., Any]:
+    """The kernel at other dispatch keys. Numbers arrive as such where it takes tensors (`x * 2.0`)."""
     func = operator(name)
     tensors = [str(argument.type) == "Tensor" for argument in func._schema.arguments]
 
     def kernel(runtime: Runtime, *args: object, **kwargs: object) -> Any:
         pairs = zip(args, tensors, strict=False)
         given = [torch.tensor(arg) if wanted and isinstance(arg, int | float) else arg for arg, wanted in pairs]
-        return func.redispatch(BY_SPARSE_CPU_KERNEL, *given, **kwargs)
+        return func.redispatch(keys, *given, **kwargs)
 
     return kernel
 
@@ -85,7 +88,7 @@ def _product(runtime: Runtime, one: torch.Tensor, other: torch.Tensor, *, out: t
     """sparse/SparseTensorMath.cpp, `_mul_dense_sparse_out`: values are multiplied by those that are in their places."""
     sparse, dense = (one, other) if one.is_sparse else (other, one)
     if dense.is_sparse or dense.ndim > sparse.ndim:
-        raise NotImplementedError("Could not run 'aten::mul.out' with such arguments from the 'SparseCUDA' backend")
+        raise _missing("mul.out", "Sparse")
     indices = sparse._indices()
     if dense.ndim:
         dense = dense.expand(sparse.shape)[tuple(indices)]
@@ -104,7 +107,7 @@ def _matrix_product(
     alpha: float = 1,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`s_addmm_out_sparse_dense_cuda`: by cuSPARSE, whose rows are offsets of 32 bits and whose result is transposed."""
+    """`s_addmm_out_sparse_dense_cuda`: by cuSPARSE, with 32-bit offsets of rows, and with the result transposed."""
     out = added.new_empty(0) if out is None else out
     out.resize_(sparse.shape[0], dense.shape[1])
     sparse = sparse.coalesce()
@@ -116,7 +119,7 @@ def _matrix_product(
     if beta and out is not added:
         out.copy_(added)
     if sparse._nnz():
-        runtime.note(f"{reader()} multiplies by a sparse matrix: what cuSPARSE itself takes is not counted")
+        _of_cusparse(runtime)
         transposed = out.stride() == (1, out.shape[0])
         result = out if transposed else out.t().clone(memory_format=torch.contiguous_format)
         dense = dense if dense.stride() == (1, dense.shape[0]) else dense.contiguous()
@@ -126,7 +129,7 @@ def _matrix_product(
     return out
 
 
-def _matrix_product_in_place(runtime: Runtime, added: torch.Tensor, *factors: torch.Tensor, **scales: float) -> Any:
+def _matrix_product_in_place(runtime: Runtime, added: torch.Tensor, *factors: torch.Tensor, **scales: Any) -> Any:
     return _matrix_product(runtime, added, *factors, **scales, out=added)
 
 
@@ -135,13 +138,83 @@ def _tensor(indices: torch.Tensor, values: torch.Tensor, shape: torch.Size) -> t
     return made
 
 
-#: By operator: what it has a kernel of its own for in a CUDA build.
-_OF_CUDA: Final[dict[str, Callable[..., Any]]] = {
-    "add.out": _sum,
-    "mul.out": _product,
-    "addmm": _matrix_product,
-    "addmm.out": _matrix_product,
-    "addmm_": _matrix_product_in_place,
+def _compressed_product(
+    runtime: Runtime,
+    added: torch.Tensor,
+    sparse: torch.Tensor,
+    dense: torch.Tensor,
+    *,
+    beta: float = 1,
+    alpha: float = 1,
+    out: torch.Tensor,
+) -> torch.Tensor:
+    """`addmm_out_sparse_compressed_cuda`, `addmv_out_sparse_compressed_cuda`: by cuSPARSE."""
+    if sparse.is_sparse or dense.layout is not torch.strided:
+        raise NotImplementedError(
+            "Could not run 'aten::addmm.out' with such arguments from the 'SparseCsrCUDA' backend"
+        )
+    if out is not added:
+        out.resize_(sparse.shape[0], *dense.shape[1:])
+        out.copy_(added)
+    _of_cusparse(runtime)
+    return out
+
+
+def _to_layout(name: str, layout: torch.layout, other: torch.layout) -> Callable[..., Any]:
+    """The kernel of `_to_sparse_csr` or `_to_sparse_csc`: that of the CPU, but of a matrix in the `other` layout."""
+    usual = _redispatched(name, BY_CPU_KERNEL_OF["SparseCsr"])
+
+    def kernel(runtime: Runtime, sparse: torch.Tensor, *args: object, **kwargs: object) -> Any:
+        if sparse.ndim == 2 and sparse.layout is other:
+            return _flipped(sparse, layout)
+        return usual(runtime, sparse, *args, **kwargs)
+
+    return kernel
+
+
+def _flipped(sparse: torch.Tensor, layout: torch.layout) -> torch.Tensor:
+    """TensorConversions.cpp, `sparse_compressed_to_flipped`, which sorts flat indices: as PyTorch 2.13.0+cu130
+    allocated."""
+    rows, columns = sparse.shape if layout is torch.sparse_csc else sparse.shape[::-1]
+    values = sparse.values()
+    integers = functools.partial(torch.empty, dtype=torch.int64, device=sparse.device)
+    batches = torch.arange(1, device=sparse.device).cumsum(0)
+    lengths, offsets = integers(rows), integers(rows + 1)
+    del lengths
+    pairs, places = integers(2, len(values)), [integers(len(values)) for _ in range(2)]
+    del places
+    flat, order = integers(len(values)).sort()
+    indices, values = integers(2, len(values)), values.index_select(0, order)
+    ends, counts = integers(columns + 1), integers(columns + 1)
+    integers(columns)
+    del counts, order, flat, pairs, offsets, batches
+    return torch.sparse_compressed_tensor(ends, indices[0], values, sparse.shape, layout=layout)
+
+
+def _missing(name: str, layout: str) -> NotImplementedError:
+    """What PyTorch says of an operator without a kernel."""
+    return NotImplementedError(f"Could not run 'aten::{name}' with such arguments from the '{layout}CUDA' backend")
+
+
+def _of_cusparse(runtime: Runtime) -> None:
+    runtime.note(f"{reader()} multiplies by a sparse matrix: what cuSPARSE itself takes is not counted")
+
+
+#: By layout and operator: what has a kernel of its own in a CUDA build.
+_OF_CUDA: Final[dict[str, dict[str, Callable[..., Any]]]] = {
+    "Sparse": {
+        "add.out": _sum,
+        "mul.out": _product,
+        "addmm": _matrix_product,
+        "addmm.out": _matrix_product,
+        "addmm_": _matrix_product_in_place,
+    },
+    "SparseCsr": {
+        "addmm.out": _compressed_product,
+        "addmv.out": _compressed_product,
+        "_to_sparse_csr": _to_layout("_to_sparse_csr", torch.sparse_csr, torch.sparse_csc),
+        "_to_sparse_csc": _to_layout("_to_sparse_csc", torch.sparse_csc, torch.sparse_csr),
+    },
 }
 
 
