@@ -10,7 +10,7 @@ import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, cast
 
 import torch
 from torch import zeros
@@ -39,21 +39,13 @@ _CUDA: Final = torch.device("cuda", 0)
 
 #: Operators whose CUDA and CPU kernels only write a tensor's sizes, strides and storage: the CPU's does for both.
 _METADATA_ONLY: Final = (
-    "as_strided",
-    "view",
-    "_reshape_alias",
-    "unfold",
-    "view_as_real",
-    "view_as_complex",
-    "set_.source_Storage",
-    "set_.source_Storage_storage_offset",
-    "set_.source_Tensor",
-    "is_set_to",
+    *("as_strided", "view", "_reshape_alias", "unfold", "view_as_real", "view_as_complex", "is_set_to"),
+    *("set_.source_Storage", "set_.source_Storage_storage_offset", "set_.source_Tensor"),
 )
 
 #: Operators whose one kernel for CPU and CUDA is made of others (LinearAlgebra.cpp, TensorAdvancedIndexing.cpp).
 _GENERIC: Final = (
-    *("linalg_matrix_exp", "_unsafe_masked_index", "_unsafe_masked_index_put_accumulate"),
+    *("_unsafe_masked_index", "_unsafe_masked_index_put_accumulate"),
     *("addbmm", "addbmm_", "addbmm.out", "_to_sparse", "_to_sparse.sparse_dim"),
     *(f"_to_sparse_{layout}" for layout in ("csr", "csc", "bsr", "bsc")),
 )
@@ -62,8 +54,7 @@ _GENERIC: Final = (
 #: DepthwiseConv2d.cu, group_norm.cpp); PyTorch's rules for shapes have it lie as an operand does.
 _CONTIGUOUS: Final = frozenset(
     {
-        "aten::_log_softmax",
-        "aten::_log_softmax_backward_data",
+        *("aten::_log_softmax", "aten::_log_softmax_backward_data"),
         "aten::native_layer_norm",
         "aten::native_layer_norm_backward",
         "aten::native_group_norm",
@@ -253,14 +244,10 @@ class Kernels:
             **dict.fromkeys(("index.Tensor", "index.Tensor_out"), self._indexed),
             "_unsafe_index.Tensor": self._indexed,
             "_index_put_impl_": self._indexed,
-            "_unique": self._unique,
-            "_unique2": self._unique,
-            "unique_consecutive": self._unique,
-            "_use_cudnn_ctc_loss": self._never,
-            "_use_cudnn_ctc_loss.Tensor": self._never,
-            "_use_miopen_ctc_loss": self._never,
             "_nested_tensor_from_mask_left_aligned": self._padded,
-            "_use_miopen_ctc_loss.Tensor": self._never,
+            **dict.fromkeys(("_unique", "_unique2", "unique_consecutive"), self._unique),
+            **dict.fromkeys(("_use_cudnn_ctc_loss", "_use_cudnn_ctc_loss.Tensor"), self._never),
+            **dict.fromkeys(("_use_miopen_ctc_loss", "_use_miopen_ctc_loss.Tensor"), self._never),
         }
 
     def of(self, name: str) -> Kernel:
@@ -349,13 +336,22 @@ class Kernels:
         return kernel
 
     def _written(self, func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], out: object) -> None:
-        """Values of what an operator has written; those of lists (`_foreach_`) are forgotten."""
+        """Values of what an operator has written: of lists, those that `_foreach_` makes of known ones, by entry."""
+        values = self.runtime.values
+        if out is None and func._opname.startswith("_foreach_"):
+            for place, one in enumerate(args[0]):
+                if one.is_cuda and may_have_values(one) and values.of(one) is not None:
+                    entry = tuple([arg[place : place + 1] if isinstance(arg, list | tuple) else arg for arg in args])
+                    values.written(func, entry, kwargs, (one,))
+                else:
+                    values.forget((one,))
+            return
         listed = [value for value in args if isinstance(value, list | tuple)] if out is None else []
         targets = tuple([t for t in tree_leaves(listed or out) if isinstance(t, _Tensor) and may_have_values(t)])
         if listed:
-            self.runtime.values.forget(targets)
+            values.forget(targets)
         elif targets and all(target.is_cuda for target in targets):
-            self.runtime.values.written(func, args, kwargs, targets)
+            values.written(func, args, kwargs, targets)
 
     def _out(self, func: Operator, schema: _Schema) -> Kernel:
         """A kernel with arguments `out=`, which it resizes where PyTorch does."""
@@ -432,22 +428,15 @@ class Kernels:
 
     def _new(self, func: Operator, kind: Kind, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
         born: list[int] = []
-        out = self.runtime.memory.new(kind.made[0], born)
+        made, out = kind.made[0], kwargs.get("out")
+        old = None if out is None else self._grow(out, made.shape, made.strides, born)
+        out = self.runtime.memory.new(made, born) if out is None else out
         if kind.counted:
             self.runtime.values.unwritten(out)
         if self.runtime.observer is not None:
             self.runtime.observer.operator(func, args, kwargs, out, born, kind)
-        return out
-
-    def _refilled(self, func: Operator, kind: Kind, args: tuple[Any, ...], out: torch.Tensor) -> torch.Tensor:
-        """`out`, resized to what such a call makes."""
-        born: list[int] = []
-        old = self._grow(out, kind.made[0].shape, kind.made[0].strides, born)
-        self.runtime.values.unwritten(out)
-        if self.runtime.observer is not None:
-            self.runtime.observer.operator(func, args, {"out": out}, out, born, kind)
         del old
-        return out
+        return cast(torch.Tensor, out)
 
     def _empty(self, func: Operator) -> Kernel:
         kinds = dict[Any, Kind]()
@@ -582,7 +571,7 @@ class Kernels:
         """Places of elements that are not zero, by dimension: as many as `Runtime.nonzero` says, the first ones."""
         runtime, kinds = self.runtime, dict[Any, Kind]()
 
-        def kernel(tensor: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
+        def kernel(tensor: torch.Tensor, **out: torch.Tensor) -> torch.Tensor:
             known = runtime.values.of(tensor)
             found = None if known is None else torch.nonzero(known)
             rows = runtime.ones(tensor) if found is None else len(found)
@@ -591,7 +580,7 @@ class Kernels:
             if kind is None:
                 layout = Layout((rows, tensor.ndim), (1, max(rows, 1)), torch.int64)
                 kind = kinds[key] = Kind((layout,))
-            places = self._new(func, kind, (tensor,), {}) if out is None else self._refilled(func, kind, (tensor,), out)
+            places = self._new(func, kind, (tensor,), out)
             runtime.synchronized()
             if found is None and tensor.ndim == 1:
                 found = torch.arange(rows).unsqueeze(1)

@@ -485,6 +485,13 @@ def _aligned_bias(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) ->
     return aten.expand(mask, [query.shape[0], query.shape[1], query.shape[2], key.shape[2]])
 
 
+#: Forwards of the efficient kernel, and where their `dropout_p` stands.
+_EFFICIENT: Final = {
+    "aten._scaled_dot_product_efficient_attention.default": 5,
+    "aten._efficient_attention_forward.default": 8,
+}
+
+
 def corrected(
     card: Profile,
     name: str,
@@ -495,15 +502,17 @@ def corrected(
 ) -> Any:
     """What operator `name` (`aten._scaled_dot_product_efficient_attention.default`) returns on CUDA, where PyTorch's
     rules for shapes say something else: random state of the efficient kernel is on the host (but where a CUDA graph is
-    captured, and from 2.14 on without dropout), and cuDNN's makes no logsumexp if not asked to. Any other `outputs` are
-    returned as they are.
+    captured, and from 2.14 on without dropout), of packed sequences a bias that is not there has no gradient, and
+    cuDNN's makes no logsumexp if not asked to. Any other `outputs` are returned as they are.
     """
-    if name == "aten._scaled_dot_product_efficient_attention.default" and not captured:
-        dropout = args[5] if len(args) > 5 else kwargs.get("dropout_p", 0.0)
+    if (place := _EFFICIENT.get(name)) is not None and not captured:
+        dropout = args[place] if len(args) > place else kwargs.get("dropout_p", 0.0)
         if card.release >= (2, 14) and not dropout:
             return outputs
         host = torch.empty((), dtype=torch.long, device="cpu")
-        return (*outputs[:2], host, host)
+        return (*outputs[:2], host, host, *outputs[4:])
+    if name == "aten._efficient_attention_backward.default" and args[4] is None:
+        return (*outputs[:3], None)
     if name == "aten._scaled_dot_product_cudnn_attention.default":
         wanted = args[4] if len(args) > 4 else kwargs.get("compute_log_sumexp", False)
         return outputs if wanted else (outputs[0], None, *outputs[2:])

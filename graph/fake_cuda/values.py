@@ -232,7 +232,7 @@ class Values:
         return None if before is None or before.any() else args[2].numel() / max(1, args[0].numel())
 
     def computed(self, func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What `func` gives on the values of its arguments; None where one of them has none."""
+        """What `func` gives on the values of its arguments, or those, where it only writes; None where one has none."""
         unknown = any(isinstance(arg, torch.Tensor) and self.of(arg) is None for arg in args)
         ordered = func._opname == "randperm" and args[0] <= MOST_BYTES // 8
         if unknown or (torch.Tag.nondeterministic_seeded in func.tags and not ordered):
@@ -242,7 +242,8 @@ class Values:
             if ordered:  # any order is as good as the GPU's, and what the program draws on the host stays as it is
                 given = {name: host_kwargs[name] for name in ("dtype", "out") if name in host_kwargs}
                 return randperm(host_args[0], generator=self._order, **given)
-            return func(*numbers_as_tensors(func, host_args), **host_kwargs)
+            made = func(*numbers_as_tensors(func, host_args), **host_kwargs)
+            return host_args if made is None else made
         except (_UnknownError, RuntimeError, IndexError):  # NotImplementedError is a RuntimeError: no kernel on the CPU
             return None
 

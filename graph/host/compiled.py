@@ -210,16 +210,23 @@ def tells_of_backwards() -> bool:
 
 @contextlib.contextmanager
 def after_backwards(do: Callable[[], object]) -> Iterator[None]:
-    """Inside, `do` is called after a backward was compiled."""
+    """Inside, `do` is called after a backward was compiled, also once a program forgets all (torch.compiler.reset)."""
 
     def compiled(*finished: CallbackArgs) -> None:  # nothing, where it `tells_of_backwards` not
         if any(one.callback_trigger.name == "LAZY_BACKWARD" for one in finished):
             do()
 
+    def cleared(handler: object) -> None:
+        clear(handler)
+        callback.on_compile_end(compiled)
+
+    kind: Any = type(callback.callback_handler)
+    clear, kind.clear = kind.clear, cleared
     callback.on_compile_end(compiled)
     try:
         yield
     finally:
+        kind.clear = clear
         callback.callback_handler.remove_end_callback(compiled)
 
 

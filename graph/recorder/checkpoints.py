@@ -34,10 +34,11 @@ def may_write(path: object) -> bool:
 
 
 class Saving:
-    """`torch.save` in place of PyTorch's, which is `plain`."""
+    """`torch.save` in place of PyTorch's, which is `plain`; `values` says what is known of a tensor on the device."""
 
-    def __init__(self, plain: Callable[..., Any]) -> None:
+    def __init__(self, plain: Callable[..., Any], values: Callable[[torch.Tensor], torch.Tensor | None]) -> None:
         self.plain = plain
+        self.writer = type("Writer", (_Writer,), {"values": staticmethod(values)})
 
     def __call__(self, obj: object, f: object, *args: object, **kwargs: object) -> None:
         """Save, but for the bytes of storages, and not over a file that the program has not made itself.
@@ -47,7 +48,7 @@ class Saving:
         if not kwargs.get("_use_new_zipfile_serialization", (*args[2:], True)[0]):
             self.plain(obj, os.devnull if isinstance(f, str | os.PathLike) and not may_write(f) else f, *args, **kwargs)
             return
-        with skip_data(), mock.patch.object(BINDINGS, "PyTorchFileWriter", _Writer):
+        with skip_data(), mock.patch.object(BINDINGS, "PyTorchFileWriter", self.writer):
             if isinstance(f, str | os.PathLike):
                 self.plain(obj, f if may_write(f) else os.devnull, *args, **kwargs)
                 return
@@ -59,14 +60,17 @@ class Saving:
 class _Writer(FileWriter):
     """PyTorch's writer, to be used under `skip_data`: small storages, and integers, are written all the same."""
 
+    values: Callable[[torch.Tensor], torch.Tensor | None]
+
     def write_record_metadata(self, name: str, size: int) -> None:
         """Called for each storage; which one is known to the caller (`_save` of torch.serialization)."""
         caller = sys._getframe(1).f_locals
         storage: torch.UntypedStorage = caller["storage"]
         dtype = caller["storage_dtypes"].get(storage.data_ptr())
         real = size < LARGE or not (dtype is None or dtype.is_floating_point)
-        if real and storage.device.type == "cpu":
-            self.write_record(name, storage, size)  # type: ignore[arg-type]
+        known = self.values(torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)) if real else None
+        if known is not None:
+            self.write_record(name, known.untyped_storage(), size)  # type: ignore[arg-type]
         else:
             super().write_record_metadata(name, size)  # type: ignore[misc]
 

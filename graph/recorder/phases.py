@@ -72,7 +72,7 @@ class Phases:
             stack.enter_context(_around(torch.autograd, "backward", self._backward))
             stack.enter_context(_around(torch.autograd, "grad", self._grad))
             stack.enter_context(_around(torch.optim.Optimizer, "__init__", self._make))
-            saving = Saving(torch.save)
+            saving = Saving(torch.save, self.recorder.runtime.values.of)
             stack.enter_context(
                 _around(torch, "save", lambda plain, *args, **named: self._saving(saving, *args, **named))
             )

@@ -211,15 +211,27 @@ def efficient_forward(call: Call) -> Plan | None:
     query, value = call.args[0], call.args[2]
     logsumexp = bool(argument(call, 4, "compute_log_sumexp", False))
     batch, heads, rows, head = query.shape
-    value_head = value.shape[3]
+    return _efficient_forward(call, batch * rows * heads, (head, value.shape[3]), logsumexp)
+
+
+def efficient_by_token_forward(call: Call) -> Plan | None:
+    """aten::_efficient_attention_forward of tensors (batch, rows, heads, head) or packed sequences (1, tokens, heads,
+    head): the same."""
+    query, value = call.args[0], call.args[2]
+    logsumexp = bool(argument(call, 10, "compute_log_sumexp", False))
+    return _efficient_forward(call, math.prod(query.shape[:3]), (query.shape[3], value.shape[3]), logsumexp)
+
+
+def _efficient_forward(call: Call, rows: int, heads: tuple[int, int], logsumexp: bool) -> Plan:
+    """The forward of so many rows in all heads; `heads` are the dimensions of a key's and a value's head."""
     steps = _Steps()
     if isinstance(call.out, tuple) and call.out[2].device.type == "cuda":
         steps.out(*((2, 3) if logsumexp else (1, 2)))  # without a logsumexp they are the second and the third
     steps.out(0)
     if logsumexp:
         steps.out(1)
-    if width(query) == 2 and max(head, value_head) > 128:
-        steps.alloc("out_accum", batch * rows * heads * value_head * 4)
+    if width(call.args[0]) == 2 and max(heads) > 128:
+        steps.alloc("out_accum", rows * heads[1] * 4)
     steps.free("out_accum")
     return steps.plan()
 
@@ -280,12 +292,7 @@ def efficient_backward(call: Call) -> Plan | None:
             steps.alloc(name, size(tensor) // key.shape[1] * heads)
     if bias is not None and bool(argument(call, 10, "grad_input_mask")[3]):
         steps.out(3)
-    accumulates = efficient_blocks(call.profile, half, max(head, value_head), dropout)[2]
-    sums = batch * heads * rows * 4
-    if half and not (accumulates and call.profile.arch[0] == 7 and call.profile.arch[1] < 5):
-        steps.alloc("delta", sums)
-    else:
-        _delta(steps, out, half=half, copied=rows > 1 and heads > 1, sums=sums)
+    _delta(steps, call, out, of=(heads, rows, max(head, value_head)), sums=batch * heads * rows * 4, dropout=dropout)
     extents = (batch, heads, rows, head)
     steps.alloc(
         "workspace",
@@ -295,8 +302,40 @@ def efficient_backward(call: Call) -> Plan | None:
     return steps.plan()
 
 
-def _delta(steps: _Steps, out: torch.Tensor, *, half: bool, copied: bool, sums: int) -> None:
-    """(grad_out.to(float) * out.to(float)).sum(-1).transpose(-2, -1).contiguous(), as `delta`."""
+def efficient_by_token_backward(call: Call) -> Plan | None:
+    """aten::_efficient_attention_backward of tensors (batch, rows, heads, head); of packed sequences (1, tokens, ...)
+    each has a workspace as the longest."""
+    query, key, value, bias, out, starts = (call.args[place] for place in (1, 2, 3, 4, 5, 6))
+    if bias is not None:
+        return None
+    dropout = float(argument(call, 11, "dropout_p", 0.0)) != 0.0
+    batch, rows, heads, head = query.shape
+    value_head = value.shape[3]
+    steps = _Steps()
+    steps.out(0, 1, 2)
+    _delta(steps, call, out, of=(heads, rows, max(head, value_head)), sums=batch * heads * rows * 4, dropout=dropout)
+    sequences, longest, columns = batch, rows, key.shape[1]
+    if starts is not None:
+        sequences, longest, columns = len(starts) - 1, int(call.args[8]), int(call.args[9])
+    extents = (sequences, heads, longest, head)
+    workspace = efficient_backward_workspace(call.profile, extents, columns, value_head, width(query) == 2, dropout)
+    steps.alloc("workspace", workspace)
+    steps.free("delta", "workspace")
+    return steps.plan()
+
+
+def _delta(steps: _Steps, call: Call, out: torch.Tensor, *, of: tuple[int, int, int], sums: int, dropout: bool) -> None:
+    """`delta` by the kernel, or (grad_out.to(float) * out.to(float)).sum(-1).transpose(-2, -1).contiguous().
+
+    `of`: heads, rows, and the larger dimension of a head; `sums` bytes are what there is then.
+    """
+    heads, rows, head = of
+    half, arch = width(out) == 2, call.profile.arch
+    volta = arch[0] == 7 and arch[1] < 5
+    if half and not (volta and efficient_blocks(call.profile, half, head, dropout)[2]):
+        steps.alloc("delta", sums)
+        return
+    copied = rows > 1 and heads > 1
     products = math.prod(out.shape) * 4
     if half:
         steps.alloc("out_float", products)
@@ -354,6 +393,8 @@ RULES: Final[Mapping[str, Rule]] = {
     "aten._flash_attention_backward.default": flash_by_token_backward,
     "aten._scaled_dot_product_efficient_attention.default": efficient_forward,
     "aten._scaled_dot_product_efficient_attention_backward.default": efficient_backward,
+    "aten._efficient_attention_forward.default": efficient_by_token_forward,
+    "aten._efficient_attention_backward.default": efficient_by_token_backward,
     "aten._scaled_dot_product_cudnn_attention.default": cudnn_forward,
     "aten._scaled_dot_product_cudnn_attention_backward.default": cudnn_backward,
 }

@@ -181,16 +181,31 @@ def _swaps(batch: int, rows: int) -> Plan:
 
 def lu_unpack(call: Call) -> Plan | None:
     """`lu_unpack`: pivots are applied to a range of rows, one for each matrix."""
-    factors, rows = call.args[0], shape(call.args[0])[-2]
-    if not argument(call, 3, "unpack_pivots", True) or not elements(call.args[1]):
+    factors, pivots = call.args[:2]
+    if not argument(call, 3, "unpack_pivots", True) or not elements(pivots):
         return None
-    steps: list[Step] = [REST, ("alloc", "range", 8 * rows)]
-    pivots = call.args[1]
     copied = within([] if is_contiguous(pivots) else [("pivots", size(pivots))])
+    return (REST, *_permuted(factors, *copied))
+
+
+def _permuted(factors: torch.Tensor, *inside: Step) -> Plan:
+    """A range of rows, one for each matrix of a batch."""
+    rows = 8 * shape(factors)[-2]
     if len(shape(factors)) == 2:
-        return (*steps, *copied, ("free", "range"))
-    permutations = ("alloc", "permutations", 8 * rows * _batch(factors))
-    return (*steps, permutations, ("free", "range"), *copied, ("free", "permutations"))
+        return within([("range", rows)], *inside)
+    permutations = ("alloc", "permutations", rows * _batch(factors))
+    return (("alloc", "range", rows), permutations, ("free", "range"), *inside, ("free", "permutations"))
+
+
+def decomposition(call: Call) -> Plan | None:
+    """`linalg_lu` (BatchLinearAlgebra.cpp): factors by columns, with pivots, are unpacked."""
+    matrix = call.args[0]
+    if not elements(matrix):
+        return None
+    unpacked = _permuted(matrix) if argument(call, 1, "pivot", True) else ()
+    pivots = ("pivots", 4 * min(shape(matrix)[-2:]) * _batch(matrix)), ("info", 4 * _batch(matrix))
+    factors = ("alloc", "factors", size(matrix))
+    return (REST, factors, *within(pivots, *_factored(call), ("free", "factors"), *unpacked))
 
 
 RULES: Mapping[str, Rule] = {
@@ -198,6 +213,7 @@ RULES: Mapping[str, Rule] = {
     "aten.triangular_solve.default": triangular_solve,
     "aten.linalg_lu_solve.default": lu_solve,
     "aten.linalg_lu_factor_ex.default": lu_factor,
+    "aten.linalg_lu.default": decomposition,
     "aten._linalg_solve_ex.default": solve,
     "aten.linalg_inv_ex.default": inverse,
     "aten._linalg_det.default": determinant,

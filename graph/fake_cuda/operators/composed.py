@@ -128,6 +128,38 @@ def _trace(runtime: Runtime, source: torch.Tensor) -> Any:
     return _aten.sum.default(_aten.diagonal.default(source))
 
 
+def _matrix_exp(runtime: Runtime, source: torch.Tensor) -> torch.Tensor:
+    """LinearAlgebra.cpp, `mexp`: Taylor polynomials by the matrices' norms, of which all take the one of degree 18
+    (`compute_T18_scale_square`), with as few squares as there may be."""
+    if source.numel() == 0 or source.shape[-1] == 1:
+        return torch.exp(source)
+    runtime.assume("the norm of a matrix whose exponential is taken", "one that needs all terms and no squares")
+    matrices = source.reshape(-1, *source.shape[-2:])
+    norms = matrices.abs().sum(-2).amax(-1)
+    result = torch.empty_like(matrices)
+    high = torch.empty_like(norms, dtype=torch.bool)
+    runtime.values.put(high, torch.ones(len(norms), dtype=torch.bool))
+    places = _aten.nonzero.default(high)[:, 0]
+    chosen, large = matrices.index_select(0, places), norms.index_select(0, places)
+    made = torch.empty_like(chosen)
+    powers = torch.pow(2, torch.ceil(torch.log2(large / 1.09)).clamp(min=0))
+    made.copy_(_degree_18(chosen / powers[:, None, None]))
+    result.index_put_((places,), made)
+    return result.view(source.shape)
+
+
+def _degree_18(scaled: torch.Tensor) -> torch.Tensor:
+    """`compute_T18`: powers, their linear combinations, and two products of those."""
+    powers = scaled.new_empty((5, *scaled.shape))
+    for power in powers[2:]:
+        torch.matmul(scaled, scaled, out=power)
+    sums: torch.Tensor = _aten._compute_linear_combination.default(powers, scaled.new_empty(5, 5))
+    for number in (3, 2):
+        torch.matmul(sums[0], sums[4], out=powers[0])
+        sums[number].add_(powers[0])
+    return sums[1].add(powers[0])
+
+
 def _bincount(runtime: Runtime, source: torch.Tensor, weights: torch.Tensor | None = None, minlength: int = 0) -> Any:
     """cuda/SummaryOps.cu, `_bincount_cuda_template`: as many bins as the largest value says, where that is known."""
     if weights is not None and weights.dtype not in (torch.float32, torch.float64):
@@ -470,6 +502,7 @@ COMPOSED: Final[Mapping[str, Callable[..., Any]]] = {
     "cudnn_grid_sampler": _grid_sampler,
     "cudnn_grid_sampler_backward": _grid_sampler_backward,
     "histc": _histc,
+    "linalg_matrix_exp": _matrix_exp,
     "_linalg_check_errors": _no_errors,
     **dict.fromkeys(("ldexp.Tensor", "ldexp.out"), _ldexp),
     **dict.fromkeys(("masked_select", "masked_select.out"), _masked_select),

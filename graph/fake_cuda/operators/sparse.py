@@ -30,16 +30,16 @@ def install(runtime: Runtime) -> None:
     else that is done with them, where PyTorch is a CPU build."""
     kernels: list[tuple[str, str, Callable[..., Any]]] = [("_coalesce", "SparseCUDA", _coalesced)]
     if not has_kernel("aten::_nnz", "SparseCUDA"):
-        for layout, by_cpu_kernel in BY_CPU_KERNEL_OF.items():
+        for layout in BY_CPU_KERNEL_OF:
             key = f"{layout}CUDA"
-            kernels += [(name, key, _redispatched(name, by_cpu_kernel)) for name in shared_operators(layout)]
+            kernels += [(name, key, _redispatched(name, layout)) for name in shared_operators(layout)]
             kernels += [(name, key, kernel) for name, kernel in _OF_CUDA.get(layout, {}).items()]
     runtime.register([(name, key, functools.partial(kernel, runtime)) for name, key, kernel in kernels])
 
 
-def _redispatched(name: str, keys: Any) -> Callable[..., Any]:
-    """The kernel at other dispatch keys. Numbers arrive as such where it takes tensors (`x * 2.0`)."""
-    func = operator(name)
+def _redispatched(name: str, layout: str) -> Callable[..., Any]:
+    """The CPU's kernel for tensors of a layout. Numbers arrive as such where it takes tensors (`x * 2.0`)."""
+    func, keys = operator(name), BY_CPU_KERNEL_OF[layout]
     tensors = [str(argument.type) == "Tensor" for argument in func._schema.arguments]
 
     def kernel(runtime: Runtime, *args: object, **kwargs: object) -> Any:
@@ -129,8 +129,10 @@ def _matrix_product(
     return out
 
 
-def _matrix_product_in_place(runtime: Runtime, added: torch.Tensor, *factors: torch.Tensor, **scales: Any) -> Any:
-    return _matrix_product(runtime, added, *factors, **scales, out=added)
+def _matrix_product_in_place(
+    runtime: Runtime, added: torch.Tensor, *factors: torch.Tensor, beta: float = 1, alpha: float = 1
+) -> torch.Tensor:
+    return _matrix_product(runtime, added, *factors, beta=beta, alpha=alpha, out=added)
 
 
 def _tensor(indices: torch.Tensor, values: torch.Tensor, shape: torch.Size) -> torch.Tensor:
@@ -162,7 +164,7 @@ def _compressed_product(
 
 def _to_layout(name: str, layout: torch.layout, other: torch.layout) -> Callable[..., Any]:
     """The kernel of `_to_sparse_csr` or `_to_sparse_csc`: that of the CPU, but of a matrix in the `other` layout."""
-    usual = _redispatched(name, BY_CPU_KERNEL_OF["SparseCsr"])
+    usual = _redispatched(name, "SparseCsr")
 
     def kernel(runtime: Runtime, sparse: torch.Tensor, *args: object, **kwargs: object) -> Any:
         if sparse.ndim == 2 and sparse.layout is other:

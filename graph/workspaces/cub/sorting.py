@@ -6,6 +6,7 @@ Source: aten/src/ATen/native/cuda/Sort.cpp, Sort.cu, TensorTopK.cu, ScanKernels.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from math import ceil, log, log2
 from typing import TYPE_CHECKING, Any, Final
 
@@ -123,8 +124,19 @@ def topk(call: Call) -> Plan | None:
         states = [(f"state {i}", nbytes) for i, nbytes in enumerate((*parts, blocks * 4, blocks * 4))]
         scans = within([("scan", storage((up(blocks, 1920) + 32) * 16, 4 * up(blocks, 1920)))]) * 2
         steps = within(states, *scans)
-    made = within(copied, *steps)
+    made = (*within(copied, *steps), *_ordered(call))
     return (REST, *made) if made else None
+
+
+def _ordered(call: Call) -> Plan:
+    """What was chosen is sorted, if that is wanted, and more of it than is sorted in place."""
+    values, indices = tensors(call.out)
+    dim = dimension(int(argument(call, 2, "dim", -1)), len(shape(values)))
+    if not argument(call, 4, "sorted", True) or shape(values)[dim] <= SMALL_SORT:
+        return ()
+    _, *steps = sort(replace(call, name="aten.sort.default", args=(values, dim), kwargs={})) or (REST,)
+    copies = [("indices in order", size(indices)), ("values in order", size(values))]
+    return within(copies, *steps, *within([("gathered", size(indices))]))
 
 
 def _output(call: Call) -> Any:

@@ -201,6 +201,10 @@ def kernel_rows() -> Iterator[tuple[str, Call, list[int], list[int]]]:
         yield f"{gpu} {release} {name} {arguments}", call, [sizes[i] for i in places], events
 
 
+#: What tests/data/workspaces.json has, and what test_served has.
+_BY_TOKEN = ("flash", "efficient")
+
+
 def test_every_recorded_kernel() -> None:
     wrong = []
     names = set()
@@ -211,8 +215,8 @@ def test_every_recorded_kernel() -> None:
         if played(plan, outputs) != events:
             wrong.append((where, events, plan))
     assert not wrong
-    by_token = {f"aten._flash_attention_{way}.default" for way in ("forward", "backward")}
-    assert names == set(RULES) - by_token  # which tests/data/workspaces.json has
+    by_token = {f"aten._{kind}_attention_{way}.default" for kind in _BY_TOKEN for way in ("forward", "backward")}
+    assert names == set(RULES) - by_token
 
 
 def test_recorded_kernels_allocate_more_than_outputs() -> None:

@@ -16,7 +16,8 @@ from graph.hardware.profile import profile
 from tests.support.births import Births
 
 #: Of matrices of 50 x 60 with 200 elements, all of which differ: what is done with one, and the bytes of what the CUDA
-#: build of PyTorch 2.13.0 allocated for it on libraries that do nothing, in order, without the temporaries of scans and sorts.
+#: build of PyTorch 2.13.0 allocated for it on libraries that do nothing, in order, without temporaries of scans and
+#: sorts.
 WORK: dict[str, tuple[Callable[[Any], object], list[int]]] = {
     "clone": (lambda of: of.coo.clone(), [800, 3200]),
     "half": (lambda of: of.coo.half(), [3200, 400]),

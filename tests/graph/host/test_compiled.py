@@ -11,6 +11,8 @@ import pytest
 
 pytest.importorskip("torch")
 
+from torch._dynamo import callback
+
 from graph.fake_cuda.device import fake_cuda
 from graph.hardware.profile import profile
 from graph.host import compiled
@@ -39,3 +41,19 @@ def test_triton_that_is_installed_is_told_of_the_device(monkeypatch: pytest.Monk
                     assert active.get_current_target() == ("cuda", 86, 32)
                     assert active.utils.get_device_properties(0)["max_shared_mem"] == 101_376
     assert {module for module, name, _ in answers if name == "driver"} == {"triton.runtime", "triton.runtime.driver"}
+
+
+@pytest.mark.skipif(not compiled.tells_of_backwards(), reason="PyTorch says nothing of it before 2.8")
+def test_compiled_backwards_are_told_of_after_a_program_forgets_all() -> None:
+    """`torch.compiler.reset` takes all callbacks away, ours too; two are followed at once, one in the other."""
+    told: list[str] = []
+    handler = callback.callback_handler
+    backward = callback.CallbackArgs(callback.CallbackTrigger.LAZY_BACKWARD, "0")
+    with compiled.after_backwards(lambda: told.append("outer")):
+        with compiled.after_backwards(lambda: told.append("inner")):
+            handler.clear()
+            handler.run_end_callbacks(backward)
+        handler.clear()
+        handler.run_end_callbacks(backward)
+    assert sorted(told) == ["inner", "outer", "outer"]
+    assert not handler.end_callbacks

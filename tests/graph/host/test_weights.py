@@ -42,7 +42,7 @@ def runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Runtime
     stand_ins.mkdir()
     with fake_cuda(profile("A100", "2.13"), live) as made, never_read(made, stand_ins), untouched(made):
         made.observer = ProgramRecorder(made, live)
-        monkeypatch.setattr(torch, "save", Saving(torch.save))
+        monkeypatch.setattr(torch, "save", Saving(torch.save, made.values.of))
         yield made
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -169,6 +170,48 @@ def test_a_loop_that_goes_on_by_what_is_on_the_device_ends(runtime: Runtime) -> 
                 inner += 1
     assert (outer, inner) == (2 * 99, 2 * 99 * 99)
     assert sum("that it ends after 100 rounds is assumed" in told for told in runtime.assumptions) == 2
+
+
+def test_selections_factors_and_packed_attention_take_what_they_took(runtime: Runtime) -> None:
+    """Allocations and bytes above the start (PyTorch 2.13.0+cu130)."""
+    row, rows, matrices = (torch.zeros(*shape, device="cuda") for shape in ((18432,), (64, 10000), (8, 64, 64)))
+    tokens = [torch.zeros(count, 256, device="cuda") for count in (50, 90, 30, 170)]
+    torch.matmul(matrices, matrices)  # cuBLAS has its workspace
+
+    def attended(dtype: Any) -> None:
+        given = torch.nested.nested_tensor(tokens, layout=torch.jagged, dtype=dtype, device="cuda")
+        heads = given.unflatten(-1, [4, 64]).transpose(1, 2).detach().requires_grad_()
+        gc.collect()
+
+        def work() -> None:
+            with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.EFFICIENT_ATTENTION):
+                out = torch.nn.functional.scaled_dot_product_attention(heads, heads, heads)
+            torch.autograd.grad(out, heads, torch.ones_like(out))
+
+        assert taken(work) == {torch.float32: (14, 2547200), torch.float16: (12, 1676800)}[dtype]
+
+    recorded = {
+        lambda: row.topk(5530): (7, 256000),
+        lambda: rows.topk(4097): (19, 15233024),
+        lambda: rows.t().topk(4097, 0, largest=False): (23, 19428352),
+        lambda: rows.topk(4097, sorted=False): (11, 3548160),
+        lambda: torch.linalg.lu(matrices): (9, 527360),
+        lambda: torch.linalg.lu(matrices[:, :32]): (8, 198144),
+        lambda: torch.linalg.lu(matrices[:, :, :32]): (8, 296448),
+    }
+    assert [taken(work) for work in recorded] == list(recorded.values())
+    attended(torch.float32)
+    attended(torch.float16)
+
+
+def test_what_foreach_makes_of_known_numbers_is_known(runtime: Runtime) -> None:
+    """As of steps that torch.load(map_location="cuda") has brought to the GPU: optimizers read them."""
+    steps = [torch.tensor(2.0).cuda(), torch.tensor(5.0).cuda()]
+    torch._foreach_add_(steps, 1)
+    torch._foreach_mul_(steps, [2.0, 3.0])
+    torch._foreach_add_(steps, [steps[1], torch.rand((), device="cuda")])
+    assert steps[0].item() == 24.0
+    assert runtime.values.of(steps[1]) is None
 
 
 def test_a_tensor_that_goes_to_another_process_is_refused(runtime: Runtime) -> None:
@@ -350,17 +393,17 @@ def test_phases_and_steps_are_found(runtime: Runtime) -> None:
     assert found.count(categories["optimizer_state"]) == 4
 
 
-def test_what_is_saved_has_its_size_and_no_file_is_overwritten(tmp_path: Path) -> None:
+def test_what_is_saved_has_its_size_and_no_file_is_overwritten(tmp_path: Path, runtime: Runtime) -> None:
     there = tmp_path / "there.pt"
     there.write_bytes(b"precious")
-    save = Saving(torch.save)
-    tensors = {"weight": torch.ones(1 << 20), "epoch": 3}
+    save = Saving(torch.save, runtime.values.of)
+    tensors = {"weight": torch.ones(1 << 20), "epoch": 3, "batches": torch.tensor(7, device="cuda")}
     for path in (there, tmp_path / "new.pt", tmp_path / "new.pt"):
         save(tensors, path)
     assert there.read_bytes() == b"precious"
     assert (tmp_path / "new.pt").stat().st_size >= 4 << 20
     loaded = torch.load(tmp_path / "new.pt")
-    assert (loaded["epoch"], loaded["weight"].shape) == (3, (1 << 20,))
+    assert (loaded["epoch"], loaded["weight"].shape, loaded["batches"].item()) == (3, (1 << 20,), 7)
     assert os.stat(tmp_path / "new.pt").st_blocks * 512 < 1 << 20
 
 
