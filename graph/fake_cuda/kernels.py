@@ -338,6 +338,10 @@ class Kernels:
     def _written(self, func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], out: object) -> None:
         """Values of what an operator has written: of lists, those that `_foreach_` makes of known ones, by entry."""
         values = self.runtime.values
+        if isinstance(out, _Tensor):
+            if out.is_cuda and may_have_values(out):
+                values.written(func, args, kwargs, (out,))
+            return
         if out is None and func._opname.startswith("_foreach_"):
             for place, one in enumerate(args[0]):
                 if one.is_cuda and may_have_values(one) and values.of(one) is not None:

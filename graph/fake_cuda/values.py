@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import functools
 import math
 import mmap
 import operator
@@ -129,7 +130,7 @@ class Values:
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """The values of `tensor` on the host, as a view of what is kept; None if it has none."""
-        if tensor.device.type == "cpu":
+        if tensor.is_cpu:
             written = tensor.dtype in COUNTED or tensor.untyped_storage().nbytes() <= _UNWRITTEN
             return tensor if written else None
         if not tensor.numel():
@@ -175,11 +176,9 @@ class Values:
     def forget(self, tensors: Iterable[torch.Tensor]) -> None:
         """The storages of `tensors` have no values any more."""
         for tensor in tensors:
-            self.known.pop(self.key(tensor), None)
-            self._shares.pop(self.key(tensor), None)
-            self._bounds.pop(self.key(tensor), None)
-            self._uniform.pop(self.key(tensor), None)
-            self._unwritten.pop(self.key(tensor), None)
+            key = self.key(tensor)
+            for known in (self.known, self._shares, self._bounds, self._uniform, self._unwritten):
+                known.pop(key, None)
 
     def unwritten(self, tensor: torch.Tensor) -> None:
         """`tensor` is new, and what is in it is nobody's: zeros, once a part of it is written by values."""
@@ -226,16 +225,19 @@ class Values:
 
     def _scattered(self, func: Operator, args: tuple[Any, ...]) -> float | None:
         """The share of elements that this operator makes other than zero, if it scatters a number into zeros."""
-        if f"{func._opname}.{func._overloadname}" != "scatter_.value" or not args[3]:
+        if func._opname != "scatter_" or func._overloadname != "value" or not args[3]:
             return None
         before = self.of(args[0])
         return None if before is None or before.any() else args[2].numel() / max(1, args[0].numel())
 
+    def _is_unknown(self, args: tuple[Any, ...]) -> bool:
+        """Whether one of these has no values."""
+        return any(isinstance(arg, torch.Tensor) and self.of(arg) is None for arg in args)
+
     def computed(self, func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What `func` gives on the values of its arguments, or those, where it only writes; None where one has none."""
-        unknown = any(isinstance(arg, torch.Tensor) and self.of(arg) is None for arg in args)
         ordered = func._opname == "randperm" and args[0] <= MOST_BYTES // 8
-        if unknown or (torch.Tag.nondeterministic_seeded in func.tags and not ordered):
+        if self._is_unknown(args) or (torch.Tag.nondeterministic_seeded in func.tags and not ordered):
             return None
         try:
             host_args, host_kwargs = self._host((args, kwargs))
@@ -378,19 +380,22 @@ class Values:
         self, func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], targets: tuple[torch.Tensor, ...]
     ) -> None:
         """`func` has written its arguments `targets`."""
-        if func._opname in _OVERWRITING or (func._schema.is_mutable and bool(_outs(func))):
-            self._begin(targets)
-            mask = func._opname in CARRYING and self._fit_as_mask(targets) and all(map(self._is_mask, args[1:2]))
-            self._make_room(targets, args[1:] if func._opname in _OVERWRITING else args, mask)
         share = self._scattered(func, args)
-        if self.computed(func, args, kwargs) is None:
-            self.forget(targets)
-            if share is not None:
-                self._shares[self.key(args[0])] = share
-            if func._opname == "copy_" and args[1].device.type != "cpu":
-                self._copied(*args[:2])
-            elif func._opname == "random_" and len(args) > 1:
-                self._drawn(func, args)
+        read = args[1:] if func._opname in _OVERWRITING else args
+        if not self._is_unknown(read):
+            if _writes_over(func):
+                self._begin(targets)
+                mask = func._opname in CARRYING and self._fit_as_mask(targets) and all(map(self._is_mask, args[1:2]))
+                self._make_room(targets, read, mask)
+            if self.computed(func, args, kwargs) is not None:
+                return
+        self.forget(targets)
+        if share is not None:
+            self._shares[self.key(args[0])] = share
+        if func._opname == "copy_" and not args[1].is_cpu:
+            self._copied(*args[:2])
+        elif func._opname == "random_" and len(args) > 1:
+            self._drawn(func, args)
 
     def _copied(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """The target is a copy of booleans without values, or of integers, of which is known what they are among."""
@@ -481,6 +486,12 @@ def _of_autograd(func: Operator, args: tuple[Any, ...]) -> bool | None:
         return None
     node = current_node()
     return None if node is None or isinstance(node, BackwardCFunction) else func._opname == "ne"
+
+
+@functools.cache
+def _writes_over(func: Operator) -> bool:
+    """Whether an operator writes over what was there."""
+    return func._opname in _OVERWRITING or (func._schema.is_mutable and bool(_outs(func)))
 
 
 def _outs(func: Operator) -> list[str]:

@@ -41,8 +41,9 @@ Place = tuple[int, int, int]  # codes of the operator and of the module (-1: non
 #: A module's code above 0 and a stack's number above it, in one integer.
 _BITS: Final = 32
 _MODULE: Final = (1 << _BITS) - 1
-#: Beside the sequences of a kind of call: what it takes in ns.
+#: Beside the sequences of a kind of call: what it takes in ns, and the code of its operator's name.
 _DURATION: Final = "ns"
+_CODE: Final = "code"
 
 _grad_enabled: Final = torch.is_grad_enabled
 _deterministic: Final = torch.get_deterministic_debug_mode
@@ -172,8 +173,10 @@ class ProgramRecorder:
             if duration:
                 self._launch(str(func), duration, stream)
         if steps:
-            place = self._place(thread, self.labels.code(str(func)))
-            self._follow(steps, born, stream, place)
+            code = known.get(_CODE)
+            if code is None:
+                code = known[_CODE] = self.labels.code(str(func))
+            self._follow(steps, born, stream, self._place(thread, code))
 
     def launched(self, name: str, args: Sequence[object], written: Sequence[bool]) -> None:
         """Compiled code launches a kernel, which moves its arguments once."""
