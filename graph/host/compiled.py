@@ -68,7 +68,7 @@ Keeping = Callable[[Path], contextlib.AbstractContextManager[None]]
 #: What the error of a compilation is about, and the way out.
 _WAYS_OUT: Final = (
     (
-        r"'(Kernel|Autotuned)' object has no attribute",
+        r"'(Kernel|Autotuner)' object has no attribute",
         "a Triton kernel of the program's own inside compiled code needs Triton itself: pip install triton",
     ),
     (

@@ -7,6 +7,7 @@ CUDA builds of PyTorch bring Triton, others do not, and libraries ask whether it
 from __future__ import annotations
 
 import hashlib
+import importlib
 import importlib.abc
 import importlib.machinery
 import inspect
@@ -143,47 +144,81 @@ def jit(fn: Any = None, **options: object) -> Any:
 _CLEARED = 1 << 26
 
 
-class Autotuned(Kernel):
+class Autotuner(Kernel):
     """A kernel with several configurations: for new arguments each is measured, which takes a buffer, and a copy of the
-    tensors that are to have their values again after a launch."""
+    tensors that are to have their values again after a launch (triton/runtime/autotuner.py). Libraries derive from it."""
 
-    def __init__(self, kernel: Kernel, configs: Sequence[object], key: Sequence[str], restored: Sequence[str]) -> None:
-        super().__init__(kernel.fn)
-        self.kernel = kernel
-        self.configs = configs
+    def __init__(
+        self,
+        fn: Kernel,
+        arg_names: Sequence[str],
+        configs: Sequence[Config],
+        key: Sequence[str],
+        reset_to_zero: Sequence[str] | None,
+        restore_value: Sequence[str] | None,
+        pre_hook: Callable[..., object] | None = None,
+        post_hook: Callable[..., object] | None = None,
+        prune_configs_by: Mapping[str, Any] | None = None,
+        **options: object,
+    ) -> None:
+        super().__init__(fn.fn)
+        self.kernel = fn
+        self.base_fn = fn.fn
+        self.arg_names = list(arg_names)
+        self.configs = list(configs) or [Config({})]
         self.keys = key
-        self.restored = restored
-        self.known: set[tuple[str, ...]] = set()
+        self.reset_to_zero, self.restore_value = list(reset_to_zero or ()), list(restore_value or ())
+        self.restore_copies: dict[str, Any] = {}
+        self.pre_hook, self.post_hook = pre_hook or self._before, post_hook or self._after
+        self.user_defined_pre_hook, self.user_defined_post_hook = bool(pre_hook), bool(post_hook)
+        self.early_config_prune = (prune_configs_by or {}).get("early_config_prune")
+        self.cache: dict[tuple[str, ...], Config] = {}
 
     def run(self, *args: object, **kwargs: object) -> None:
         """A launch."""
-        named = {**dict(zip(self.arg_names, args, strict=False)), **kwargs}
+        nargs = dict(zip(self.arg_names, args, strict=False))
+        named = {**nargs, **kwargs}
         dtypes = (str(value.dtype) for value in named.values() if hasattr(value, "dtype"))  # as triton's Autotuner.run
         key = (*(str(named[name]) for name in self.keys if name in named), *dtypes)
         torch: Any = sys.modules.get("torch")
-        if torch is not None and len(self.configs) > 1 and key not in self.known:
-            self.known.add(key)
-            for _ in self.configs:
-                self.launched(named)
-                cleared = torch.empty(_CLEARED, dtype=torch.int, device="cuda")
-                self.launched(named)
-                del cleared
+        if torch is None or len(self.configs) == 1 or key in self.cache:
+            return
+        configs = self.early_config_prune(self.configs, nargs, **kwargs) if self.early_config_prune else self.configs
+        self.cache[key] = configs[0]
+        for _ in configs:
+            self.launched(named)
+            cleared = torch.empty(_CLEARED, dtype=torch.int, device="cuda")
+            self.launched(named)
+            del cleared
 
     def launched(self, named: Mapping[str, Any]) -> None:
         """A launch that is measured, once without the buffer and once with it."""
-        _ = [named[name].clone() for name in self.restored]
+        self.pre_hook(named)
+        self.post_hook(named, exception=None)
+
+    def _before(self, named: Mapping[str, Any], reset_only: bool = False) -> None:
+        self.restore_copies = {name: named[name].clone() for name in self.restore_value}
+
+    def _after(self, named: Mapping[str, Any], exception: object) -> None:
+        self.restore_copies = {}
 
 
 def autotune(
-    configs: Sequence[object],
+    configs: Sequence[Config],
     key: Sequence[str] = (),
-    prune_configs_by: object = None,
-    reset_to_zero: object = None,
+    prune_configs_by: Mapping[str, Any] | None = None,
+    reset_to_zero: Sequence[str] | None = None,
     restore_value: Sequence[str] | None = None,
-    **kwargs: object,
+    **kwargs: Any,
 ) -> Any:
     """`@triton.autotune(...)`."""
-    return lambda kernel: Autotuned(kernel, configs, key, restore_value or ())
+
+    def decorated(fn: Kernel) -> Autotuner:
+        return Autotuner(
+            fn, fn.arg_names, configs, key, reset_to_zero, restore_value, prune_configs_by=prune_configs_by, **kwargs
+        )
+
+    return decorated
 
 
 def heuristics(*args: object, **kwargs: object) -> Any:
@@ -270,6 +305,14 @@ class Backend(Anything):
         return Options(self.target)
 
 
+class Driver(Anything):
+    """`triton.runtime.driver`, who answers by whoever is made active (graph/host/triton_installed.py)."""
+
+    def set_active(self, active: object) -> None:
+        """Have `active` answer."""
+        self.active = active
+
+
 def cdiv(x: int, y: int) -> int:
     """Division, rounded up."""
     return -(-x // y)
@@ -284,7 +327,9 @@ def next_power_of_2(n: int) -> int:
 _CLASSES = ("tensor", "block_type", "pointer_type")
 #: What Triton has under these names.
 _NAMED = {
+    "Autotuner": Autotuner,
     "JITFunction": Kernel,
+    "jit": jit,
     "KernelInterface": Kernel,
     "TensorDescriptor": TensorDescriptor,
     "dtype": Dtype,
@@ -302,6 +347,8 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(name)
     if name in _NAMED:
         return _NAMED[name]
+    if name == "runtime":
+        return importlib.import_module("triton.runtime")
     if name == "triton_key":
         return lambda: __version__
     if bits := _SCALAR.match(name):
@@ -312,11 +359,11 @@ def __getattr__(name: str) -> Any:
 
 
 class _Parts(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Every module below `triton`: what is imported from it is `Anything`."""
+    """Every module below `triton`: what is imported from it is `Anything`, but for the driver."""
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: object = None) -> Any:
         mine = name.startswith("triton.")
-        return importlib.machinery.ModuleSpec(name, self, is_package=True) if mine else None
+        return importlib.machinery.ModuleSpec(name, _Parts(), is_package=True) if mine else None
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
         module = types.ModuleType(spec.name)
@@ -324,8 +371,11 @@ class _Parts(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return module
 
     def exec_module(self, module: types.ModuleType) -> None:
-        pass
+        if module.__name__ == "triton.runtime.driver":
+            vars(module)["driver"] = Driver()
+        elif module.__name__ == "triton.runtime":
+            vars(module)["driver"] = importlib.import_module("triton.runtime.driver").driver
 
 
 if __name__ == "triton":
-    sys.meta_path.insert(0, _Parts())
+    sys.meta_path.append(_Parts())
