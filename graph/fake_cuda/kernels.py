@@ -54,11 +54,8 @@ _GENERIC: Final = (
 #: DepthwiseConv2d.cu, group_norm.cpp); PyTorch's rules for shapes have it lie as an operand does.
 _CONTIGUOUS: Final = frozenset(
     {
-        *("aten::_log_softmax", "aten::_log_softmax_backward_data"),
-        "aten::native_layer_norm",
-        "aten::native_layer_norm_backward",
-        "aten::native_group_norm",
-        "aten::_conv_depthwise2d",
+        *("aten::_log_softmax", "aten::_log_softmax_backward_data", "aten::native_group_norm"),
+        *("aten::native_layer_norm", "aten::native_layer_norm_backward", "aten::_conv_depthwise2d"),
         "aten::_fused_rms_norm_backward",
     }
 )
@@ -582,8 +579,7 @@ class Kernels:
             key = (rows, _kind((tensor,), True))
             kind = kinds.get(key)
             if kind is None:
-                layout = Layout((rows, tensor.ndim), (1, max(rows, 1)), torch.int64)
-                kind = kinds[key] = Kind((layout,))
+                kind = kinds[key] = Kind((Layout((rows, tensor.ndim), (1, max(rows, 1)), torch.int64),))
             places = self._new(func, kind, (tensor,), out)
             runtime.synchronized()
             if found is None and tensor.ndim == 1:

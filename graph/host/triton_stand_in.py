@@ -146,7 +146,7 @@ _CLEARED = 1 << 26
 
 class Autotuner(Kernel):
     """A kernel with several configurations: for new arguments each is measured, which takes a buffer, and a copy of the
-    tensors that are to have their values again after a launch (triton/runtime/autotuner.py). Libraries derive from it."""
+    tensors that are to have their values again after a launch (triton/runtime/autotuner.py). Libraries derive of it."""
 
     def __init__(
         self,
@@ -209,14 +209,15 @@ def autotune(
     prune_configs_by: Mapping[str, Any] | None = None,
     reset_to_zero: Sequence[str] | None = None,
     restore_value: Sequence[str] | None = None,
-    **kwargs: Any,
+    pre_hook: Callable[..., object] | None = None,
+    post_hook: Callable[..., object] | None = None,
+    **kwargs: object,
 ) -> Any:
     """`@triton.autotune(...)`."""
 
     def decorated(fn: Kernel) -> Autotuner:
-        return Autotuner(
-            fn, fn.arg_names, configs, key, reset_to_zero, restore_value, prune_configs_by=prune_configs_by, **kwargs
-        )
+        hooks = pre_hook, post_hook
+        return Autotuner(fn, fn.arg_names, configs, key, reset_to_zero, restore_value, *hooks, prune_configs_by)
 
     return decorated
 
@@ -313,6 +314,36 @@ class Driver(Anything):
         self.active = active
 
 
+def do_bench(
+    fn: Callable[[], object],
+    warmup: int = 25,
+    rep: int = 100,
+    grad_to_none: Sequence[Any] | None = None,
+    quantiles: Sequence[float] | None = None,
+    **options: object,
+) -> Any:
+    """`triton.testing.do_bench`: as many calls as it makes of what takes as long as the device's clock says, beside the
+    buffer that is cleared; milliseconds, or one number for each quantile."""
+    torch: Any = sys.modules["torch"]
+    fn()
+    cleared = torch.empty(_CLEARED, dtype=torch.int, device="cuda")
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    for _ in range(5):
+        fn()
+    end.record()
+    torch.cuda.synchronize()
+    taken = (begin.elapsed_time(end) / 5) or 1.0
+    for _ in range(max(1, int(warmup / taken))):
+        fn()
+    for _ in range(max(1, int(rep / taken))):
+        for tensor in grad_to_none or ():
+            tensor.grad = None
+        cleared.zero_()
+        fn()
+    return [taken for _ in quantiles] if quantiles else taken
+
+
 def cdiv(x: int, y: int) -> int:
     """Division, rounded up."""
     return -(-x // y)
@@ -329,6 +360,7 @@ _CLASSES = ("tensor", "block_type", "pointer_type")
 _NAMED = {
     "Autotuner": Autotuner,
     "JITFunction": Kernel,
+    "do_bench": do_bench,
     "jit": jit,
     "KernelInterface": Kernel,
     "TensorDescriptor": TensorDescriptor,

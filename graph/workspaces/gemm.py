@@ -218,20 +218,16 @@ def _takes_lt(call: Call, bias: torch.Tensor, second: torch.Tensor, result: torc
     return form == shape(result) and release >= (2, 15) and dtype(second) != "float64"
 
 
-#: Without something that is added, and without a dtype of the result's own.
-_BMM: Final = ("aten.bmm.default", "aten.bmm.out")
-
-
 def bmm(call: Call) -> Plan | None:
     """`bmm`, `baddbmm`: as mm, with the rules for batches (baddbmm_out_cuda_impl, Blas.cpp).
 
-    From 2.13 `bmm` of columns and rows multiplies them without cuBLAS.
+    From 2.13 `bmm` of columns and rows multiplies them without cuBLAS, where it makes its result.
     """
     first, second = (call.args[1], call.args[2]) if "baddbmm" in call.name else (call.args[0], call.args[1])
     result = call.kwargs.get("out", call.out)
     if elements(first) == 0 or elements(second) == 0:
         return None
-    outer = call.name in _BMM and shape(first)[2] == 1 and not dtype(first).startswith("complex")
+    outer = call.name == "aten.bmm.default" and shape(first)[2] == 1 and not dtype(first).startswith("complex")
     if outer and call.profile.release >= (2, 13):
         return None
     step, extent = strides(result), shape(result)

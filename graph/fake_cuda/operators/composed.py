@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, cast
 
 import torch
 
@@ -29,7 +29,8 @@ _broadcast: Final[Callable[..., torch.Size]] = torch.broadcast_shapes
 
 
 def install(runtime: Runtime) -> None:
-    """Have composite operators that check values find what lets them go on."""
+    """Have composite operators that check values find what lets them go on, and quantized tensors read as integers."""
+    runtime.override("aten::int_repr", torch.clone)
     runtime.override("aten::istft", functools.partial(_istft, runtime), ("AutogradCUDA", "CUDA"))
 
 
@@ -158,6 +159,11 @@ def _degree_18(scaled: torch.Tensor) -> torch.Tensor:
         torch.matmul(sums[0], sums[4], out=powers[0])
         sums[number].add_(powers[0])
     return sums[1].add(powers[0])
+
+
+def _quantized(runtime: Runtime, source: torch.Tensor, *args: object) -> torch.Tensor:
+    """quantized/TensorFactories.cpp: as many bytes as integers; it is one of those, and not of a quantized type."""
+    return torch.empty_like(source, dtype=_INTEGERS.get(cast(torch.dtype, args[-1]), torch.uint8))
 
 
 def _bincount(runtime: Runtime, source: torch.Tensor, weights: torch.Tensor | None = None, minlength: int = 0) -> Any:
@@ -493,6 +499,8 @@ def _no_zero_strides(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous() if 0 in tensor.stride() else tensor
 
 
+#: What quantized types keep.
+_INTEGERS: Final = {torch.quint8: torch.uint8, torch.qint8: torch.int8, torch.qint32: torch.int32}
 #: By operator.
 COMPOSED: Final[Mapping[str, Callable[..., Any]]] = {
     "_efficientzerotensor": _zeros,
@@ -502,6 +510,7 @@ COMPOSED: Final[Mapping[str, Callable[..., Any]]] = {
     "cudnn_grid_sampler": _grid_sampler,
     "cudnn_grid_sampler_backward": _grid_sampler_backward,
     "histc": _histc,
+    **dict.fromkeys((f"quantize_per_{kind}" for kind in ("tensor", "tensor.tensor_qparams", "channel")), _quantized),
     "linalg_matrix_exp": _matrix_exp,
     "_linalg_check_errors": _no_errors,
     **dict.fromkeys(("ldexp.Tensor", "ldexp.out"), _ldexp),

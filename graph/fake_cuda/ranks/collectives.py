@@ -28,6 +28,7 @@ from torch.distributed import c10d_logger
 from torch.distributed import distributed_c10d as c10d
 
 from graph.fake_cuda.device import Runtime
+from graph.fake_cuda.ranks.futures import callbacks_on_streams
 from graph.fake_cuda.ranks.messages import Messages
 from graph.fake_cuda.torch_private import OPERATOR_CALLS, fake_store, finished_work
 from graph.fake_cuda.torch_private import schemas as torch_schemas
@@ -138,7 +139,7 @@ class Collectives:
                 self.messages.waited()
             return done
 
-        with mock.patch.object(dist.Work, "wait", wait):
+        with mock.patch.object(dist.Work, "wait", wait), callbacks_on_streams():
             yield
 
     def settle(self, operators: int, waits: int, *, late: bool) -> None:

@@ -124,6 +124,36 @@ def test_a_measurement_copies_what_it_restores(births: Births) -> None:
     assert len(births.bytes) == 6
 
 
+def test_a_function_is_measured_beside_a_buffer(births: Births) -> None:
+    """As triton.testing.do_bench where each call takes as long: once without it, five times for an estimate."""
+    found = triton_stand_in.do_bench(lambda: torch.empty(1 << 10, device="cuda"), quantiles=[0.5, 0.2])
+    assert births.bytes[:3] == [4 << 10, CLEARED, 4 << 10]
+    assert len(births.bytes) == 2 + 5 + int(25 / found[0]) + int(100 / found[0])
+    assert isinstance(triton_stand_in.do_bench(lambda: None), float)
+
+
+def test_libraries_derive_from_the_autotuner(births: Births) -> None:
+    """As flash-linear-attention does: by Triton's own arguments, with hooks of its own and configurations left out."""
+    calls: list[str] = []
+
+    class Cached(triton_stand_in.Autotuner):
+        def run(self, *args: object, **kwargs: object) -> None:
+            calls.append(",".join(self.arg_names))
+            super().run(*args, **kwargs)
+
+    configs = [triton_stand_in.Config({"BLOCK": size}) for size in (32, 64, 128)]
+    kernel = triton_stand_in.jit(lambda x, n: None)
+    fewer = {"early_config_prune": lambda configs, named, **kwargs: configs[1:]}
+    tuned = Cached(kernel, kernel.arg_names, configs, ["n"], None, ["x"], prune_configs_by=fewer, cache_results=True)
+    tuned.pre_hook = lambda named: calls.append("before")
+    x = torch.empty(4, device="cuda")
+    births.bytes.clear()
+    tuned[(1,)](x, 4)
+    assert calls == ["x,n", *["before"] * 4]
+    assert births.bytes == [CLEARED] * 2
+    assert [config.kwargs["BLOCK"] for config in tuned.cache.values()] == [64]
+
+
 class _Settings:
     """As `DriverConfig` of triton/runtime/driver.py, where there is no driver."""
 

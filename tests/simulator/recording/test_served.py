@@ -14,6 +14,7 @@ torch = pytest.importorskip("torch")
 
 from graph.errors import CaptureError  # noqa: E402
 from graph.fake_cuda.device import Runtime, fake_cuda  # noqa: E402
+from graph.fake_cuda.ranks.futures import callbacks_on_streams  # noqa: E402
 from graph.hardware.profile import profile  # noqa: E402
 from graph.host import triton_stand_in  # noqa: E402
 from graph.recorder.checkpoints import Saving  # noqa: E402
@@ -149,6 +150,7 @@ def test_operators_cast_and_reduce_as_recorded(runtime: Runtime) -> None:
         lambda: torch.histc(one, 10): (5, 3072),
         lambda: booleans.count_nonzero(0): (4, 25174528),
         lambda: small.trace(): (2, 8704),
+        lambda: torch.quantize_per_tensor(one, 0.1, 10, torch.quint8): (1, 1048576),
         lambda: torch.ldexp(half, integers): (1, 2097152),
         lambda: torch.ldexp(one, two): (3, 8388608),
         lambda: torch.ldexp(integers, integers): (3, 8388608),
@@ -170,6 +172,13 @@ def test_a_loop_that_goes_on_by_what_is_on_the_device_ends(runtime: Runtime) -> 
                 inner += 1
     assert (outer, inner) == (2 * 99, 2 * 99 * 99)
     assert sum("that it ends after 100 rounds is assumed" in told for told in runtime.assumptions) == 2
+
+
+def test_columns_by_rows_take_cublas_where_the_result_is_given(runtime: Runtime) -> None:
+    """PyTorch 2.13.0+cu130: its workspace stays, one for each stream."""
+    columns, rows, result = (torch.zeros(*shape, device="cuda") for shape in ((7, 64, 1), (7, 1, 32), (7, 64, 32)))
+    assert taken(torch.bmm, columns, rows) == (1, 57344)
+    assert taken(lambda: torch.bmm(columns, rows, out=result)) == (1, 8519680)
 
 
 def test_selections_factors_and_packed_attention_take_what_they_took(runtime: Runtime) -> None:
@@ -436,3 +445,28 @@ def test_a_masked_selection_looks_for_places(runtime: Runtime, rows: int, asked:
     assert source.masked_select(mask).shape == (0,)
     events = runtime.allocator.history[before:]  # type: ignore[union-attr]
     assert [size for op, _, size, _ in events.tolist() if op == Op.ALLOC] == asked
+
+
+def test_what_a_future_is_given_runs_on_a_stream_of_its_own(runtime: Runtime) -> None:
+    """As recorded (PyTorch 2.13.0+cu130, two ranks, the callback of an all-reduce): a cuBLAS workspace for each, and no
+    block of one stream for the next while the one that waited may still read it."""
+    square = torch.zeros(1024, 1024, device="cuda")
+    _ = square @ square
+    found = []
+    with callbacks_on_streams():
+        for _ in range(4):
+            future: Any = torch.futures.Future()
+            future.set_result([square])
+            product = future.then(lambda done: done.value()[0] @ square).then(lambda done: done.value()).wait()
+            found.append((torch.cuda.memory_allocated() - product.nbytes, torch.cuda.memory_reserved()))
+            del product
+            torch.cuda.synchronize()
+    assert [allocated for allocated, _ in found] == [21233664, 29753344, 38273024, 46792704]
+    assert torch.cuda.current_stream() == torch.cuda.default_stream()
+
+
+def test_callbacks_of_what_is_not_on_the_device_are_left_alone(runtime: Runtime) -> None:
+    with callbacks_on_streams():
+        future: Any = torch.futures.Future()
+        future.set_result([torch.zeros(2)])
+        assert future.then(lambda done: torch.cuda.current_stream().stream_id).wait() == 0
