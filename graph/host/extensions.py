@@ -40,8 +40,8 @@ _WAYS_OUT: Final = (
     ),
     (
         r"'(Sparse|NestedTensor)\w*CUDA' backend|DispatchStub: missing kernel for cuda",
-        "PyTorch's CPU build has no such kernel for sparse and nested tensors on a GPU. Its CUDA build has, and it "
-        "imports where no GPU is",
+        "most that is done with sparse and nested tensors is recorded, but not this: docs/explanation/record.md says "
+        "what else is missing",
     ),
     (
         r"^ (division by zero|float division|float modulo|math domain error)",

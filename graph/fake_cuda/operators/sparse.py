@@ -1,9 +1,9 @@
 """Sparse and nested tensors, whose kernels are PyTorch's own where those are written in operators, as most are.
 
-The kernels of a CUDA build serve it themselves. In a CPU build those of the CPU do, which are the same ones, and
-those of CUDA alone are here (sparse/cuda/SparseCUDATensorMath.cu, SparseBlas.cpp); one asks the GPU how many elements
-there are, in either build: how many of them differ. Not here are products of two sparse tensors, batches of them,
-softmax, `index_select`, and what nested tensors have of CUDA alone.
+In a CPU build those of the CPU serve them, which are the same ones as a CUDA build's. Those of CUDA alone, which would
+ask a driver, are here for both (sparse/cuda/SparseCUDATensorMath.cu, SparseBlas.cpp); one asks the GPU how many
+elements there are: how many of them differ. Not here are products of two sparse tensors, batches of them, softmax,
+`index_select`, and what nested tensors have of CUDA alone.
 """
 
 from __future__ import annotations
@@ -26,28 +26,32 @@ _aten: Final = torch.ops.aten
 
 
 def install(runtime: Runtime) -> None:
-    """Have sparse tensors coalesced, where PyTorch's own kernel would find nothing on a GPU that is not there; and all
-    else that is done with them, where PyTorch is a CPU build."""
-    kernels: list[tuple[str, str, Callable[..., Any]]] = [("_coalesce", "SparseCUDA", _coalesced)]
-    if not has_kernel("aten::_nnz", "SparseCUDA"):
-        for layout in BY_CPU_KERNEL_OF:
-            key = f"{layout}CUDA"
-            kernels += [(name, key, _redispatched(name, layout)) for name in shared_operators(layout)]
-            kernels += [(name, key, kernel) for name, kernel in _OF_CUDA.get(layout, {}).items()]
-    runtime.register([(name, key, functools.partial(kernel, runtime)) for name, key, kernel in kernels])
+    """Have sparse and nested tensors on a GPU that is not there."""
+    of_a_cuda_build = has_kernel("aten::_nnz", "SparseCUDA")
+    for layout in BY_CPU_KERNEL_OF:
+        kernels = dict(_OF_CUDA.get(layout, {}))
+        if not of_a_cuda_build:
+            kernels = {name: _redispatched(name, layout) for name in shared_operators(layout)} | kernels
+        named = [(name, _of_tensors(name, functools.partial(kernel, runtime))) for name, kernel in kernels.items()]
+        runtime.register([(name, f"{layout}CUDA", kernel) for name, kernel in named])
 
 
 def _redispatched(name: str, layout: str) -> Callable[..., Any]:
-    """The CPU's kernel for tensors of a layout. Numbers arrive as such where it takes tensors (`x * 2.0`)."""
+    """The CPU's kernel for tensors of a layout."""
     func, keys = operator(name), BY_CPU_KERNEL_OF[layout]
-    tensors = [str(argument.type) == "Tensor" for argument in func._schema.arguments]
+    return lambda runtime, *args, **kwargs: func.redispatch(keys, *args, **kwargs)
 
-    def kernel(runtime: Runtime, *args: object, **kwargs: object) -> Any:
+
+def _of_tensors(name: str, kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """Have a kernel called with tensors, where numbers come in their place (`x * 2.0`)."""
+    tensors = [str(argument.type) == "Tensor" for argument in operator(name)._schema.arguments]
+
+    def called(*args: object, **kwargs: object) -> Any:
         pairs = zip(args, tensors, strict=False)
         given = [torch.tensor(arg) if wanted and isinstance(arg, int | float) else arg for arg, wanted in pairs]
-        return func.redispatch(keys, *given, **kwargs)
+        return kernel(*given, **kwargs)
 
-    return kernel
+    return called
 
 
 def _sum(runtime: Runtime, one: torch.Tensor, other: torch.Tensor, *, alpha: float = 1, out: torch.Tensor) -> Any:
@@ -202,24 +206,6 @@ def _of_cusparse(runtime: Runtime) -> None:
     runtime.note(f"{reader()} multiplies by a sparse matrix: what cuSPARSE itself takes is not counted")
 
 
-#: By layout and operator: what has a kernel of its own in a CUDA build.
-_OF_CUDA: Final[dict[str, dict[str, Callable[..., Any]]]] = {
-    "Sparse": {
-        "add.out": _sum,
-        "mul.out": _product,
-        "addmm": _matrix_product,
-        "addmm.out": _matrix_product,
-        "addmm_": _matrix_product_in_place,
-    },
-    "SparseCsr": {
-        "addmm.out": _compressed_product,
-        "addmv.out": _compressed_product,
-        "_to_sparse_csr": _to_layout("_to_sparse_csr", torch.sparse_csr, torch.sparse_csc),
-        "_to_sparse_csc": _to_layout("_to_sparse_csc", torch.sparse_csc, torch.sparse_csr),
-    },
-}
-
-
 def _coalesced(runtime: Runtime, tensor: torch.Tensor) -> torch.Tensor:
     """sparse/cuda/SparseCUDATensor.cu, `coalesce_sparse_cuda`: indices are sorted with their places, those that differ
     are kept in room for all, and values made for them; all of them differ, where they are unknown."""
@@ -253,3 +239,22 @@ def _different(runtime: Runtime, indices: torch.Tensor) -> int:
         return int(torch.unique(known, dim=1).shape[1])
     runtime.assume("indices of a sparse tensor that differ", "that all do")
     return runtime.values.different(indices) if len(indices) == 1 else indices.shape[1]
+
+
+#: By layout and operator: what has a kernel of its own in a CUDA build.
+_OF_CUDA: Final[dict[str, dict[str, Callable[..., Any]]]] = {
+    "Sparse": {
+        "_coalesce": _coalesced,
+        "add.out": _sum,
+        "mul.out": _product,
+        "addmm": _matrix_product,
+        "addmm.out": _matrix_product,
+        "addmm_": _matrix_product_in_place,
+    },
+    "SparseCsr": {
+        "addmm.out": _compressed_product,
+        "addmv.out": _compressed_product,
+        "_to_sparse_csr": _to_layout("_to_sparse_csr", torch.sparse_csr, torch.sparse_csc),
+        "_to_sparse_csc": _to_layout("_to_sparse_csc", torch.sparse_csc, torch.sparse_csr),
+    },
+}
