@@ -4,16 +4,20 @@ As many run as there are cores. One more begins where all that run wait for othe
 first come after it, and those that exchange numbers live together. Where nobody can go on (a rank that is waited for is
 not recorded, has ended, waits itself, or finds no memory to begin), the lowest that waits goes on without an answer.
 
-Here is the recorder's side, `Exchange`, and the ranks', `Connection`: a pair of sockets for each rank.
+Here is the recorder's side, `Exchange`, and the ranks', `Connection`: a pair of sockets for each rank, and one more for
+each other thread of it that asks. Whether a rank computes in one thread while another waits is not known: it waits once
+nobody has said anything for a minute.
 """
 
 from __future__ import annotations
 
 import collections
+import contextlib
 import os
 import socket
 import struct
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
@@ -28,6 +32,8 @@ _LENGTH: Final = struct.Struct("<Q")
 _MEMORY: Final = 2 << 30
 #: Seconds between two looks at how much there is.
 _LOOK: Final = 0.5
+#: Seconds without a word until a rank waits of which one thread waits and another may compute.
+_SILENCE: Final = 60.0
 
 
 class _Question(msgspec.Struct, frozen=True, array_like=True):
@@ -40,24 +46,55 @@ class _Question(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Connection:
-    """A rank's side, of an open socket's number."""
+    """A rank's side, of an open socket's number; it belongs to the thread that makes it, and to autograd's."""
 
     def __init__(self, number: int) -> None:
         os.set_inheritable(number, False)
+        self._home = threading.get_ident()
         self._socket = socket.socket(fileno=number)
-        self._lock = threading.Lock()
+        self._alone = threading.Lock()  # who asks over this socket
+        self._sending = threading.Lock()
+        self._others = threading.local()
 
     def exchanged(self, key: str, members: Sequence[int], part: bytes, wanted: Sequence[int]) -> Mapping[int, bytes]:
         """Give `part`, and wait for those of the `wanted` ranks: `graph.fake_cuda.ranks.messages.Peers`."""
-        with self._lock:
-            _send(self._socket, msgspec.msgpack.encode(_Question(key, members, part, wanted)))
-            if not wanted:
-                return {}
-            return msgspec.msgpack.decode(_received(self._socket) or b"\x80", type=dict[int, bytes])
+        question = _Question(key, members, part, wanted)
+        if self._is_home():
+            with self._alone:
+                return self._answer(self._socket, question)
+        if not hasattr(self._others, "line"):
+            with self._sending:
+                self._others.line = _Line(self._socket)
+        return self._answer(self._others.line.socket, question)
+
+    def _is_home(self) -> bool:
+        """Whether this thread is the first, or one of C++'s: autograd's, while the first waits for it."""
+        return threading.get_ident() == self._home or threading.current_thread().name.startswith("Dummy-")
+
+    def _answer(self, line: socket.socket, question: _Question) -> Mapping[int, bytes]:
+        with self._sending:
+            _send(line, msgspec.msgpack.encode(question))
+        if not question.wanted:
+            return {}
+        return msgspec.msgpack.decode(_received(line)[0] or b"\x80", type=dict[int, bytes])
 
     def close(self) -> None:
         """Nothing more is said."""
         self._socket.close()
+
+
+class _Line:
+    """A socket of one more thread, whose other side goes over a socket that there is; it ends with the thread."""
+
+    def __init__(self, over: socket.socket) -> None:
+        self.socket, theirs = socket.socketpair()
+        with theirs:
+            socket.send_fds(over, [_LENGTH.pack(0)], [theirs.fileno()])
+
+    def __del__(self) -> None:
+        with contextlib.suppress(OSError):
+            self.socket.sendall(_LENGTH.pack(0))  # processes that were forked may have it open
+        self.socket.close()
 
 
 @dataclass
@@ -76,10 +113,12 @@ class Exchange:
         self._to_begin = len(ranks)
         self._together = together
         self._said: dict[str, _Said] = collections.defaultdict(_Said)
-        self._living: dict[int, tuple[socket.socket, threading.Thread]] = {}
+        self._living: dict[int, list[tuple[socket.socket, threading.Thread]]] = {}
         self._ending: set[int] = set()  # what they said may still come
         self._ended: set[int] = set()
-        self._waiting: dict[int, _Question] = {}
+        self._lines: collections.Counter[int] = collections.Counter()  # of each rank, that are open
+        self._waiting: dict[tuple[int, int], _Question] = {}  # of ranks and their lines
+        self._heard = time.monotonic()
         self._full = False  # no memory for one more
         self._changed = threading.Condition()
 
@@ -89,24 +128,33 @@ class Exchange:
         with self._changed:
             while not self._room():
                 self._changed.wait(_LOOK)
-            listener = threading.Thread(target=self._serve, args=(rank, ours), daemon=True)
-            self._living[rank] = ours, listener
+            self._living[rank] = []
             self._to_begin -= 1
-        listener.start()
+        self._listen(rank, ours)
         return theirs
+
+    def _listen(self, rank: int, ours: socket.socket) -> None:
+        """A thread that hears what comes over one line of a rank."""
+        listener = threading.Thread(target=self._serve, args=(rank, ours), daemon=True)
+        with self._changed:
+            self._living[rank].append((ours, listener))
+            self._lines[rank] += 1
+        listener.start()
 
     def end(self, rank: int) -> None:
         """A rank has ended: nothing comes from it any more than it has said."""
         with self._changed:
             self._ending.add(rank)
             self._changed.notify_all()
-            ours, listener = self._living[rank]
-        with ours:
-            ours.shutdown(socket.SHUT_RD)  # what it started may have the other side, and live on
-            listener.join()
+            lines = self._living[rank]
+        for ours, listener in lines:  # more may come while the first is heard
+            with ours:
+                with contextlib.suppress(OSError):
+                    ours.shutdown(socket.SHUT_RD)  # what it started may have the other side, and live on
+                listener.join()
         with self._changed:
             self._ended.add(rank)
-            del self._living[rank]
+            del self._living[rank], self._lines[rank]
             self._changed.notify_all()
 
     def _room(self) -> bool:
@@ -120,39 +168,56 @@ class Exchange:
 
     def _blocked(self) -> bool:
         """Whether all that live wait, and none for what is there."""
-        return len(self._waiting) == len(self._living) and not any(map(self._answered, self._waiting.values()))
+        waiting = collections.Counter(rank for rank, _ in self._waiting)
+        if len(waiting) < len(self._living) or any(map(self._answered, self._waiting.values())):
+            return False
+        whole = all(waiting[rank] == self._lines[rank] for rank in waiting)
+        return whole or time.monotonic() - self._heard > _SILENCE
 
     def _answered(self, question: _Question) -> bool:
         """Whether nothing more is to come of what a question wants."""
         parts = self._said[question.key].parts
         return all(rank in parts or rank not in self._ranks or rank in self._ended for rank in question.wanted)
 
-    def _goes_on(self, rank: int) -> bool:
-        if rank in self._ending or self._answered(self._waiting[rank]):
+    def _goes_on(self, line: tuple[int, int]) -> bool:
+        if line[0] in self._ending or self._answered(self._waiting[line]):
             return True
         stuck = self._blocked() and (self._full or not self._to_begin)
-        return stuck and rank == min(self._waiting)
+        return stuck and line == min(self._waiting)
 
     def _serve(self, rank: int, ours: socket.socket) -> None:
         try:
-            while packed := _received(ours):
-                question = msgspec.msgpack.decode(packed, type=_Question)
-                answer = self._asked(rank, question)
-                if question.wanted:
-                    _send(ours, msgspec.msgpack.encode(answer))
+            while True:
+                packed, opened = _received(ours)
+                if opened:
+                    self._listen(rank, socket.socket(fileno=opened[0]))
+                elif not packed:
+                    return
+                else:
+                    question = msgspec.msgpack.decode(packed, type=_Question)
+                    answer = self._asked((rank, ours.fileno()), question)
+                    if question.wanted:
+                        _send(ours, msgspec.msgpack.encode(answer))
         except OSError:  # the rank is gone
             return
+        finally:
+            with self._changed:
+                self._lines[rank] -= 1
+                self._changed.notify_all()
 
-    def _asked(self, rank: int, question: _Question) -> dict[int, bytes]:
+    def _asked(self, line: tuple[int, int], question: _Question) -> dict[int, bytes]:
         """The answer to a question, when there is one."""
+        rank = line[0]
         with self._changed:
             said = self._said[question.key]
             said.parts[rank] = question.part
+            self._heard = time.monotonic()
             self._changed.notify_all()
             if question.wanted:
-                self._waiting[rank] = question
-                self._changed.wait_for(lambda: self._goes_on(rank))
-                self._waiting.pop(rank, None)
+                self._waiting[line] = question
+                while not self._goes_on(line):
+                    self._changed.wait(_LOOK)
+                self._waiting.pop(line, None)
             said.heard.add(rank)
             if said.heard >= self._ranks.intersection(question.members):
                 self._said.pop(question.key, None)
@@ -163,17 +228,18 @@ def _send(to: socket.socket, data: bytes) -> None:
     to.sendall(_LENGTH.pack(len(data)) + data)
 
 
-def _received(source: socket.socket) -> bytes:
-    """The next message; empty where the other side is gone."""
-    head = _read(source, _LENGTH.size)
-    return _read(source, _LENGTH.unpack(head)[0]) if head else b""
+def _received(source: socket.socket) -> tuple[bytes, list[int]]:
+    """The next message, empty where the other side is gone; and files that came with it, by number."""
+    head, files = _read(source, _LENGTH.size)
+    return (_read(source, _LENGTH.unpack(head)[0])[0] if head else b""), files
 
 
-def _read(source: socket.socket, size: int) -> bytes:
-    data = bytearray()
+def _read(source: socket.socket, size: int) -> tuple[bytes, list[int]]:
+    data, files = bytearray(), list[int]()
     while len(data) < size:
-        part = source.recv(size - len(data))
+        part, new, *_ = socket.recv_fds(source, size - len(data), 1)
+        files += new
         if not part:
-            return b""
+            return b"", files
         data += part
-    return bytes(data)
+    return bytes(data), files

@@ -11,6 +11,7 @@ import collections
 import contextlib
 import functools
 import operator
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, Protocol, TypeAlias
@@ -117,7 +118,7 @@ class Messages:
         self.runtime = runtime
         self.peers = peers
         self._counts: collections.Counter[str] = collections.Counter()
-        self._to_receive: list[Callable[[], None]] = []
+        self._pending = threading.local()  # of each thread, what it has still to receive
         self._asked: object = None
 
     def objects(self, group: dist.ProcessGroup | None, own: bytes, wanted: Iterable[int]) -> dict[int, bytes]:
@@ -148,16 +149,12 @@ class Messages:
 
     def met(self, group: dist.ProcessGroup) -> None:
         """This rank has come to a barrier: when it waits there, it goes on once the group's first has come too, which
-        may have made files for all. The first goes on at once: ranks that only listen to it need not live beside it."""
-        topic = self._topic(group, range(group.size()), "barrier")
-
-        def come(*first: int) -> None:
-            self._exchanged(group, topic, b"", first)
-
-        if group.rank() == 0:
-            come()
-        else:
-            self._to_receive.append(functools.partial(come, 0))
+        may have made files for all; and the first once all have come, whose files it may rename or remove."""
+        first, others = (self._topic(group, range(group.size()), what) for what in ("barrier", "barrier's others"))
+        given, awaited = (first, others) if group.rank() == 0 else (others, first)
+        ranks = range(1, group.size()) if group.rank() == 0 else (0,)
+        self._exchanged(group, given, b"", ())
+        self._to_receive.append(functools.partial(self._exchanged, group, awaited, b"", ranks))
 
     @contextlib.contextmanager
     def asking(self) -> Iterator[None]:
@@ -182,9 +179,16 @@ class Messages:
 
     def waited(self) -> None:
         """The program has waited for a work: what it asked to receive is there. Until then the sender need not be."""
-        pending, self._to_receive = self._to_receive, []
+        pending, self._pending.takes = self._to_receive, []
         for take in pending:
             take()
+
+    @property
+    def _to_receive(self) -> list[Callable[[], object]]:
+        if not hasattr(self._pending, "takes"):
+            self._pending.takes = []
+        takes: list[Callable[[], object]] = self._pending.takes
+        return takes
 
     def _take(self, kind: str, group: dist.ProcessGroup, topic: _Topic, plan: _Plan) -> None:
         """Give what the others wait for, and take what they give."""

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from simulator.recording import exchange
 from simulator.recording.exchange import Connection, Exchange
 from tests.places import DATA
 from tests.simulator.recording.test_record import answer, folder_of, record
@@ -171,6 +172,75 @@ for name, barrier in barriers.items():
     barrier()
     print(name, os.path.exists(name), flush=True)
 """
+
+
+#: All write into a folder that the first has made, and renames when all have.
+RENAMED = """
+import os, time
+import torch.distributed as dist
+
+dist.init_process_group("nccl")
+rank = dist.get_rank()
+if rank == 0:
+    os.mkdir("temporary")
+dist.barrier()
+time.sleep(0.5 * rank)
+open(f"temporary/{rank}", "w").close()
+dist.barrier()
+if rank == 0:
+    os.rename("temporary", "whole")
+dist.barrier()
+print(sorted(os.listdir("whole")), flush=True)
+"""
+
+
+def test_the_first_passes_a_barrier_after_all_others(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    folder_of(tmp_path, {"train.py": RENAMED})
+    done = record(tmp_path, "--nproc-per-node", "3", "--ranks", "all", "train.py")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["['0', '1', '2']"] * 3
+
+
+def test_threads_of_a_rank_ask_beside_each_other() -> None:
+    """One keeps books while the first goes on: each waits for the other rank's thread of its kind."""
+
+    def crossing(rank: int) -> Rank:
+        def work(peers: Connection) -> object:
+            booked: list[object] = []
+            ask = everybody("books", rank, 2)
+            thread = threading.Thread(target=lambda: booked.append(ask(peers)))
+            if rank == 0:
+                thread.start()
+                time.sleep(0.3)  # the other rank's first thread waits for this one's, which computes
+            found = everybody("main", rank, 2)(peers)
+            if rank == 1:
+                thread.start()
+            thread.join()
+            return found, *booked
+
+        return work
+
+    assert job({rank: crossing(rank) for rank in range(2)}, 2) == {
+        rank: (numbers(1 - rank), numbers(1 - rank)) for rank in range(2)
+    }
+
+
+def test_a_thread_that_nobody_will_answer_goes_on_after_a_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a rank whose first thread may still have something to say."""
+    monkeypatch.setattr(exchange, "_SILENCE", 1.0)
+
+    def alone(peers: Connection) -> object:
+        found: list[object] = []
+        thread = threading.Thread(target=lambda: found.append(everybody("k", 0, 2)(peers)))
+        thread.start()
+        thread.join()
+        return found
+
+    begun = time.monotonic()
+    said = job({0: alone, 1: lambda peers: peers.exchanged("other", [0, 1], b"", [0])}, 2)
+    assert said == {0: [{}], 1: {}}
+    assert time.monotonic() - begun >= 1.0
 
 
 def test_nobody_passes_a_barrier_before_the_first(tmp_path: Path) -> None:
