@@ -142,6 +142,11 @@ def changes(allocator: Allocator) -> list[tuple[Any, str, Any]]:
     def snapshot(pool: tuple[int, ...] | None = None) -> dict[str, Any]:
         """Of a pool, or of all (None, or (0, 0)); newer releases say with a third number if they want the history."""
         found = allocator.snapshot()
+        index = torch.cuda.current_device()
+        made = found["device_traces"][0]
+        found["device_traces"] = [made if number == index else [] for number in range(torch.cuda.device_count())]
+        for segment in found["segments"]:
+            segment["device"] = index
         if pool is not None and any(pool[:2]):
             found["segments"] = [one for one in found["segments"] if one["segment_pool_id"] == pool[:2]]
         return found

@@ -128,8 +128,8 @@ def _hits() -> int:
 
 
 def _collect(generation: int) -> None:
-    """Python's collector, for objects of this generation (-1: of none)."""
-    if generation >= 0:
+    """Python's collector, for objects of this generation (-1: of none), unless the program has turned it off."""
+    if generation >= 0 and gc.isenabled():
         gc.collect(generation)
 
 

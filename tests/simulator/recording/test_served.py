@@ -22,6 +22,8 @@ from graph.recorder.phases import Phases  # noqa: E402
 from graph.recorder.program import ProgramRecorder  # noqa: E402
 from simulator.allocator.releases import parse_release  # noqa: E402
 from simulator.recording.allocator import LiveAllocator  # noqa: E402
+from simulator.recording.history import History  # noqa: E402
+from simulator.recording.trace import trace_of  # noqa: E402
 from traces.model import Device, Op  # noqa: E402
 
 MIB = 1 << 20
@@ -282,6 +284,38 @@ def test_snapshot_has_the_blocks(runtime: Runtime) -> None:
     assert [block["state"] for block in segment["blocks"]] == ["active_allocated", "inactive"]
     assert torch.cuda.memory_snapshot() == [segment]
     del kept
+
+
+def test_a_snapshot_has_a_trace_for_each_device_and_one_of_them_is_its_own() -> None:
+    """As of the second rank of two: programs ask for that of their local rank."""
+    live = LiveAllocator(Device("A100-80GB", TOTAL), parse_release("2.13"), "", torch.OutOfMemoryError)
+    with fake_cuda(profile("A100", "2.13"), live, index=1, count=2) as made:
+        made.observer = recorder = ProgramRecorder(made, live)
+        live.told = History(lambda: trace_of(live, recorder.labels, {}))
+        torch.cuda.memory._record_memory_history()
+        kept = bytes_on_device(3 * MIB)
+        found = torch.cuda.memory._snapshot()
+        assert [len(trace) for trace in found["device_traces"]] == [0, 2]
+        assert [segment["device"] for segment in found["segments"]] == [1]
+        del kept
+
+
+def test_cudnn_is_off_for_a_region(runtime: Runtime) -> None:
+    """As the losses of Wav2Vec2ForCTC have it; the number of plans that it tries is kept, and put back."""
+    with torch.backends.cudnn.flags(enabled=False, benchmark_limit=3):
+        assert not torch.backends.cudnn.enabled
+        assert 3 in torch.backends.cudnn.set_flags()  # what there is before
+    assert torch.backends.cudnn.enabled
+    assert 10 in torch.backends.cudnn.set_flags()
+
+
+def test_exponentials_of_matrices_need_all_terms(runtime: Runtime) -> None:
+    matrices = torch.rand(8, 64, 64, device="cuda", requires_grad=True)
+    made = torch.linalg.matrix_exp(matrices)
+    made.sum().backward()
+    assert made.shape == matrices.shape
+    assert matrices.grad is not None
+    assert any("one that needs all terms and no squares is assumed" in told for told in runtime.assumptions)
 
 
 def test_a_pool_shows_its_own_segments(runtime: Runtime) -> None:
