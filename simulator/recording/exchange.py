@@ -1,8 +1,9 @@
 """What the processes of a job's ranks say to each other (`graph.fake_cuda.ranks.messages`), and when each may begin.
 
-As many run as there are cores. One more begins where all that run wait for others: so ranks that only listen to the
-first come after it, and those that exchange numbers live together. Where nobody can go on (a rank that is waited for is
-not recorded, has ended, waits itself, or finds no memory to begin), the lowest that waits goes on without an answer.
+As many run as there are cores. One more begins where one waits, by itself or by others, for a rank that has not begun,
+or where all wait: so ranks that only listen to the first come after it, and those that exchange numbers live together.
+Where nobody can go on (a rank that is waited for is not recorded, has ended, waits itself, or finds no memory to
+begin), the lowest that waits goes on without an answer.
 
 Here is the recorder's side, `Exchange`, and the ranks', `Connection`: a pair of sockets for each rank, and one more for
 each other thread of it that asks. Whether a rank computes in one thread while another waits is not known: it waits once
@@ -160,11 +161,25 @@ class Exchange:
     def _room(self) -> bool:
         if len(self._living) < self._together:
             return True
-        full = self._blocked() and free_bytes() < _MEMORY
+        needed = self._blocked() or len(self._living) - len(self._stalled()) < self._together
+        full = needed and free_bytes() < _MEMORY
         if full != self._full:
             self._full = full
             self._changed.notify_all()
-        return self._blocked() and not full
+        return needed and not full
+
+    def _stalled(self) -> set[int]:
+        """Ranks that wait for one that has not begun, or for such a one."""
+        idle = set(self._ranks) - self._living.keys() - self._ended
+        to_begin, before = set(idle), 0
+        while before < len(idle):
+            before = len(idle)
+            idle |= {line[0] for line, asked in self._waiting.items() if idle & self._missing(asked)}
+        return idle - to_begin
+
+    def _missing(self, question: _Question) -> frozenset[int]:
+        """Ranks of whom something more is to come of what a question wants."""
+        return self._ranks.intersection(question.wanted) - self._said[question.key].parts.keys() - self._ended
 
     def _blocked(self) -> bool:
         """Whether all that live wait, and none for what is there."""
@@ -176,8 +191,7 @@ class Exchange:
 
     def _answered(self, question: _Question) -> bool:
         """Whether nothing more is to come of what a question wants."""
-        parts = self._said[question.key].parts
-        return all(rank in parts or rank not in self._ranks or rank in self._ended for rank in question.wanted)
+        return not self._missing(question)
 
     def _goes_on(self, line: tuple[int, int]) -> bool:
         if line[0] in self._ending or self._answered(self._waiting[line]):

@@ -249,3 +249,29 @@ def test_nobody_passes_a_barrier_before_the_first(tmp_path: Path) -> None:
     done = record(tmp_path, "--nproc-per-node", "2", "train.py")
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == sorted(["nccl True", "gloo True", "monitored True", "later True"] * 2)
+
+
+def test_one_more_begins_beside_those_that_run_where_one_is_waited_for() -> None:
+    """Of four ranks, of which two run at once: the first waits for all, the second for the first, and the others need
+    some time; each of those begins while another runs."""
+    runs: list[tuple[float, float]] = []
+
+    def first(peers: Connection) -> object:
+        return peers.exchanged("come", [0, 1, 2, 3], b"", [1, 2, 3])
+
+    def other(peers: Connection) -> object:
+        begun = time.monotonic()
+        time.sleep(0.5)
+        runs.append((begun, time.monotonic()))
+        peers.exchanged("come", [0, 1, 2, 3], b"", ())
+        return peers.exchanged("first", [0, 1, 2, 3], b"", [0])
+
+    def last(peers: Connection) -> object:
+        found = first(peers)
+        peers.exchanged("first", [0, 1, 2, 3], b"here", ())
+        return found
+
+    said = job({0: last, 1: other, 2: other, 3: other}, 2)
+    assert said[3] == {0: b"here"}
+    begins, ends = sorted(begin for begin, _ in runs), sorted(end for _, end in runs)
+    assert begins[1] < ends[0]
