@@ -249,23 +249,13 @@ class Runtime:
 
     def register(self, kernels: list[tuple[str, str, Callable[..., Any]]], space: str = "aten") -> None:
         """The same of many operators of a library, each given as (name in it, dispatch key, kernel)."""
-        library = _new_library(space)
+        library: Any = torch.library.Library
+        library = library(space, "IMPL")  # its `_destroy` takes them away again
         self._libraries.append(library)
-        _register(library, kernels)
-
-
-def _new_library(space: str) -> Any:
-    """A place to register kernels in; `_destroy` takes them away again."""
-    library: Any = torch.library.Library
-    return library(space, "IMPL")
-
-
-def _register(library: Any, kernels: list[tuple[str, str, Callable[..., Any]]]) -> None:
-    """Register kernels given as (operator, dispatch key, function)."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that they stand before others is what they are for
-        for name, key, kernel in kernels:
-            library.m.impl(name, key, kernel, False)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that they stand before others is what they are for
+            for name, key, kernel in kernels:
+                library.m.impl(name, key, kernel, False)
 
 
 _active: list[Runtime] = []

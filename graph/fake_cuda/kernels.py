@@ -319,7 +319,7 @@ class Kernels:
             else:
                 values = tuple([args[key] if isinstance(key, int) else kwargs[str(key)] for key in written])
                 out = None if not values else values[0] if first is not None else values
-            if out.__class__ is not _Tensor or may_have_values(out):
+            if not isinstance(out, _Tensor) or may_have_values(out):
                 self._written(func, args, kwargs, out)
             if runtime.observer is not None:
                 key = (_kind(args, exact), *kwargs, _kind(kwargs.values(), exact)) if kwargs else _kind(args, exact)
@@ -336,7 +336,7 @@ class Kernels:
         """Values of what an operator has written: of lists, those that `_foreach_` makes of known ones, by entry."""
         values = self.runtime.values
         if isinstance(out, _Tensor):
-            if out.is_cuda and may_have_values(out):
+            if out.is_cuda:
                 values.written(func, args, kwargs, (out,))
             return
         if out is None and func._opname.startswith("_foreach_"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import functools
 import heapq
@@ -414,7 +415,7 @@ def patched(runtime: Runtime) -> Iterator[None]:
     """`torch.cuda` answers for `runtime`'s card while inside."""
     allocator = runtime.allocator
     answers = attributes(runtime) | (_unserved(runtime) if allocator is None else {})
-    tried = [10]  # plans that cuDNN's benchmark tries at most (ATen/Context.h)
+    tried = collections.deque([10], maxlen=1)  # plans that cuDNN's benchmark tries at most (ATen/Context.h)
     changes: list[tuple[Any, str, Any]] = [(torch.cuda, name, answer) for name, answer in answers.items()]
     for part in ("memory", "random", "graphs", "streams"):
         module = importlib.import_module(f"torch.cuda.{part}")
@@ -439,7 +440,7 @@ def patched(runtime: Runtime) -> Iterator[None]:
         (torch, "Event", Event),
         (JITTED, "__call__", jitted),
         (BINDINGS, "_has_cudnn", True),
-        (BINDINGS, "_cuda_get_cudnn_benchmark_limit", lambda: tried[-1]),
+        (BINDINGS, "_cuda_get_cudnn_benchmark_limit", lambda: tried[0]),
         (BINDINGS, "_cuda_set_cudnn_benchmark_limit", tried.append),
         (torch.backends.cudnn, "version", lambda: sdpa.cudnn_version(runtime.profile.release)),
         (torch.backends.cudnn, "is_acceptable", rnn.acceptable),

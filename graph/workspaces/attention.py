@@ -305,7 +305,7 @@ def efficient_backward(call: Call) -> Plan | None:
 def efficient_by_token_backward(call: Call) -> Plan | None:
     """aten::_efficient_attention_backward of tensors (batch, rows, heads, head); of packed sequences (1, tokens, ...)
     each has a workspace as the longest."""
-    query, key, value, bias, out, starts = (call.args[place] for place in (1, 2, 3, 4, 5, 6))
+    query, key, value, bias, out, starts = call.args[1:7]
     if bias is not None:
         return None
     dropout = float(argument(call, 11, "dropout_p", 0.0)) != 0.0

@@ -111,7 +111,6 @@ class Exchange:
 
     def __init__(self, ranks: Sequence[int], together: int) -> None:
         self._ranks = frozenset(ranks)
-        self._to_begin = len(ranks)
         self._together = together
         self._said: dict[str, _Said] = collections.defaultdict(_Said)
         self._living: dict[int, list[tuple[socket.socket, threading.Thread]]] = {}
@@ -130,7 +129,6 @@ class Exchange:
             while not self._room():
                 self._changed.wait(_LOOK)
             self._living[rank] = []
-            self._to_begin -= 1
         self._listen(rank, ours)
         return theirs
 
@@ -170,12 +168,15 @@ class Exchange:
 
     def _stalled(self) -> set[int]:
         """Ranks that wait for one that has not begun, or for such a one."""
-        idle = set(self._ranks) - self._living.keys() - self._ended
-        to_begin, before = set(idle), 0
+        idle, before = set(self._to_begin()), 0
         while before < len(idle):
             before = len(idle)
             idle |= {line[0] for line, asked in self._waiting.items() if idle & self._missing(asked)}
-        return idle - to_begin
+        return idle - self._to_begin()
+
+    def _to_begin(self) -> frozenset[int]:
+        """Ranks that have not begun."""
+        return self._ranks - self._living.keys() - self._ended
 
     def _missing(self, question: _Question) -> frozenset[int]:
         """Ranks of whom something more is to come of what a question wants."""
@@ -196,7 +197,7 @@ class Exchange:
     def _goes_on(self, line: tuple[int, int]) -> bool:
         if line[0] in self._ending or self._answered(self._waiting[line]):
             return True
-        stuck = self._blocked() and (self._full or not self._to_begin)
+        stuck = self._blocked() and (self._full or not self._to_begin())
         return stuck and line == min(self._waiting)
 
     def _serve(self, rank: int, ours: socket.socket) -> None:

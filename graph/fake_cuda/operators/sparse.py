@@ -145,20 +145,12 @@ def _tensor(indices: torch.Tensor, values: torch.Tensor, shape: torch.Size) -> t
 
 
 def _compressed_product(
-    runtime: Runtime,
-    added: torch.Tensor,
-    sparse: torch.Tensor,
-    dense: torch.Tensor,
-    *,
-    beta: float = 1,
-    alpha: float = 1,
-    out: torch.Tensor,
+    runtime: Runtime, added: torch.Tensor, *factors: torch.Tensor, out: torch.Tensor, **scales: float
 ) -> torch.Tensor:
     """`addmm_out_sparse_compressed_cuda`, `addmv_out_sparse_compressed_cuda`: by cuSPARSE."""
+    sparse, dense = factors
     if sparse.is_sparse or dense.layout is not torch.strided:
-        raise NotImplementedError(
-            "Could not run 'aten::addmm.out' with such arguments from the 'SparseCsrCUDA' backend"
-        )
+        raise _missing("addmm.out", "SparseCsr")
     if out is not added:
         out.resize_(sparse.shape[0], *dense.shape[1:])
         out.copy_(added)

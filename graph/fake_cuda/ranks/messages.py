@@ -111,6 +111,13 @@ class _Topic(NamedTuple):
     members: Sequence[int]
 
 
+class _Pending(threading.local):
+    """What each thread has still to receive."""
+
+    def __init__(self) -> None:
+        self.takes: list[Callable[[], object]] = []
+
+
 class Messages:
     """The messages of one rank."""
 
@@ -118,7 +125,7 @@ class Messages:
         self.runtime = runtime
         self.peers = peers
         self._counts: collections.Counter[str] = collections.Counter()
-        self._pending = threading.local()  # of each thread, what it has still to receive
+        self._pending = _Pending()
         self._asked: object = None
 
     def objects(self, group: dist.ProcessGroup | None, own: bytes, wanted: Iterable[int]) -> dict[int, bytes]:
@@ -143,7 +150,7 @@ class Messages:
         topic = self._topic(group, pair or range(group.size()), "" if pair is None else f"{pair[0]}>{pair[1]}")
         if kind == "recv":
             self._write([(taken.target, None) for taken in plan.takes])
-            self._to_receive.append(functools.partial(self._take, kind, group, topic, plan))
+            self._pending.takes.append(functools.partial(self._take, kind, group, topic, plan))
         else:
             self._take(kind, group, topic, plan)
 
@@ -154,7 +161,7 @@ class Messages:
         given, awaited = (first, others) if group.rank() == 0 else (others, first)
         ranks = range(1, group.size()) if group.rank() == 0 else (0,)
         self._exchanged(group, given, b"", ())
-        self._to_receive.append(functools.partial(self._exchanged, group, awaited, b"", ranks))
+        self._pending.takes.append(functools.partial(self._exchanged, group, awaited, b"", ranks))
 
     @contextlib.contextmanager
     def asking(self) -> Iterator[None]:
@@ -179,16 +186,9 @@ class Messages:
 
     def waited(self) -> None:
         """The program has waited for a work: what it asked to receive is there. Until then the sender need not be."""
-        pending, self._pending.takes = self._to_receive, []
-        for take in pending:
+        takes, self._pending.takes = self._pending.takes, []
+        for take in takes:
             take()
-
-    @property
-    def _to_receive(self) -> list[Callable[[], object]]:
-        if not hasattr(self._pending, "takes"):
-            self._pending.takes = []
-        takes: list[Callable[[], object]] = self._pending.takes
-        return takes
 
     def _take(self, kind: str, group: dist.ProcessGroup, topic: _Topic, plan: _Plan) -> None:
         """Give what the others wait for, and take what they give."""
