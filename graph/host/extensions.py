@@ -39,9 +39,14 @@ _WAYS_OUT: Final = (
         "xformers is compiled for CUDA. torch.nn.functional.scaled_dot_product_attention needs as much memory",
     ),
     (
-        r"'(Sparse|NestedTensor)\w*CUDA' backend|DispatchStub: missing kernel for cuda",
+        r"'(Sparse|NestedTensor)\w*CUDA' backend",
         "most that is done with sparse and nested tensors is recorded, but not this: docs/explanation/record.md says "
         "what else is missing",
+    ),
+    (
+        r"DispatchStub: missing kernel for cuda",
+        "an operator asks for a kernel of CUDA builds that is not recorded: docs/explanation/record.md says what is "
+        "missing",
     ),
     (
         r"^ (division by zero|float division|float modulo|math domain error)",

@@ -121,6 +121,10 @@ class MisconfigurationException(Exception):  # noqa: N818
         (MisconfigurationException("You requested gpu: [0, 1]\n But your machine only has: [0]"), "--nproc-per-node"),
         (RuntimeError("CUDA error: invalid device ordinal"), "--nproc-per-node"),
         (
+            RuntimeError('INTERNAL ASSERT FAILED at "DispatchStub.cpp":281. DispatchStub: missing kernel for cuda'),
+            "an operator asks for a kernel of CUDA builds that is not recorded",
+        ),
+        (
             NotImplementedError("Could not run 'aten::x' with arguments from the 'SparseCUDA' backend."),
             "most that is done with sparse and nested tensors is recorded",
         ),
