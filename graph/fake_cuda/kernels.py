@@ -46,7 +46,7 @@ _METADATA_ONLY: Final = (
 #: Operators whose one kernel for CPU and CUDA is made of others (LinearAlgebra.cpp, TensorAdvancedIndexing.cpp).
 _GENERIC: Final = (
     *("_unsafe_masked_index", "_unsafe_masked_index_put_accumulate"),
-    *("addbmm", "addbmm_", "addbmm.out", "_to_sparse", "_to_sparse.sparse_dim"),
+    *("addbmm", "addbmm_", "addbmm.out", "mvlgamma.out", "_to_sparse", "_to_sparse.sparse_dim"),
     *(f"_to_sparse_{layout}" for layout in ("csr", "csc", "bsr", "bsc")),
 )
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
+from graph.fake_cuda.operators.native import functional
 from graph.fake_cuda.torch_private import current_node
 from graph.recorder.lines import NONE, Lines
 from graph.recorder.origins import Origins
@@ -56,6 +57,12 @@ def _resizes(func: Operator) -> bool:
     """Whether new storages of this operator are those of tensors that it has resized."""
     resizing = func._opname == "resize_" or str(func) in RESIZING
     return resizing or any(argument.is_out for argument in func._schema.arguments)
+
+
+@functools.cache
+def _ruled(func: Operator) -> str:
+    """The name that workspace rules know an operator by: its own, or that of the one without `out=`."""
+    return str(func if str(func) in rules() else functional(func))
 
 
 class Labels:
@@ -163,7 +170,7 @@ class ProgramRecorder:
         steps = known.get(mode)
         if steps is None:
             card, grad = self.runtime.profile, _grad_enabled()
-            call = Call(str(func), args, kwargs, out, card, stream, thread, grad, self._state, determined, filling)
+            call = Call(_ruled(func), args, kwargs, out, card, stream, thread, grad, self._state, determined, filling)
             steps = sequence(grown(call, plan(call), len(born) if _resizes(func) else 0), len(born))
             if all(step[0] not in (KEEP, EMPTY) for step in steps):
                 known[mode] = steps

@@ -195,11 +195,22 @@ def evenly(count: int, places: int) -> torch.Tensor:
     return each
 
 
+def _result(shape: Sequence[int], dtype: torch.dtype, out: torch.Tensor | None) -> torch.Tensor:
+    """A new result, or the given one (`out=`) with this shape."""
+    return torch.empty(shape, dtype=dtype, device="cuda") if out is None else out.resize_(shape)
+
+
 def _multinomial(
-    runtime: Runtime, source: torch.Tensor, samples: int, replacement: bool = False, *, generator: object = None
+    runtime: Runtime,
+    source: torch.Tensor,
+    samples: int,
+    replacement: bool = False,
+    *,
+    generator: object = None,
+    out: torch.Tensor | None = None,
 ) -> Any:
     """Distributions.cpp, `multinomial_out`; with replacement cuda/MultinomialKernel.cu."""
-    out = torch.empty((*source.shape[:-1], samples), dtype=torch.int64, device=source.device)
+    out = _result((*source.shape[:-1], samples), torch.int64, out)
     if replacement and samples > 1:
         given, normed, sums = (torch.empty_like(source, memory_format=torch.contiguous_format) for _ in range(3))
         _aten.cumsum.out(normed, -1, out=sums)
@@ -261,21 +272,24 @@ def _ordered(source: torch.Tensor) -> torch.Tensor:
     return found
 
 
-def _normal(runtime: Runtime, mean: Any, std: Any = 1.0, *, generator: object = None) -> Any:
-    """DistributionTemplates.h, `normal_impl` and `normal_out_impl`: deviations are checked twice."""
+def _normal(
+    runtime: Runtime, mean: Any, std: Any = 1.0, *, generator: object = None, out: torch.Tensor | None = None
+) -> Any:
+    """DistributionTemplates.h, `normal_impl` and `normal_out_impl`, which check deviations both."""
     if not isinstance(std, torch.Tensor):
-        out = torch.empty_like(mean, memory_format=torch.contiguous_format)
-        torch.empty_like(out)
-        return out
-    _check_positive(runtime, std)
-    if isinstance(mean, torch.Tensor):
-        out = torch.empty(_broadcast(mean.shape, std.shape), dtype=mean.dtype, device=mean.device)
+        result = _result(mean.shape, mean.dtype, out)
+        torch.empty_like(result)
+        return result
+    if out is None:
         _check_positive(runtime, std)
-        return out
-    out = torch.empty_like(std, memory_format=torch.contiguous_format)
+    if isinstance(mean, torch.Tensor):
+        result = _result(_broadcast(mean.shape, std.shape), mean.dtype, out)
+        _check_positive(runtime, std)
+        return result
+    result = _result(std.shape, std.dtype, out)
     _check_positive(runtime, std)
-    torch.full((), mean, dtype=out.dtype, device=out.device)
-    return out
+    torch.full((), mean, dtype=result.dtype, device=result.device)
+    return result
 
 
 def _check_positive(runtime: Runtime, std: torch.Tensor) -> None:
@@ -378,6 +392,12 @@ def _histc(runtime: Runtime, source: torch.Tensor, bins: int = 100, low: float =
         runtime.synchronized()
         del limits
     return counts
+
+
+def _histc_out(runtime: Runtime, *given: Any, out: torch.Tensor, **limits: Any) -> Any:
+    """The same file, `_histc_out_cuda`: a copy."""
+    counts = _histc(runtime, *given, **limits)
+    return out.resize_(counts.shape).copy_(counts)
 
 
 def _no_errors(runtime: Runtime, info: torch.Tensor, name: str, *, is_matrix: bool) -> None:
@@ -510,6 +530,7 @@ COMPOSED: Final[Mapping[str, Callable[..., Any]]] = {
     "cudnn_grid_sampler": _grid_sampler,
     "cudnn_grid_sampler_backward": _grid_sampler_backward,
     "histc": _histc,
+    "histc.out": _histc_out,
     **dict.fromkeys((f"quantize_per_{kind}" for kind in ("tensor", "tensor.tensor_qparams", "channel")), _quantized),
     "linalg_matrix_exp": _matrix_exp,
     "_linalg_check_errors": _no_errors,
@@ -518,12 +539,11 @@ COMPOSED: Final[Mapping[str, Callable[..., Any]]] = {
     "count_nonzero.dim_IntList": _count_nonzero,
     "trace": _trace,
     "bincount": _bincount,
-    "multinomial": _multinomial,
+    **dict.fromkeys(("multinomial", "multinomial.out"), _multinomial),
     "median": _median,
     "nanmedian": _nanmedian,
-    "normal.Tensor_Tensor": _normal,
-    "normal.Tensor_float": _normal,
-    "normal.float_Tensor": _normal,
+    **dict.fromkeys((f"normal.{kind}" for kind in ("Tensor_Tensor", "Tensor_float", "float_Tensor")), _normal),
+    **dict.fromkeys((f"normal.{kind}_out" for kind in ("Tensor_Tensor", "Tensor_float", "float_Tensor")), _normal),
     "repeat_interleave.Tensor": _repeat_interleave,
     **dict.fromkeys(("_ctc_loss", "_ctc_loss.Tensor"), _ctc_loss),
     **dict.fromkeys(("_ctc_loss_backward", "_ctc_loss_backward.Tensor"), _ctc_loss_backward),

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from graph.fake_cuda.torch_private import Operator
 
 #: Operators that ask DispatchStub without an entry for CUDA in native_functions.yaml, and one that reads values.
-_ALSO: Final = ("copy_", "ldexp.Tensor", "ldexp.out", "_linalg_check_errors")
+_ALSO: Final = ("copy_", "ldexp.Tensor", "ldexp.out", "mode.values", "_linalg_check_errors")
 
 
 @functools.cache
@@ -86,6 +86,21 @@ def operator(name: str) -> Operator:
     packet, _, overload = name.partition(".")
     found: Operator = getattr(getattr(torch.ops.aten, packet), overload or "default")
     return found
+
+
+@functools.cache
+def functional(func: Operator) -> Operator:
+    """The overload that makes what `func` writes into arguments `out=` (`sort.values_stable`: `sort.stable`), or
+    `func`."""
+    given = [(one.name, str(one.type)) for one in func._schema.arguments if not one.is_out]
+    if len(given) == len(func._schema.arguments):
+        return func
+    packet = func._overloadpacket
+    for name in packet.overloads():  # type: ignore[no-untyped-call]
+        other: Operator = getattr(packet, name)
+        if [(one.name, str(one.type)) for one in other._schema.arguments] == given:
+            return other
+    return func
 
 
 def names() -> tuple[str, ...]:

@@ -162,6 +162,29 @@ def test_operators_cast_and_reduce_as_recorded(runtime: Runtime) -> None:
     assert [taken(work) for work in recorded] == list(recorded.values())
 
 
+def test_operators_with_given_results_take_what_those_that_make_them_take(runtime: Runtime) -> None:
+    """Allocations and bytes above the start (PyTorch 2.13.0+cu130)."""
+    one, places = torch.rand(64, 5000, device="cuda"), torch.zeros(64, 5000, dtype=torch.int64, device="cuda")
+    out, counts, drawn = torch.empty_like(one), one.new_empty(10), places.new_empty(64, 20)
+    row = torch.zeros(5000, dtype=torch.int64, device="cuda")
+
+    recorded = {
+        lambda: torch.sort(one, out=(out, places)): (5, 10356224),
+        lambda: torch.msort(one, out=out): (2, 2560512),
+        lambda: torch.multinomial(one, 20, out=drawn): (13, 1287168),
+        lambda: torch.multinomial(one, 20, True, out=drawn): (3, 3840000),
+        lambda: torch.normal(one, one, out=out): (4, 1536),
+        lambda: torch.normal(0.0, one, out=out): (5, 1536),
+        lambda: torch.histc(one, 10, out=counts): (5, 2560),
+        lambda: torch.renorm(one, 2, 0, 1.0, out=out): (1, 512),
+        lambda: torch.scatter_reduce(one, 0, places, one, "mean", out=out): (3, 2880000),
+        lambda: torch.index_reduce(one, 1, row, one, "mean", out=out): (3, 2560000),
+        lambda: one.mvlgamma_(2): (3, 3840000),
+    }
+    assert [taken(work) for work in recorded] == list(recorded.values())
+    torch.mode(one, 0, out=(out[0], places[0]))  # it has no kernel for CUDA of its own
+
+
 def test_a_loop_that_goes_on_by_what_is_on_the_device_ends(runtime: Runtime) -> None:
     """As of `kornia.filters.canny`, until nothing changes; also where it is called again, and one is in another."""
     values, outer, inner = torch.rand(4, device="cuda"), 0, 0
