@@ -51,12 +51,12 @@ _GENERIC: Final = (
 )
 
 #: Operators whose results are contiguous on CUDA, whatever their operands are (SoftMax.cu, layer_norm_kernel.cu,
-#: DepthwiseConv2d.cu, group_norm.cpp); PyTorch's rules for shapes have it lie as an operand does.
+#: DepthwiseConv2d.cu, group_norm.cpp, RreluWithNoise.cu); PyTorch's rules for shapes have it lie as an operand does.
 _CONTIGUOUS: Final = frozenset(
     {
         *("aten::_log_softmax", "aten::_log_softmax_backward_data", "aten::native_group_norm"),
         *("aten::native_layer_norm", "aten::native_layer_norm_backward", "aten::_conv_depthwise2d"),
-        "aten::_fused_rms_norm_backward",
+        *("aten::_fused_rms_norm_backward", "aten::rrelu_with_noise"),
     }
 )
 

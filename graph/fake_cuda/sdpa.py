@@ -502,9 +502,12 @@ def corrected(
 ) -> Any:
     """What operator `name` (`aten._scaled_dot_product_efficient_attention.default`) returns on CUDA, where PyTorch's
     rules for shapes say something else: random state of the efficient kernel is on the host (but where a CUDA graph is
-    captured, and from 2.14 on without dropout), of packed sequences a bias that is not there has no gradient, and
-    cuDNN's makes no logsumexp if not asked to. Any other `outputs` are returned as they are.
+    captured, and from 2.14 on without dropout), of packed sequences a bias that is not there has no gradient,
+    cuDNN's makes no logsumexp if not asked to, and the flash kernel's output lies as a query by rows does (of one that
+    is expanded too). Any other `outputs` are returned as they are.
     """
+    if name == "aten._scaled_dot_product_flash_attention.default":
+        return (torch.empty_like(args[0].transpose(1, 2), device="meta").transpose(1, 2), *outputs[1:])
     if (place := _EFFICIENT.get(name)) is not None and not captured:
         dropout = args[place] if len(args) > place else kwargs.get("dropout_p", 0.0)
         if card.release >= (2, 14) and not dropout:

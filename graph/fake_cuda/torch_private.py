@@ -204,17 +204,23 @@ DEFAULT_DEVICE: Final = "_get_pg_default_device"
 def interpreted_groups() -> Iterator[None]:
     """Inside, groups that TorchScript fuses run operator by operator: a fused kernel allocates past the dispatcher.
 
-    What a group gives is the same; what it makes in between is there for a moment.
+    What a group gives is the same; what it makes in between is there for a moment. The older fuser, which programs ask
+    for by name (ChatGLM's), is not turned on: it compiles for the driver that is not there.
     """
     bindings: Any = BINDINGS
     with _needed():
         allowed, allow = bindings._jit_texpr_fallback_allowed, bindings._jit_texpr_set_fallback_allowed
-    before = allowed()
+        fuses, fuse = bindings._jit_can_fuse_on_gpu, bindings._jit_override_can_fuse_on_gpu
+    before = allowed(), fuses()
     allow(True)
+    fuse(False)
+    bindings._jit_override_can_fuse_on_gpu = lambda wanted: None
     try:
         yield
     finally:
-        allow(before)
+        bindings._jit_override_can_fuse_on_gpu = fuse
+        allow(before[0])
+        fuse(before[1])
 
 
 def mark_zero(tensor: torch.Tensor) -> None:

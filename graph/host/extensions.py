@@ -5,11 +5,12 @@ rest one line says the way out.
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.util
 import logging
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import ModuleType
 from typing import TYPE_CHECKING, Final
 
@@ -22,6 +23,12 @@ if TYPE_CHECKING:
 
 #: Packages whose Python code runs here, and where the functions stand that they would have compiled for CUDA.
 _STAND_INS: Final = {"flash_attn": flash_attn, "apex": apex}
+
+#: What is taken for granted where an extension is used.
+_TAKEN: Final = {
+    "dropout_layer_norm": "flash-attn's dropout_layer_norm is taken to be installed, which `pip install flash-attn` "
+    "does not bring: a program that can do without may have other memory then",
+}
 
 #: What the error of an extension that is not here says, and what to do instead.
 _WAYS_OUT: Final = (
@@ -88,7 +95,7 @@ def launching_nothing(runtime: Runtime) -> Iterator[None]:
     }
     changes |= triton_installed.changes(runtime)
     changes |= nvml.changes(runtime)
-    standing = _standing()
+    standing = _standing(runtime)
     sys.modules.update(standing)
     try:
         with changed(changes):
@@ -98,7 +105,7 @@ def launching_nothing(runtime: Runtime) -> Iterator[None]:
             sys.modules.pop(name, None)
 
 
-def _standing() -> Mapping[str, ModuleType]:
+def _standing(runtime: Runtime) -> Mapping[str, ModuleType]:
     """The extensions that packages of this environment would have and do not, by name."""
     made = {}
     for package, stand_in in _STAND_INS.items():
@@ -106,8 +113,22 @@ def _standing() -> Mapping[str, ModuleType]:
             for name, functions in stand_in.functions().items():
                 if importlib.util.find_spec(name) is None:
                     made[name] = ModuleType(name, stand_in.__doc__)
-                    vars(made[name]).update(functions)
+                    said = _TAKEN.get(name, "")
+                    vars(made[name]).update({way: _told(runtime, said, functions[way]) for way in functions})
     return made
+
+
+def _told(runtime: Runtime, said: str, function: Callable[..., object]) -> Callable[..., object]:
+    """The function, of which the report says something where it is used."""
+    if not said:
+        return function
+
+    @functools.wraps(function)
+    def called(*args: object, **kwargs: object) -> object:
+        runtime.note(said)
+        return function(*args, **kwargs)
+
+    return called
 
 
 def way_out(error: BaseException) -> str:

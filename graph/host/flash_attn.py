@@ -3,13 +3,18 @@
 flash-attn's own Python code runs (`pip install` of it with FLASH_ATTENTION_SKIP_CUDA_BUILD=TRUE brings it); what that
 calls is `flash_attn_2_cuda`, whose five functions stand here. Their allocations, in order, are those of
 csrc/flash_attn/flash_api.cpp of flash-attn 2.7.3 (`mha_fwd`, `mha_varlen_fwd`, `mha_bwd`, `mha_varlen_bwd`,
-`mha_fwd_kvcache`). Tensors are (batch, rows, heads, head), or (rows of all, heads, head) where lengths vary.
+`mha_fwd_kvcache`). Tensors are (batch, rows, heads, head), or (rows of all, heads, head) where lengths vary. Up to 2.6
+forwards give back their padded operands too, and up to 2.5 sums of varying lengths have rows of the longest (the same
+file of v2.3.4 to v2.7.0.post2).
 `dropout_layer_norm` is its layer norm and RMS norm, of (rows, hidden): csrc/layer_norm/ln_api.cpp.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Final
 
 import torch
@@ -20,7 +25,16 @@ from graph.workspaces.metadata import upper
 #: Blocks of the norm's backward that a processor holds: what its registers allow where rows are wide.
 _BLOCKS: Final = 2
 Optional = torch.Tensor | None
-Made = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+Made = tuple[torch.Tensor, ...]
+
+
+@cache
+def _release() -> tuple[int, ...]:
+    """flash-attn's installed release; that of the sources where its metadata is missing."""
+    try:
+        return tuple(int(part) for part in re.findall(r"\d+", version("flash-attn"))[:3])
+    except PackageNotFoundError:
+        return (2, 7, 3)
 
 
 def functions() -> Mapping[str, Mapping[str, Callable[..., object]]]:
@@ -49,7 +63,8 @@ def _split(q: torch.Tensor, batch: int, heads: int, rows: int, columns: int) -> 
     """`set_params_splitkv`: fp32 sums of each split of the keys, where the rows alone would not fill the card."""
     head = q.shape[-1]
     processors = torch.cuda.get_device_properties(q.device).multi_processor_count
-    splits = flash_parts(batch, heads, rows, columns, head, processors)
+    at_once = 2 if _release() >= (2, 5, 7) else 1
+    splits = flash_parts(batch, heads, rows, columns, head, processors, at_once)
     if splits <= 1:
         return ()
     return _float(q, splits, batch, heads, rows), _float(q, splits, batch, heads, rows, _rounded(head))
@@ -64,21 +79,46 @@ def _rest(q: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, *split: int) ->
     return out, lse, p, state
 
 
+def _number(kind: type, rest: Sequence[Any]) -> Any:
+    """The first of this kind: dropout's probability, the longest query's rows; more tensors stand before them from
+    release to release."""
+    return next(one for one in rest if type(one) is kind)
+
+
+def _padded(one: torch.Tensor) -> torch.Tensor:
+    """Heads of a multiple of 8, as up to 2.6 the extension makes them; later its Python side does."""
+    lacking = -one.shape[-1] % 8
+    return torch.nn.functional.pad(one, [0, lacking]) if lacking and _release() < (2, 7) else one
+
+
+def _returned(made: Made, head: int, *operands: torch.Tensor) -> Made:
+    """What a forward gives back: up to 2.6 with its operands, and the output that has their heads."""
+    if _release() >= (2, 7):
+        return made
+    out, lse, p, state = made
+    return (out[..., :head], *operands, out, lse, p, state)
+
+
 def _fwd(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor | None, *rest: Any) -> Made:
+    head = q.shape[-1]
+    q, k, v = map(_padded, (q, k, v))
     batch, rows, heads, _ = q.shape
     columns, key_heads = k.shape[1:3]
-    dropout = float(rest[1])
+    dropout = _number(float, rest)
     if not dropout:
         rows, heads = flash_rows(rows, heads, key_heads)
     out = torch.empty_like(q) if out is None else out
     lse = _float(q, batch, heads, rows)
-    return _rest(q, out, lse, *(() if dropout else (batch, heads, rows, columns)))
+    return _returned(_rest(q, out, lse, *(() if dropout else (batch, heads, rows, columns))), head, q, k, v)
 
 
-def _varlen_fwd(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor | None, *rest: object) -> Made:
+def _varlen_fwd(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor | None, *rest: Any) -> Made:
+    head = q.shape[-1]
+    q, k, v = map(_padded, (q, k, v))
     total, heads, _ = q.shape
     out = torch.empty_like(q) if out is None else out
-    return _rest(q, out, _float(q, heads, total))
+    sums = (heads, total) if _release() >= (2, 6) else (len(rest[0]) - 1, heads, _number(int, rest))
+    return _returned(_rest(q, out, _float(q, *sums)), head, q, k, v)
 
 
 def _fwd_kvcache(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: object) -> tuple[torch.Tensor, torch.Tensor]:
@@ -127,10 +167,12 @@ def _bwd(_dout: torch.Tensor, *rest: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return _backward(rest[:3], rest[5:8], batch, heads, rounded, rows=(batch, rounded))
 
 
-def _varlen_bwd(_dout: torch.Tensor, *rest: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def _varlen_bwd(_dout: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, ...]:
     """As `_bwd`, and where the sequences begin among the query's rows."""
-    rows = rest[0].shape[0] + 128 * (len(rest[8]) - 1)
-    return _backward(rest[:3], rest[5:8], rest[0].shape[1], rows, rows=(rows,))
+    count, heads = len(rest[8]) - 1, rest[0].shape[1]
+    rows = rest[0].shape[0] + 128 * count
+    sums = (heads, rows) if _release() >= (2, 6) else (count, heads, upper(_number(int, rest), 128))
+    return _backward(rest[:3], rest[5:8], *sums, rows=(rows,))
 
 
 def _norm_fwd(

@@ -81,10 +81,11 @@ def flash_splits(blocks: int, processors: int, key_blocks: int, most: int = 128)
     return next(splits for splits, value in filling.items() if float(value) >= enough)
 
 
-def flash_parts(batch: int, heads: int, rows: int, columns: int, head: int, processors: int) -> int:
-    """Into how many parts a call's keys are split (`set_params_splitkv`): blocks of 64 rows on twice the processors."""
+def flash_parts(batch: int, heads: int, rows: int, columns: int, head: int, processors: int, at_once: int = 2) -> int:
+    """Into how many parts a call's keys are split (`set_params_splitkv`): blocks of 64 rows, so many at once on each
+    of the processors."""
     block = 256 if head <= 64 else 128 if head <= 128 else 64
-    return flash_splits(batch * heads * up(rows, 64), 2 * processors, up(columns, block))
+    return flash_splits(batch * heads * up(rows, 64), at_once * processors, up(columns, block))
 
 
 def flash_rows(rows: int, heads: int, key_heads: int) -> tuple[int, int]:

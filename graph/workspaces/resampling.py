@@ -18,6 +18,8 @@ from graph.workspaces.rules import REST, Call, Plan, Rule, after, within
 
 #: In the order of copies: every output.
 _OUTPUTS: Final = "outputs"
+#: Channels from which bilinear interpolation has a kernel for channels that lie last.
+_MANY: Final = 16
 
 
 def _lies(tensor: Any, last: bool) -> bool:
@@ -54,13 +56,14 @@ def copied(*order: int | str, like: int | None = None, rank: int = 0, channels: 
 
 
 def adaptive_average(call: Call) -> Plan | None:
-    """`_adaptive_avg_pool2d`, `3d`: a batch is copied before the output is made; only images keep channels last."""
+    """`_adaptive_avg_pool2d`, `3d`: a batch is copied before the output is made; images with channels last are read as
+    they lie."""
     source = call.args[0]
     spatial = 2 if "2d" in call.name else 3
-    if len(shape(source)) != spatial + 2:
-        return None
     last = spatial == 2 and suggests_channels_last(shape(source), strides(source))
-    return within(copies, REST) if (copies := _copies(call, (0,), last)) else None
+    if last or len(shape(source)) != spatial + 2:
+        return None
+    return within(copies, REST) if (copies := _copies(call, (0,), False)) else None
 
 
 def unpooled(call: Call) -> Plan | None:
@@ -84,6 +87,14 @@ def adaptive_maximum(call: Call) -> Plan | None:
     source = call.args[0]
     images = "2d" in call.name
     return after(_copies(call, (_OUTPUTS, 0) if images else (0,), False)) if len(shape(source)) == 5 - images else None
+
+
+def bilinear(call: Call) -> Plan | None:
+    """`upsample_bilinear2d`: copied where its channels lie last, if they are many and the size changes."""
+    source = call.args[0]
+    sizes = shape(source)
+    last = suggests_channels_last(sizes, strides(source)) and sizes[1] >= _MANY
+    return after(_copies(call, (0,), True)) if last and sizes[2:] != shape(next(tensors(call.out)))[2:] else None
 
 
 def bilinear_backward(call: Call) -> Plan | None:
@@ -126,6 +137,7 @@ RULES: Mapping[str, Rule] = {
         **dict.fromkeys(_IMAGES.split(), copied(_OUTPUTS, 0, like=0, channels=4)),
         **dict.fromkeys(("_upsample_bilinear2d_aa", "_upsample_bicubic2d_aa"), copied(_OUTPUTS, 0)),
         **dict.fromkeys(("upsample_nearest3d", "_upsample_nearest_exact3d"), copied(_OUTPUTS, 0)),
+        "upsample_bilinear2d": bilinear,
         "upsample_bilinear2d_backward": bilinear_backward,
         "upsample_trilinear3d_backward": copied(0, _OUTPUTS),
     }.items()

@@ -208,6 +208,65 @@ def test_flash_attn_allocates_what_its_extension_would(tmp_path: Path) -> None:
     assert found[2] == (kept, kept, row_sums, row_sums + rows * 16 * 96 * 4)
 
 
+#: As flash_attn/flash_attn_interface.py of 2.3.4 calls its extension.
+OLD_FLASH_ATTENTION = """
+import torch
+import flash_attn_2_cuda
+
+def taken(work):
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    made = work()
+    print(torch.cuda.memory_allocated() - before, torch.cuda.max_memory_allocated() - before)
+    return made
+
+q, k, v = (torch.empty(2, 1024, 4, 60, dtype=torch.bfloat16, device="cuda") for _ in range(3))
+made = taken(lambda: flash_attn_2_cuda.fwd(q, k, v, None, 0.0, 1.0, True, -1, -1, False, None))
+out, q, k, v, padded, lse, p, state = made
+assert out.shape[-1] == 60 and padded.shape[-1] == q.shape[-1] == 64
+q, k, v = (torch.empty(1000, 4, 64, dtype=torch.bfloat16, device="cuda") for _ in range(3))
+ends = (torch.tensor([0, 10, 1000], dtype=torch.int32, device="cuda"),) * 2
+out, q, k, v, padded, lse, p, state = taken(
+    lambda: flash_attn_2_cuda.varlen_fwd(q, k, v, None, *ends, 990, 990, 0.0, 1.0, False, True, -1, -1, False, None))
+dq, dk, dv = (torch.empty_like(one) for one in (q, k, v))
+taken(lambda: flash_attn_2_cuda.varlen_bwd(
+    q, q, k, v, out, lse, dq, dk, dv, *ends, 990, 990, 0.0, 1.0, False, True, -1, -1, None, state))
+"""
+
+
+def test_flash_attn_of_an_older_release_gives_back_what_it_did(tmp_path: Path) -> None:
+    """Bytes by csrc/flash_attn/flash_api.cpp of v2.3.4: heads padded there, sums of rows of the longest sequence."""
+    (tmp_path / "flash_attn").mkdir()
+    (tmp_path / "flash_attn" / "__init__.py").touch()
+    about = tmp_path / "flash_attn-2.3.4.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: flash-attn\nVersion: 2.3.4\n")
+    program = folder_of(tmp_path, {"train.py": OLD_FLASH_ATTENTION})
+    done = record(program, "--gpu", "A100-80GB", "--steps", "all", "train.py", PYTHONPATH=f"{ROOT}:{tmp_path}")
+    assert done.returncode == 0, done.stderr
+    found = [tuple(map(int, line.split())) for line in done.stdout.splitlines()]
+    tokens = 2 * 1024
+    kept = 4 * tokens * 4 * 64 * 2 + tokens * 4 * 4 + 512
+    assert found[0] == (kept, kept)
+    lse = -(-2 * 4 * 990 * 4 // 512) * 512
+    kept = 1000 * 4 * 64 * 2 + lse + 512
+    assert found[1] == (kept, kept)
+    row_sums = 2 * 4 * 1024 * 4
+    assert found[2] == (row_sums, row_sums + (1000 + 2 * 128) * 4 * 64 * 4)
+
+
+def test_the_older_fuser_of_torchscript_is_not_turned_on(tmp_path: Path) -> None:
+    """ChatGLM's modeling code asks for it: its kernels would be compiled for the driver that is not there."""
+    lines = (
+        "import torch\ntorch._C._jit_set_profiling_mode(False)\ntorch._C._jit_set_profiling_executor(False)\n"
+        "torch._C._jit_override_can_fuse_on_gpu(True)\nprint(torch._C._jit_can_fuse_on_gpu())\n"
+        "f = torch.jit.script(lambda x: (x * 2 + 1) * x) if False else torch.jit.trace(lambda x: (x * 2 + 1) * x, "
+        "torch.ones(4, device='cuda'))\nprint(f(torch.ones(4, device='cuda')).shape[0])\n"
+    )
+    done = record(folder_of(tmp_path, {"train.py": lines}), "--steps", "all", "train.py")
+    assert (done.returncode, done.stdout.split()) == (0, ["False", "4"]), done.stderr
+
+
 #: As Apex (commit 6424da3) and flash_attn/ops/layer_norm.py (2.7.4) call their extensions.
 NORMS = """
 import torch

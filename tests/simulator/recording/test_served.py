@@ -13,6 +13,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from graph.errors import CaptureError  # noqa: E402
+from graph.fake_cuda import sdpa  # noqa: E402
 from graph.fake_cuda.device import Runtime, fake_cuda  # noqa: E402
 from graph.fake_cuda.ranks.futures import callbacks_on_streams  # noqa: E402
 from graph.hardware.profile import profile  # noqa: E402
@@ -183,6 +184,35 @@ def test_operators_with_given_results_take_what_those_that_make_them_take(runtim
     }
     assert [taken(work) for work in recorded] == list(recorded.values())
     torch.mode(one, 0, out=(out[0], places[0]))  # it has no kernel for CUDA of its own
+
+
+def test_images_with_gaps_are_copied_where_a_kernel_wants_their_channels_last(runtime: Runtime) -> None:
+    """Allocations and bytes above the start (PyTorch 2.13.0+cu130) of a pyramid's level, cut out of tokens."""
+    functional = torch.nn.functional
+
+    def level(channels: int) -> torch.Tensor:
+        return torch.empty(2, 149, channels, device="cuda")[:, :144].transpose(1, 2).view(2, channels, 12, 12)
+
+    many, few = level(32), level(8)
+    recorded = {
+        lambda: functional.interpolate(many, size=(24, 24), mode="bilinear"): (2, 184320),
+        lambda: functional.interpolate(many, size=(12, 12), mode="bilinear"): (1, 36864),
+        lambda: functional.interpolate(many.contiguous(), size=(24, 24), mode="bilinear"): (2, 184320),
+        lambda: functional.interpolate(few, size=(24, 24), mode="bilinear"): (1, 36864),
+        lambda: functional.adaptive_avg_pool2d(many, 3): (1, 2560),
+        lambda: functional.interpolate(many, size=(5, 5), mode="area"): (1, 6656),
+    }
+    assert [taken(work) for work in recorded] == list(recorded.values())
+    assert functional.rrelu(many, training=True).stride() == (4608, 144, 12, 1)
+
+
+def test_attention_of_an_expanded_query_lies_by_rows(runtime: Runtime) -> None:
+    """As PyTorch 2.13.0+cu130 has it."""
+    sdpa.install(runtime)
+    rows = torch.empty(2, 1, 24, device="cuda", dtype=torch.half).expand(2, 32, 24)
+    query = rows.unflatten(-1, (3, 8)).transpose(1, 2)
+    out = torch.nn.functional.scaled_dot_product_attention(query, query, query)
+    assert out.stride() == (768, 8, 24, 1)
 
 
 def test_a_loop_that_goes_on_by_what_is_on_the_device_ends(runtime: Runtime) -> None:
