@@ -79,7 +79,7 @@ def _rest(q: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, *split: int) ->
     return out, lse, p, state
 
 
-def _number(kind: type, rest: Sequence[Any]) -> Any:
+def _number(kind: type, rest: Sequence[object]) -> Any:
     """The first of this kind: dropout's probability, the longest query's rows; more tensors stand before them from
     release to release."""
     return next(one for one in rest if type(one) is kind)
@@ -99,7 +99,7 @@ def _returned(made: Made, head: int, *operands: torch.Tensor) -> Made:
     return (out[..., :head], *operands, out, lse, p, state)
 
 
-def _fwd(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor | None, *rest: Any) -> Made:
+def _fwd(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor | None, *rest: object) -> Made:
     head = q.shape[-1]
     q, k, v = map(_padded, (q, k, v))
     batch, rows, heads, _ = q.shape
@@ -112,12 +112,14 @@ def _fwd(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor | 
     return _returned(_rest(q, out, lse, *(() if dropout else (batch, heads, rows, columns))), head, q, k, v)
 
 
-def _varlen_fwd(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor | None, *rest: Any) -> Made:
+def _varlen_fwd(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor | None, ends: torch.Tensor, *rest: object
+) -> Made:
     head = q.shape[-1]
     q, k, v = map(_padded, (q, k, v))
     total, heads, _ = q.shape
     out = torch.empty_like(q) if out is None else out
-    sums = (heads, total) if _release() >= (2, 6) else (len(rest[0]) - 1, heads, _number(int, rest))
+    sums = (heads, total) if _release() >= (2, 6) else (len(ends) - 1, heads, _number(int, rest))
     return _returned(_rest(q, out, _float(q, *sums)), head, q, k, v)
 
 
@@ -167,7 +169,7 @@ def _bwd(_dout: torch.Tensor, *rest: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return _backward(rest[:3], rest[5:8], batch, heads, rounded, rows=(batch, rounded))
 
 
-def _varlen_bwd(_dout: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, ...]:
+def _varlen_bwd(_dout: torch.Tensor, *rest: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """As `_bwd`, and where the sequences begin among the query's rows."""
     count, heads = len(rest[8]) - 1, rest[0].shape[1]
     rows = rest[0].shape[0] + 128 * count

@@ -394,9 +394,11 @@ def _histc(runtime: Runtime, source: torch.Tensor, bins: int = 100, low: float =
     return counts
 
 
-def _histc_out(runtime: Runtime, *given: Any, out: torch.Tensor, **limits: Any) -> Any:
+def _histc_out(
+    runtime: Runtime, source: torch.Tensor, bins: int = 100, low: float = 0, high: float = 0, *, out: torch.Tensor
+) -> Any:
     """The same file, `_histc_out_cuda`: a copy."""
-    counts = _histc(runtime, *given, **limits)
+    counts = _histc(runtime, source, bins, low, high)
     return out.resize_(counts.shape).copy_(counts)
 
 

@@ -1,8 +1,10 @@
-"""How the result of an elementwise operator lies in memory: PyTorch's iterator over operands of any strides.
+"""How the result of an elementwise operator, or of indexing by tensors, lies in memory: PyTorch's iterator over
+operands of any strides.
 
 PyTorch's rules for shapes (FakeTensorMode, `meta`) have their own way, which differs where operands step oddly over
 extents of one element; a later convolution or interpolation then takes another memory format. Source:
-aten/src/ATen/TensorIterator.cpp, `compute_fast_setup_type`, `reorder_dimensions` and `allocate_or_resize_outputs`.
+aten/src/ATen/TensorIterator.cpp, `compute_fast_setup_type`, `reorder_dimensions` and `allocate_or_resize_outputs`; of
+indexing aten/src/ATen/native/TensorAdvancedIndexing.cpp, `make_info` and `AdvancedIndex`.
 """
 
 from __future__ import annotations
@@ -33,6 +35,8 @@ _UNTAGGED: Final = frozenset(
 _OTHERWISE: Final = frozenset({"clone", "hardtanh", "masked_fill", "native_dropout_backward", "_conj_physical"})
 #: Derivatives whose iterator has what was kept before the gradient (Activation.cpp).
 _KEPT_FIRST: Final = frozenset({"threshold_backward", "leaky_relu_backward"})
+#: Operators that take elements by tensors of places.
+_INDEXED: Final = frozenset({"index", "_unsafe_index"})
 #: Overloads where a number stands for a tensor without dimensions, but for those of `lerp`.
 _OF_NUMBERS: Final = frozenset(
     {"Tensor", "Tensor_mode", "Scalar", "Scalar_mode", "ScalarOther", "ScalarSelf", "Scalar_Other", "Scalar_Self"}
@@ -41,11 +45,14 @@ _OF_NUMBERS: Final = frozenset(
 
 def is_iterated(func: Operator) -> bool:
     """Whether an operator makes its result as the iterator does."""
-    return func in _UNTAGGED or (torch.Tag.pointwise in func.tags and func._opname not in _OTHERWISE)
+    pointwise = torch.Tag.pointwise in func.tags and func._opname not in _OTHERWISE
+    return pointwise or func in _UNTAGGED or func._opname in _INDEXED
 
 
 def steps(func: Operator, args: Sequence[Any]) -> tuple[int, ...]:
-    """Strides in elements of what an elementwise operator makes of these arguments."""
+    """Strides in elements of what such an operator makes of these arguments."""
+    if func._opname in _INDEXED:
+        return _indexed(*args[:2])
     operands = [value for value in args if isinstance(value, torch.Tensor)]
     if func._opname in _KEPT_FIRST:
         operands.reverse()
@@ -68,10 +75,38 @@ def _fast(operands: Sequence[torch.Tensor]) -> tuple[int, ...] | None:
     return None
 
 
+def _indexed(source: torch.Tensor, given: Sequence[torch.Tensor | None]) -> tuple[int, ...]:
+    """Strides of `source` indexed by these: places that are not side by side come first."""
+    places = [place for place, index in enumerate(given) if index is not None]
+    tensors = [index for index in given if index is not None]
+    together = broadcast_shapes(*map(shape, tensors))
+    indices = [_likeness(index).expand(together) for index in tensors]
+    apart = places[-1] - places[0] >= len(places)
+    order = sorted(range(source.dim()), key=lambda place: place not in places) if apart else range(source.dim())
+    before = 0 if apart else places[0]
+    behind = before + len(places)
+    extents, own = [source.shape[place] for place in order], [source.stride(place) for place in order]
+    sizes = (*extents[:before], *indices[0].shape, *extents[behind:])
+    restrided = [*own[:before], *[0] * indices[0].dim(), *own[behind:]]
+    beside = [1] * (len(order) - behind)
+    operands = [index.reshape([1] * before + list(index.shape) + beside) for index in indices]
+    if any(one.stride() != operands[0].stride() for one in operands):  # on CUDA they are made to step alike
+        operands = [one.contiguous() for one in operands]
+    return _dense(sizes, [restrided, *(_expanded(one, sizes) for one in operands)])
+
+
+def _likeness(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(tensor.size(), tensor.stride(), device="meta")
+
+
 def _ordered(operands: Sequence[torch.Tensor]) -> tuple[int, ...]:
     """Strides of a dense result whose dimensions lie as the operands' do, the first of which counts most."""
     sizes = broadcast_shapes(*map(shape, operands))
-    every = [_expanded(one, sizes) for one in operands]
+    return _dense(sizes, [_expanded(one, sizes) for one in operands])
+
+
+def _dense(sizes: Sequence[int], every: Sequence[Sequence[int]]) -> tuple[int, ...]:
+    """The same, of the operands' strides over these sizes."""
     inward = list(range(len(sizes)))[::-1]
     order = inward.copy()
     for place in range(1, len(order)):

@@ -93,3 +93,22 @@ def test_gradients_lie_as_the_cuda_build_has_them(
     with fake_cuda(profile("A100", "2.13")):
         grad, kept = (torch.empty_strided((8, 64, 6, 5), form, device="cuda") for form in (of_grad, of_kept))
         assert operator(grad, kept).stride() == found
+
+
+@given(st.data())
+def test_indexed_results_lie_as_on_the_cpu(data: st.DataObject) -> None:
+    """Indices that step alike: on CUDA others are copied first."""
+    sizes = tuple(data.draw(st.lists(st.sampled_from((1, 1, 2, 3)), min_size=1, max_size=4)))
+    source = data.draw(strided(sizes))
+    shape = tuple(data.draw(st.lists(st.sampled_from((1, 2, 3)), max_size=3)))
+    places = torch.zeros_like(data.draw(strided(shape)), dtype=torch.int64)
+    chosen = data.draw(st.lists(st.booleans(), min_size=1, max_size=len(sizes)).filter(any))
+    indices = [places if taken else None for taken in chosen]
+    assert steps(_aten.index.Tensor, (source, indices)) == _aten.index.Tensor(source, indices).stride()
+
+
+def test_indices_that_step_apart_are_copied_first() -> None:
+    """Strides as PyTorch 2.13.0+cu130 has them."""
+    source, places = torch.empty(9, 4, 6, device="meta"), torch.empty(3, 5, dtype=torch.int64, device="meta").t()
+    recorded = {(places, places): (6, 30, 1), (places, places.contiguous()): (18, 6, 1), (None, places): (90, 6, 30, 1)}
+    assert {given: steps(_aten.index.Tensor, (source, list(given))) for given in recorded} == recorded

@@ -190,7 +190,7 @@ def test_images_with_gaps_are_copied_where_a_kernel_wants_their_channels_last(ru
     """Allocations and bytes above the start (PyTorch 2.13.0+cu130) of a pyramid's level, cut out of tokens."""
     functional = torch.nn.functional
 
-    def level(channels: int) -> torch.Tensor:
+    def level(channels: int) -> Any:
         return torch.empty(2, 149, channels, device="cuda")[:, :144].transpose(1, 2).view(2, channels, 12, 12)
 
     many, few = level(32), level(8)
