@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import os
 import re
 import threading
 import time
@@ -207,6 +208,24 @@ class Runtime:
     def unread(self, tensor: torch.Tensor) -> float:
         """What a number of `tensor`, which has no values, is."""
         return self.values.number if tensor.dtype.is_floating_point else self.values.integer(tensor)
+
+    def asked_for(self, device: Any) -> None:
+        """A program names a GPU (a number, a name or a device): one that is not there, as CUDA says, or another rank's,
+        whose memory counts as this rank's. With one visible GPU, that is number 0, whichever it is.
+        """
+        named = torch.device(device) if isinstance(device, str) else device
+        index = named if isinstance(named, int) else getattr(named, "index", None)
+        if index in (None, -1, self.device.index) or self.allocator is None:
+            return
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+        if not index and visible and "," not in visible:
+            return
+        if index >= self.count:
+            raise getattr(torch, "AcceleratorError", RuntimeError)("CUDA error: invalid device ordinal")
+        self.note(
+            f"{reader()} asks for cuda:{index}, another rank's GPU: what it has there counts as on {self.device}, this "
+            "rank's. One process that works on several GPUs is not recorded"
+        )
 
     def note(self, what: str) -> None:
         """Count an assumption once more."""

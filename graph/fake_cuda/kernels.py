@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 Kernel = Callable[..., Any]
 
 _broadcast: Final[Callable[..., torch.Size]] = torch.broadcast_shapes
-_CUDA: Final = torch.device("cuda", 0)
 
 #: Operators whose CUDA and CPU kernels only write a tensor's sizes, strides and storage: the CPU's does for both.
 _METADATA_ONLY: Final = (
@@ -443,12 +442,12 @@ class Kernels:
         kinds = dict[Any, Kind]()
 
         def kernel(size: Sequence[int], *args: Any, **kwargs: Any) -> torch.Tensor:
-            dtype = kwargs.get("dtype") or torch.get_default_dtype()
-            order = kwargs.get("memory_format")
-            key = (tuple(size), dtype, order)
+            device = kwargs.get("device")
+            key = (tuple(size), kwargs.get("dtype") or torch.get_default_dtype(), kwargs.get("memory_format"), device)
             kind = kinds.get(key)
             if kind is None:
-                kind = kinds[key] = Kind((empty_layout(*key),))
+                self.runtime.asked_for(device)
+                kind = kinds[key] = Kind((empty_layout(*key[:3]),))
             return self._new(func, kind, (size, *args), kwargs)
 
         return kernel
@@ -457,10 +456,11 @@ class Kernels:
         kinds = dict[Any, Kind]()
 
         def kernel(size: Sequence[int], stride: Sequence[int], *args: Any, **kwargs: Any) -> torch.Tensor:
-            key = (tuple(size), tuple(stride), kwargs.get("dtype") or torch.get_default_dtype())
+            key = (tuple(size), tuple(stride), kwargs.get("dtype") or torch.get_default_dtype(), kwargs.get("device"))
             kind = kinds.get(key)
             if kind is None:
-                kind = kinds[key] = Kind((Layout(*key),))
+                self.runtime.asked_for(key[3])
+                kind = kinds[key] = Kind((Layout(*key[:3]),))
             return self._new(func, kind, (size, stride, *args), kwargs)
 
         return kernel

@@ -232,6 +232,7 @@ class _Device:
     """`torch.cuda.device`: only one device is in use."""
 
     def __init__(self, device: object = None) -> None:
+        Stream.runtime.asked_for(device)
         self.idx = self.prev_idx = Stream.runtime.device.index
 
     def __enter__(self) -> None:
@@ -329,10 +330,11 @@ def _attributes(runtime: Runtime) -> dict[str, Any]:
     default, index = Stream(number=0), runtime.device.index
     generator = objects.Generator("cuda")
     runtime.default_stream = default
-    quiet = "_lazy_init init set_device ipc_collect set_rng_state set_rng_state_all manual_seed "
+    quiet = "_lazy_init init ipc_collect set_rng_state set_rng_state_all manual_seed "
     quiet += "manual_seed_all seed seed_all _lazy_call"
     return {
         **_each(quiet, _nothing),
+        "set_device": runtime.asked_for,
         "is_available": lambda: True,
         "is_initialized": lambda: runtime.initialized or runtime.memory.used,
         "_is_in_bad_fork": lambda: False,

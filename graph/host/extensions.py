@@ -66,7 +66,8 @@ _WAYS_OUT: Final = (
     ),
     (
         r"your machine only has|invalid device ordinal",
-        "record --nproc-per-node says how many GPUs the machine has, each with a rank of the program",
+        "record --nproc-per-node says how many GPUs the machine has, each with a rank of the program; one process that "
+        "works on several GPUs (DataParallel, device_map) is not recorded",
     ),
     (
         r"libcu\w+\.so|libnv\w+\.so|No CUDA runtime|CUDA_HOME|Unable to find CUDA|CUDAExtension",

@@ -256,7 +256,7 @@ def _four_bit(bitsandbytes: ModuleType, layer: torch.nn.Linear, case: Case) -> A
     )
     new.weight = bitsandbytes.nn.Params4bit(
         _host(layer.weight), requires_grad=False, compress_statistics=case.double_quant, quant_type="nf4", module=new
-    ).to(torch.device("cuda", 0))
+    ).to(torch.device("cuda"))
     _bias(new, layer)
     return new
 
@@ -271,7 +271,7 @@ def _eight_bit(bitsandbytes: ModuleType, layer: torch.nn.Linear, case: Case) -> 
         device="meta",
     )
     new.weight = bitsandbytes.nn.Int8Params(_host(layer.weight), requires_grad=False, has_fp16_weights=False).to(
-        torch.device("cuda", 0)
+        torch.device("cuda")
     )
     _bias(new, layer)
     return new

@@ -359,3 +359,25 @@ def test_groups_of_a_bound_device_are_bound_and_split(tmp_path: Path) -> None:
     groups = "cuda:2[0, 1, 2, 3] cuda:2[0, 2] cuda:2[2, 3] cuda:2[2, 3] cuda:2[0, 1, 2]"
     assert done.stdout == f"{groups}\n4 nccl\n", done.stderr
     assert "barrier(): using the device under current context" not in done.stderr
+
+
+SPLIT = """
+import torch
+first, second = torch.nn.Linear(64, 64).to("cuda:0"), torch.nn.Linear(64, 64).to("cuda:1")
+second(first(torch.ones(2, 64, device="cuda:0")).to("cuda:1")).sum().backward()
+"""
+
+
+def test_a_second_gpu_is_refused_where_there_is_one_and_told_where_it_is_another_ranks(tmp_path: Path) -> None:
+    """One process that works on several GPUs has them all on one here, which nobody may take for an answer."""
+    program = folder_of(tmp_path, {"train.py": SPLIT, "set.py": "import torch\ntorch.cuda.set_device(1)\n"})
+    for name in ("train.py", "set.py"):
+        done = record(program, "--steps", "all", name)
+        assert done.returncode == 1
+        assert "CUDA error: invalid device ordinal" in done.stderr
+        assert "one process that works on several GPUs (DataParallel, device_map) is not recorded" in done.stderr
+    done = record(program, "--steps", "all", "--nproc-per-node", "2", "--ranks", "0", "train.py")
+    assert done.returncode == 0, done.stderr
+    assert "train.py:4 (<module>) asks for cuda:1, another rank's GPU" in done.stderr
+    done = record(program, "--steps", "all", "--nproc-per-node", "2", "--ranks", "1", "set.py")
+    assert (done.returncode, "another rank's GPU" in done.stderr) == (0, False), done.stderr
