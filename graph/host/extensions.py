@@ -114,15 +114,14 @@ def _standing(runtime: Runtime) -> Mapping[str, ModuleType]:
             for name, functions in stand_in.functions().items():
                 if importlib.util.find_spec(name) is None:
                     made[name] = ModuleType(name, stand_in.__doc__)
-                    said = _TAKEN.get(name, "")
-                    vars(made[name]).update({way: _told(runtime, said, functions[way]) for way in functions})
+                    said = _TAKEN.get(name)
+                    told = {} if said is None else {way: _told(runtime, said, functions[way]) for way in functions}
+                    vars(made[name]).update(told or functions)
     return made
 
 
 def _told(runtime: Runtime, said: str, function: Callable[..., object]) -> Callable[..., object]:
     """The function, of which the report says something where it is used."""
-    if not said:
-        return function
 
     @functools.wraps(function)
     def called(*args: object, **kwargs: object) -> object:

@@ -80,7 +80,8 @@ def _indexed(source: torch.Tensor, given: Sequence[torch.Tensor | None]) -> tupl
     places = [place for place, index in enumerate(given) if index is not None]
     tensors = [index for index in given if index is not None]
     together = broadcast_shapes(*map(shape, tensors))
-    indices = [_likeness(index).expand(together) for index in tensors]
+    unread = [torch.empty_strided(index.size(), index.stride(), device="meta") for index in tensors]
+    indices = [index.expand(together) for index in unread]
     apart = places[-1] - places[0] >= len(places)
     order = sorted(range(source.dim()), key=lambda place: place not in places) if apart else range(source.dim())
     before = 0 if apart else places[0]
@@ -93,10 +94,6 @@ def _indexed(source: torch.Tensor, given: Sequence[torch.Tensor | None]) -> tupl
     if any(one.stride() != operands[0].stride() for one in operands):  # on CUDA they are made to step alike
         operands = [one.contiguous() for one in operands]
     return _dense(sizes, [restrided, *(_expanded(one, sizes) for one in operands)])
-
-
-def _likeness(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.empty_strided(tensor.size(), tensor.stride(), device="meta")
 
 
 def _ordered(operands: Sequence[torch.Tensor]) -> tuple[int, ...]:
