@@ -20,7 +20,7 @@ import time
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol, SupportsIndex
 
 import torch
 import torch._dynamo  # optimizers import it: not under a torch.cuda that is ours
@@ -33,10 +33,10 @@ from graph.fake_cuda import stubs as fake_stubs
 from graph.fake_cuda.kernels import Kernels, Kind
 from graph.fake_cuda.marks import remember
 from graph.fake_cuda.memory import ADDRESS_BITS, Memory, ignore
-from graph.fake_cuda.operators import composed, rnn, sparse
+from graph.fake_cuda.operators import composed, places, rnn, sparse
 from graph.fake_cuda.operators.deterministic import deterministic
 from graph.fake_cuda.operators.native import names, operator
-from graph.fake_cuda.torch_private import interpreted_groups, next_sequence_number
+from graph.fake_cuda.torch_private import current_device, interpreted_groups, next_sequence_number, set_device
 from graph.fake_cuda.values import Values
 from graph.hardware.profile import Profile
 from graph.user_code import ending, holding, passing, reader
@@ -83,16 +83,24 @@ _Stream, _stream_of_thread, _set_stream = torch.Stream, torch._C._accelerator_ge
 
 
 class Runtime:
-    """The device that is not there."""
+    """The device that is not there, or several of one process."""
 
-    def __init__(self, profile: Profile, allocator: Allocator | None = None, index: int = 0, count: int = 1) -> None:
+    def __init__(
+        self,
+        profile: Profile,
+        allocator: Allocator | None = None,
+        index: int = 0,
+        count: int = 1,
+        others: Sequence[Allocator] = (),
+    ) -> None:
         self.profile = profile
-        self.allocator = allocator
-        self.device = torch.device("cuda", index)
+        self.allocators = () if allocator is None else (allocator, *others)
+        self.several = bool(others)
         self.count = count
         self.initialized = False  # whether the program has asked for what initializes CUDA; its tensors do, too
+        self._index = index
         self.memory = Memory()
-        self.memory.index = index
+        self.memory.index = None if others else index
         self._observer: Observer | None = None
         self.assumptions: dict[str, int] = {}
         self.values = Values(self.storage, self.memory.values, self._size)
@@ -104,8 +112,8 @@ class Runtime:
         self.truth = True  # what booleans read from the device are, where they have no value
         self.nonzero: Callable[[torch.Tensor], int] = torch.Tensor.numel  # how many elements are not 0, likewise
         self.host_copies_keep = False  # whether a copy from the device leaves a tensor on the host as it is
-        self.default_stream: Any = None
-        self._streams: dict[int, Any] = {}
+        self.default_streams: list[Any] = []  # of each GPU of this process
+        self._streams: dict[tuple[int, int], Any] = {}  # that were current, by device and number
         self.main_thread = threading.get_ident()
         self.points = fake_stubs.Points()
         self.captured: set[int] = set()  # streams that a CUDA graph is captured of
@@ -114,6 +122,30 @@ class Runtime:
         self.synchronizations: Callable[[], None] | None = None
         self.emptied: Callable[[], None] | None = None
         self._libraries: list[Any] = []
+
+    @property
+    def allocator(self) -> Allocator | None:
+        """Who serves the GPU that is current on this thread."""
+        return self.allocators[self.index if self.several else 0] if self.allocators else None
+
+    @property
+    def index(self) -> int:
+        """The number of the GPU that is current on this thread."""
+        return current_device() if self.several else self._index
+
+    @property
+    def device(self) -> torch.device:
+        """The GPU that is current on this thread."""
+        return torch.device("cuda", self.index)
+
+    def named(self, device: Any) -> torch.device:
+        """The GPU that a program names (None, or a device without a number: the current one); where this process has
+        one GPU, that one."""
+        if isinstance(device, SupportsIndex):
+            place = torch.device("cuda", int(device)) if int(device) >= 0 else self.device
+        else:
+            place = torch.device("cuda" if device is None else device)
+        return place if self.several and place.index is not None else self.device
 
     @property
     def observer(self) -> Observer | None:
@@ -128,16 +160,23 @@ class Runtime:
     @property
     def stream(self) -> Any:
         """The stream that is current on this thread; autograd's thread goes to the stream of each forward operator."""
-        if not self._streams:
-            return self.default_stream
-        number = _stream_of_thread(self.device.index).stream_id
-        return self._streams.get(number, self.default_stream)
+        return self.stream_of(self.index) if self._streams else self.default_stream
 
     @stream.setter
     def stream(self, stream: Stream) -> None:
         if self._streams or stream.stream_id:
-            self._streams[stream.stream_id] = stream
-            _set_stream(_Stream(stream_id=stream.stream_id, device_index=self.device.index, device_type=1))
+            self._streams[stream.device_index, stream.stream_id] = stream
+            _set_stream(_Stream(stream_id=stream.stream_id, device_index=stream.device_index, device_type=1))
+
+    def stream_of(self, index: int) -> Any:
+        """The stream that is current on this thread for GPU `index`."""
+        number = _stream_of_thread(index).stream_id if self._streams else 0
+        return self._streams.get((index, number), self.default_streams[index if self.several else 0])
+
+    @property
+    def default_stream(self) -> Any:
+        """The default stream of the GPU that is current on this thread."""
+        return self.default_streams[current_device() if self.several else 0]
 
     @staticmethod
     def storage(tensor: torch.Tensor) -> int:
@@ -210,22 +249,23 @@ class Runtime:
         return self.values.number if tensor.dtype.is_floating_point else self.values.integer(tensor)
 
     def asked_for(self, device: Any) -> None:
-        """A program names a GPU (a number, a name or a device): one that is not there, as CUDA says, or another rank's,
-        whose memory counts as this rank's. With one visible GPU, that is number 0, whichever it is.
+        """A program names a GPU (a number, a name or a device): one of this process's, one that is not there, as CUDA
+        says, or another rank's, whose memory counts as this rank's. With one visible GPU, that is number 0, whichever
+        it is.
         """
         named = torch.device(device) if isinstance(device, str) else device
         index = named if isinstance(named, int) else getattr(named, "index", None)
-        if index in (None, -1, self.device.index) or self.allocator is None:
-            return
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-        if not index and visible and "," not in visible:
+        if index is None or index < 0 or not self.allocators:
             return
         if index >= self.count:
             raise getattr(torch, "AcceleratorError", RuntimeError)("CUDA error: invalid device ordinal")
-        self.note(
-            f"{reader()} asks for cuda:{index}, another rank's GPU: what it has there counts as on {self.device}, this "
-            "rank's. One process that works on several GPUs is not recorded"
-        )
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+        alone = not index and visible and "," not in visible
+        if not self.several and index != self.index and not alone:
+            self.note(
+                f"{reader()} asks for cuda:{index}, another rank's GPU: what it has there counts as on {self.device}, "
+                "this rank's. --visible-gpus gives several GPUs to one process, of a program without ranks"
+            )
 
     def note(self, what: str) -> None:
         """Count an assumption once more."""
@@ -264,7 +304,8 @@ class Runtime:
         """Put `kernel` in place of operator `name` (`aten::scaled_dot_product_attention`) at these dispatch keys, while
         the runtime lasts. At "AutogradCUDA" it is called above autograd and below autocast."""
         space, _, rest = name.rpartition("::")
-        self.register([(rest, key, kernel) for key in keys], space or "aten")
+        placed = places.on_its_device(kernel) if self.several else kernel
+        self.register([(rest, key, placed if key == "CUDA" else kernel) for key in keys], space or "aten")
 
     def register(self, kernels: list[tuple[str, str, Callable[..., Any]]], space: str = "aten") -> None:
         """The same of many operators of a library, each given as (name in it, dispatch key, kernel)."""
@@ -284,19 +325,24 @@ _taken: list[int] = []  # numbers of nodes, by starting autograd on this thread
 
 @contextlib.contextmanager
 def fake_cuda(
-    profile: Profile, allocator: Allocator | None = None, index: int = 0, count: int = 1
+    profile: Profile,
+    allocator: Allocator | None = None,
+    index: int = 0,
+    count: int = 1,
+    others: Sequence[Allocator] = (),
 ) -> Iterator[Runtime]:
     """This process as a CUDA build on the GPU of `profile`.
 
     All tensors are on the GPU of number `index` (0 to 7), of `count` that the process sees. `allocator` answers what
     programs ask of PyTorch's caching allocator (`graph.fake_cuda.served`); the observer tells it what is allocated.
+    With `others`, those of GPUs 1 to count-1, the process has its tensors on several, of which it begins on 0.
 
     Raises UnsupportedTorch if the installed PyTorch cannot be used so, and CaptureError if autograd's threads have
     started in this process without one for CUDA.
     """
     if _active:
         raise CaptureError("a fake CUDA device is in use already; leave it before making another")
-    runtime = Runtime(profile, allocator, index, count)
+    runtime = Runtime(profile, allocator, index, count, others)
     with contextlib.ExitStack() as stack:
         _active.append(runtime)
         stack.callback(_active.clear)
@@ -431,12 +477,13 @@ def _hooks(runtime: Runtime) -> Iterator[None]:
     before = hooks[0]
     count = max(slots.values()) + 1
     table = (ctypes.c_void_p * count)(*(ctypes.c_void_p * count).from_address(before))
-    answers = _answers(runtime.profile) | {"isPinnedPtr": _zero if runtime.allocator is None else _one}
+    answers = _answers(runtime.profile) | {"isPinnedPtr": _one if runtime.allocators else _zero}
     if runtime.count > 1:
-        number, count = runtime.device.index, runtime.count
-        answers |= dict.fromkeys(("deviceCount", "getNumGPUs"), _callback_type(lambda: count))
-        answers["getDeviceFromPtr"] = _callback_type(lambda: 1 | number << 8)
-        answers |= dict.fromkeys(_CURRENT, _callback_type(lambda: number))
+        answers |= dict.fromkeys(("deviceCount", "getNumGPUs"), _callback_type(lambda: runtime.count))
+        answers["getDeviceFromPtr"] = _callback_type(lambda: 1 | runtime.index << 8)
+        answers |= dict.fromkeys(_CURRENT, _callback_type(lambda: runtime.index))
+    if runtime.several:
+        answers |= dict.fromkeys(_CHANGING, _changing)
     missing = sorted(answers.keys() - slots.keys() - _LATER)
     if missing:
         raise UnsupportedTorch(f"PyTorch {torch.__version__}: its CUDA hooks have no {', '.join(missing)}")
@@ -455,6 +502,19 @@ def _hooks(runtime: Runtime) -> Iterator[None]:
 _LATER: Final = frozenset({"isAvailable", "isBuilt", "versionRuntimeCuDNN"})
 #: Hooks that give the number of the device that is current.
 _CURRENT: Final = ("getCurrentDevice", "exchangeDevice", "maybeExchangeDevice", "current_device")
+#: Those that make another one current.
+_CHANGING: Final = ("setCurrentDevice", "exchangeDevice", "maybeExchangeDevice")
+
+
+def _changed(hooks: int, index: int) -> int:
+    """The GPU of this number becomes the current one, if it is one; the answer is the one before."""
+    before = current_device()
+    if index >= 0:
+        set_device(index)
+    return before
+
+
+_changing = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_void_p, ctypes.c_int8)(_changed)
 
 
 def _answers(profile: Profile) -> dict[str, Any]:
@@ -548,12 +608,13 @@ def _pinned(tensor: torch.Tensor, device: object = None) -> torch.Tensor:
 def _kernels(runtime: Runtime) -> Iterator[None]:
     """Our kernels for every operator that has one in a CUDA build."""
     kernels = Kernels(runtime)
-    wrapped = served.unwound if runtime.allocator is not None else lambda kernel: kernel
+    wrapped = served.unwound if runtime.allocators else lambda kernel: kernel
 
     def kernel(name: str) -> Callable[..., Any]:
         func = operator(name)
         plain = composed.bounded(runtime, name, composed.succeeding(runtime, func, kernels.of(name)))
-        return wrapped(deterministic(func, plain))
+        found = deterministic(func, plain)
+        return wrapped(places.on_one_device(func, places.on_its_device(found)) if runtime.several else found)
 
     try:
         runtime.register([("_pin_memory", "CPU", _pinned), *((name, "CUDA", kernel(name)) for name in names())])

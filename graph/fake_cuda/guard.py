@@ -12,8 +12,9 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 #: A c10::Device is type and index, a byte each; a c10::Stream the device and, in the next word, its number. A thread
-#: has its device's index and its stream's number under a key of its own.
+#: has its device's index under a key of its own, and the number of its stream on each device.
 _CODE: Final = """
+@streams = constant [8 x i32] [STREAMS]
 declare i64 @pthread_getspecific(i32)
 declare i32 @pthread_setspecific(i32, i64)
 define i64 @none() { ret i64 0 }
@@ -43,8 +44,17 @@ define {i64, i64} @getDefaultStream(i64 %self, i16 %device) {
   %stream = insertvalue {i64, i64} {i64 0, i64 0}, i64 %word, 0
   ret {i64, i64} %stream
 }
+define i32 @stream(i64 %device) {
+  %high = lshr i64 %device, 8
+  %index = and i64 %high, 7
+  %place = getelementptr [8 x i32], [8 x i32]* @streams, i64 0, i64 %index
+  %key = load i32, i32* %place
+  ret i32 %key
+}
 define {i64, i64} @getStream(i64 %self, i16 %device) {
-  %number = call i64 @pthread_getspecific(i32 STREAM)
+  %word = zext i16 %device to i64
+  %key = call i32 @stream(i64 %word)
+  %number = call i64 @pthread_getspecific(i32 %key)
   %default = call {i64, i64} @getDefaultStream(i64 %self, i16 %device)
   %stream = insertvalue {i64, i64} %default, i64 %number, 1
   ret {i64, i64} %stream
@@ -52,7 +62,8 @@ define {i64, i64} @getStream(i64 %self, i16 %device) {
 define {i64, i64} @exchangeStream(i64 %self, i64 %device, i64 %number) {
   %short = trunc i64 %device to i16
   %before = call {i64, i64} @getStream(i64 %self, i16 %short)
-  %ignored = call i32 @pthread_setspecific(i32 STREAM, i64 %number)
+  %key = call i32 @stream(i64 %device)
+  %ignored = call i32 @pthread_setspecific(i32 %key, i64 %number)
   ret {i64, i64} %before
 }
 """
@@ -64,6 +75,14 @@ _FUNCTIONS: Final[Mapping[str, str]] = {
     **dict.fromkeys(("type", "queryEvent", "queryStream"), "one"),
 }
 _engine: list[Any] = []
+_DEVICES: Final = 8
+
+
+def _key() -> int:
+    """A key under which every thread has a word of its own."""
+    key = ctypes.c_uint()
+    ctypes.CDLL(None).pthread_key_create(ctypes.byref(key), None)
+    return key.value
 
 
 def functions(names: Mapping[str, int]) -> Any:
@@ -72,11 +91,8 @@ def functions(names: Mapping[str, int]) -> Any:
 
     llvm.initialize_native_target()
     llvm.initialize_native_asmprinter()
-    keys = {word: ctypes.c_uint() for word in ("DEVICE", "STREAM")}
-    code = _CODE
-    for word, key in keys.items():
-        ctypes.CDLL(None).pthread_key_create(ctypes.byref(key), None)
-        code = code.replace(word, str(key.value))
+    streams = ", ".join(f"i32 {_key()}" for _ in range(_DEVICES))
+    code = _CODE.replace("STREAMS", streams).replace("DEVICE", str(_key()))
     engine = llvm.create_mcjit_compiler(
         llvm.parse_assembly(code), llvm.Target.from_default_triple().create_target_machine()
     )

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import empty  # not what a program puts in its place
 
-from graph.fake_cuda.torch_private import BY_CPU_KERNEL, from_dlpack, mark_zero
+from graph.fake_cuda.torch_private import BY_CPU_KERNEL, current_device, from_dlpack, mark_zero
 from traces.forks import locking
 
 #: A storage has this much of the address space to itself (256 GiB); larger ones take several slots.
@@ -171,7 +171,7 @@ class Memory:
     """
 
     def __init__(self) -> None:
-        self.index = 0  # of the device
+        self.index: int | None = 0  # of the GPU; None: of that which is current on the thread
         self.freed: Callable[[int], None] = ignore
         self.live: dict[int, int] = {}
         self.values: dict[int, torch.UntypedStorage] = {}  # what storages hold, of those that have values
@@ -227,7 +227,7 @@ class Memory:
         record = layout._record
         record.data = number << ADDRESS_BITS
         record.owner = None if life is None else id(life)
-        record.device_id = self.index
+        record.device_id = current_device() if self.index is None else self.index
         if life is not None:
             _keep(life)
         place: int = _take(_RECORD_BYTES)

@@ -7,7 +7,7 @@ here. The allocator itself is not of this package: `Allocator` says what it must
 from __future__ import annotations
 
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Final, Protocol
 
 import torch
@@ -117,11 +117,25 @@ class Allocator(Protocol):
         """Free bytes of the device, and all."""
 
 
-def changes(allocator: Allocator) -> list[tuple[Any, str, Any]]:
-    """Owner, name and function of what is to be replaced in PyTorch, for `allocator` to answer."""
+def changes(allocators: Sequence[Allocator]) -> list[tuple[Any, str, Any]]:
+    """Owner, name and function of what is to be replaced in PyTorch, for allocators to answer: that of this process's
+    GPU, or those of its GPUs by number."""
 
-    def of_device(ask: Callable[[], Any]) -> Callable[..., Any]:
-        return lambda *device: ask()
+    def of(device: object = None) -> Allocator:
+        if len(allocators) == 1:
+            return allocators[0]
+        index = device if isinstance(device, int) else getattr(device, "index", None)
+        return allocators[torch.cuda.current_device() if index is None else index]
+
+    def of_device(ask: Callable[[Allocator], Any]) -> Callable[..., Any]:
+        return lambda *device: ask(of(*device))
+
+    def each(tell: Callable[[Allocator], object]) -> Callable[[], None]:
+        def told() -> None:
+            for allocator in allocators:
+                tell(allocator)
+
+        return told
 
     def record(
         enabled: str | None, context: object, stacks: object, most: int, clear: bool = False, *rest: object
@@ -129,35 +143,42 @@ def changes(allocator: Allocator) -> list[tuple[Any, str, Any]]:
         limits = {"all": most, "state": 1, None: 0}
         if enabled not in limits:
             raise RuntimeError("expected state to be 'state', 'all', or None")
-        allocator.record_history(limits[enabled], clear=clear)
+        each(lambda allocator: allocator.record_history(limits[enabled], clear=clear))()
 
     def record_legacy(
         enabled: bool, context: object, most: int, stacks: object, native: object, clear: bool = False, *rest: object
     ) -> None:
-        allocator.record_history(most if enabled else 0, clear=clear)
+        each(lambda allocator: allocator.record_history(most if enabled else 0, clear=clear))()
 
     def attach(observer: Callable[[int, int, int, int], object]) -> None:
-        allocator.observe(lambda asked, most, free: observer(torch.cuda.current_device(), asked, most, free))
+        def failed(asked: int, most: int, free: int) -> None:
+            observer(torch.cuda.current_device(), asked, most, free)
+
+        each(lambda allocator: allocator.observe(failed))()
 
     def snapshot(pool: tuple[int, ...] | None = None) -> dict[str, Any]:
         """Of a pool, or of all (None, or (0, 0)); newer releases say with a third number if they want the history."""
-        found = allocator.snapshot()
-        index = torch.cuda.current_device()
-        made = found["device_traces"][0]
-        found["device_traces"] = [made if number == index else [] for number in range(torch.cuda.device_count())]
+        found = allocators[0].snapshot()
+        first = torch.cuda.current_device() if len(allocators) == 1 else 0
+        made = {first: found["device_traces"][0]}
         for segment in found["segments"]:
-            segment["device"] = index
+            segment["device"] = first
+        for index, allocator in enumerate(allocators[1:], 1):
+            more = allocator.snapshot()
+            made[index] = more["device_traces"][0]
+            found["segments"] += [{**segment, "device": index} for segment in more["segments"]]
+        found["device_traces"] = [made.get(number, []) for number in range(torch.cuda.device_count())]
         if pool is not None and any(pool[:2]):
             found["segments"] = [one for one in found["segments"] if one["segment_pool_id"] == pool[:2]]
         return found
 
     answers: dict[str, Any] = {
-        "_cuda_memoryStats": of_device(allocator.statistics),
-        "_cuda_resetPeakMemoryStats": of_device(allocator.reset_peak),
-        "_cuda_resetAccumulatedMemoryStats": of_device(allocator.reset_accumulated),
-        "_cuda_emptyCache": allocator.empty_cache,
-        "_cuda_setMemoryFraction": lambda fraction, device=0: allocator.set_fraction(fraction),
-        "_cuda_getMemoryFraction": lambda device=0: allocator.fraction,
+        "_cuda_memoryStats": of_device(lambda allocator: allocator.statistics()),
+        "_cuda_resetPeakMemoryStats": of_device(lambda allocator: allocator.reset_peak()),
+        "_cuda_resetAccumulatedMemoryStats": of_device(lambda allocator: allocator.reset_accumulated()),
+        "_cuda_emptyCache": each(lambda allocator: allocator.empty_cache()),
+        "_cuda_setMemoryFraction": lambda fraction, device=None: of(device).set_fraction(fraction),
+        "_cuda_getMemoryFraction": lambda device=None: of(device).fraction,
         "_cuda_memorySnapshot": snapshot,
         "_cuda_record_memory_history": record,
         "_cuda_record_memory_history_legacy": record_legacy,
@@ -165,15 +186,15 @@ def changes(allocator: Allocator) -> list[tuple[Any, str, Any]]:
         "_cuda_getAllocatorBackend": lambda: "native",
         "_cuda_hostMemoryStats": dict,
         "_accelerator_isAllocatorInitialized": lambda: True,
-        "_accelerator_getDeviceStats": of_device(allocator.statistics),
-        "_accelerator_resetPeakStats": of_device(allocator.reset_peak),
-        "_accelerator_resetAccumulatedStats": of_device(allocator.reset_accumulated),
-        "_accelerator_emptyCache": allocator.empty_cache,
-        "_accelerator_getMemoryInfo": of_device(allocator.memory_info),
-        "_accelerator_setAllocatorSettings": allocator.set_conf,
+        "_accelerator_getDeviceStats": of_device(lambda allocator: allocator.statistics()),
+        "_accelerator_resetPeakStats": of_device(lambda allocator: allocator.reset_peak()),
+        "_accelerator_resetAccumulatedStats": of_device(lambda allocator: allocator.reset_accumulated()),
+        "_accelerator_emptyCache": each(lambda allocator: allocator.empty_cache()),
+        "_accelerator_getMemoryInfo": of_device(lambda allocator: allocator.memory_info()),
+        "_accelerator_setAllocatorSettings": lambda conf: each(lambda allocator: allocator.set_conf(conf))(),
     }
     runtime = types.SimpleNamespace(
-        cudaMemGetInfo=of_device(allocator.memory_info),
+        cudaMemGetInfo=of_device(lambda allocator: allocator.memory_info()),
         cudaProfilerStart=lambda: 0,
         cudaProfilerStop=lambda: 0,
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Collection, Iterator
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -31,6 +32,7 @@ from graph.fake_cuda.torch_private import (
 )
 from graph.workspaces import batch_norm
 from graph.workspaces.metadata import suggests_channels_last, tensors
+from traces.forks import locking
 
 if TYPE_CHECKING:
     from graph.fake_cuda.torch_private import Operator
@@ -65,6 +67,8 @@ class Shapes:
     def __init__(self) -> None:
         self._mode: FakeTensorMode | None = None
         self.asked = 0
+        self.lock: AbstractContextManager[Any]
+        locking(self)
 
     def infer(self, func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         """The fake outputs of `func`, and the fake keyword arguments it was called with.
@@ -72,6 +76,10 @@ class Shapes:
         Raises CaptureError if PyTorch has no rule for it, or if shapes depend on values, and what PyTorch raises where
         CUDA's kernel does not take these arguments.
         """
+        with self.lock:  # one thread at a time is in the mode
+            return self._infer(func, args, kwargs)
+
+    def _infer(self, func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         if self._mode is None:
             self._mode = FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=False)
         self.asked += 1

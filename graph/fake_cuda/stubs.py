@@ -17,9 +17,9 @@ from torch.distributions import Distribution
 from torch.profiler import ProfilerActivity
 
 from graph.fake_cuda import graphs, objects, sdpa, served
-from graph.fake_cuda.operators import rnn
+from graph.fake_cuda.operators import comm, rnn
 from graph.fake_cuda.operators.composed import jitted
-from graph.fake_cuda.torch_private import BINDINGS, JITTED, RAW_STREAM, RUN_BACKWARD, fake_tensor
+from graph.fake_cuda.torch_private import BINDINGS, JITTED, RAW_STREAM, RUN_BACKWARD, fake_tensor, set_device
 from graph.hardware.profile import STREAMS
 
 if TYPE_CHECKING:
@@ -46,11 +46,11 @@ class Stream:
             Stream._made = number % STREAMS
         self.stream_id = number
         self.cuda_stream = self.stream_id
-        self.device = self.runtime.device
+        self.device = self.runtime.device if device is None else self.runtime.named(device)
         self.device_index = self.device.index
         self.device_type = 1
         self.priority = priority
-        self._outside: list[Stream] = []  # what is current again when it is left
+        self._outside: list[_StreamContext] = []  # in which it is current
 
     def query(self) -> bool:
         """All is done."""
@@ -81,18 +81,20 @@ class Stream:
         return recorded
 
     def __enter__(self) -> Stream:
-        self._outside.append(self.runtime.stream)
-        self.runtime.stream = self
+        self._outside.append(_StreamContext(self))
+        self._outside[-1].__enter__()
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self.runtime.stream = self._outside.pop()
+        self._outside.pop().__exit__(*exc)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Stream) and other.stream_id == self.stream_id
+        if not isinstance(other, Stream):
+            return False
+        return (other.device_index, other.stream_id) == (self.device_index, self.stream_id)
 
     def __hash__(self) -> int:
-        return hash((Stream, self.stream_id))
+        return hash((Stream, self.device_index, self.stream_id))
 
 
 class Points:
@@ -229,32 +231,45 @@ class _Silent:
 
 
 class _Device:
-    """`torch.cuda.device`: only one device is in use."""
+    """`torch.cuda.device`; of a tensor, `torch.cuda.device_of`."""
 
     def __init__(self, device: object = None) -> None:
-        Stream.runtime.asked_for(device)
-        self.idx = self.prev_idx = Stream.runtime.device.index
+        place = device.device if isinstance(device, torch.Tensor) else device
+        Stream.runtime.asked_for(place)
+        self.idx = Stream.runtime.named(place).index
+        self.prev_idx = -1
 
     def __enter__(self) -> None:
-        pass
+        self.prev_idx = _exchange(Stream.runtime, self.idx)
 
     def __exit__(self, *exc: object) -> None:
-        pass
+        _exchange(Stream.runtime, self.prev_idx)
+
+
+def _exchange(runtime: Runtime, index: int) -> int:
+    """The GPU of this number is the current one, where the process has several (-1: as it is); the one before."""
+    before = runtime.index
+    if runtime.several and index >= 0 and index != before:
+        set_device(index)
+    return before
 
 
 class _StreamContext:
-    """`torch.cuda.stream(s)`."""
+    """`torch.cuda.stream(s)`: its GPU is current inside, too."""
 
     def __init__(self, stream: Stream | None) -> None:
         self.runtime, self.stream = Stream.runtime, stream
 
     def __enter__(self) -> None:
-        self.before = self.runtime.stream
         if self.stream is not None:
+            self.index = _exchange(self.runtime, self.stream.device_index)
+            self.before = self.runtime.stream
             self.runtime.stream = self.stream
 
     def __exit__(self, *exc: object) -> None:
-        self.runtime.stream = self.before
+        if self.stream is not None:
+            self.runtime.stream = self.before
+            _exchange(self.runtime, self.index)
 
 
 def _properties(runtime: Runtime) -> types.SimpleNamespace:
@@ -283,18 +298,6 @@ def _properties(runtime: Runtime) -> types.SimpleNamespace:
 
 def _nothing(*args: object, **kwargs: object) -> None:
     """A call that has no effect without a device."""
-
-
-def _scattered(
-    tensor: torch.Tensor, devices: list[int], sizes: list[int] | None, dim: int, streams: list[Stream | None] | None
-) -> list[torch.Tensor]:
-    """Parts of a tensor, each copied to its device on its stream (`scatter`, torch/csrc/cuda/comm.cpp)."""
-    parts = tensor.chunk(len(devices), dim) if sizes is None else tensor.split_with_sizes(sizes, dim)
-    found = []
-    for part, device, stream in zip(parts, devices, streams or [None] * len(devices), strict=False):
-        with _StreamContext(stream):
-            found.append(part.to(torch.device("cuda", device), non_blocking=True))
-    return found
 
 
 def _each(names: str, answer: Callable[..., Any]) -> dict[str, Callable[..., Any]]:
@@ -327,23 +330,33 @@ def attributes(runtime: Runtime) -> dict[str, Any]:
 def _attributes(runtime: Runtime) -> dict[str, Any]:
     card = runtime.profile
     Stream.runtime, Stream._made = runtime, 0
-    default, index = Stream(number=0), runtime.device.index
+    numbers = range(runtime.count) if runtime.several else [runtime.index]
+    runtime.default_streams = [Stream(device, number=0) for device in numbers]
     generator = objects.Generator("cuda")
-    runtime.default_stream = default
+
+    def choose(device: object) -> None:
+        runtime.asked_for(device)
+        _exchange(runtime, runtime.named(device).index)
+
+    def default_stream(device: object = None) -> Stream:
+        named = runtime.named(device).index
+        found: Stream = runtime.default_streams[named if runtime.several else 0]
+        return found
+
     quiet = "_lazy_init init ipc_collect set_rng_state set_rng_state_all manual_seed "
     quiet += "manual_seed_all seed seed_all _lazy_call"
     return {
         **_each(quiet, _nothing),
-        "set_device": runtime.asked_for,
+        "set_device": choose,
         "is_available": lambda: True,
         "is_initialized": lambda: runtime.initialized or runtime.memory.used,
         "_is_in_bad_fork": lambda: False,
         "is_current_stream_capturing": lambda: runtime.stream.stream_id in runtime.captured,
         "device_count": lambda: runtime.count,
         "_device_count_nvml": lambda: runtime.count,
-        "current_device": lambda: index,
-        "_exchange_device": lambda device: index,
-        "_maybe_exchange_device": lambda device: index,
+        "current_device": lambda: runtime.index,
+        "_exchange_device": lambda device: _exchange(runtime, device),
+        "_maybe_exchange_device": lambda device: _exchange(runtime, device),
         "device": _Device,
         "device_of": _Device,
         "_DeviceGuard": _Device,
@@ -361,8 +374,8 @@ def _attributes(runtime: Runtime) -> dict[str, Any]:
         "Event": Event,
         "ExternalStream": ExternalStream,
         "set_stream": lambda stream: setattr(runtime, "stream", stream),
-        "current_stream": lambda device=None: runtime.stream,
-        "default_stream": lambda device=None: default,
+        "current_stream": lambda device=None: runtime.stream_of(runtime.named(device).index),
+        "default_stream": default_stream,
         "stream": lambda stream: _StreamContext(stream),
         "StreamContext": _StreamContext,
         "get_stream_from_external": ExternalStream,
@@ -415,8 +428,7 @@ def _settled(run: Callable[..., Any]) -> Callable[..., Any]:
 @contextlib.contextmanager
 def patched(runtime: Runtime) -> Iterator[None]:
     """`torch.cuda` answers for `runtime`'s card while inside."""
-    allocator = runtime.allocator
-    answers = attributes(runtime) | (_unserved(runtime) if allocator is None else {})
+    answers = attributes(runtime) | ({} if runtime.allocators else _unserved(runtime))
     tried = collections.deque([10], maxlen=1)  # plans that cuDNN's benchmark tries at most (ATen/Context.h)
     changes: list[tuple[Any, str, Any]] = [(torch.cuda, name, answer) for name, answer in answers.items()]
     for part in ("memory", "random", "graphs", "streams"):
@@ -433,10 +445,9 @@ def patched(runtime: Runtime) -> Iterator[None]:
         (torch.version, "cuda", torch.version.cuda or "13.0"),
         (*RAW_STREAM, lambda device: 0),
         (BINDINGS, "_accelerator_deviceCount", lambda: runtime.count),
-        (BINDINGS, "_accelerator_getStream", lambda device: runtime.stream),
+        (BINDINGS, "_accelerator_getStream", lambda device: runtime.stream_of(runtime.named(device).index)),
         (BINDINGS, "_accelerator_setStream", lambda stream: setattr(runtime, "stream", stream)),
         (BINDINGS, "_is_flash_attention_available", lambda: True),
-        (BINDINGS, "_scatter", _scattered),
         (BINDINGS, "_show_config", lambda: _BUILT),
         (torch, "Stream", Stream),
         (torch, "Event", Event),
@@ -451,16 +462,19 @@ def patched(runtime: Runtime) -> Iterator[None]:
     changes += [(owner, name, _settled(getattr(owner, name))) for owner, name in RUN_BACKWARD]
     changes += [(Distribution, name, _valid(runtime, getattr(Distribution, name))) for name in _VALIDATING]
     changes += [(BINDINGS, name, answer) for name, answer in sdpa.answers(runtime.profile).items()]
+    changes += comm.changes()
     changes += _Storages(runtime).changes()
     changes += objects.changes()
-    changes += [] if allocator is None else [*served.changes(allocator), *graphs.changes(runtime, allocator)]
+    if runtime.allocators:
+        changes += [*served.changes(runtime.allocators), *graphs.changes(runtime, runtime.allocators[0])]
     before = [(target, name, vars(target).get(name, _ABSENT)) for target, name, _ in changes]
     try:
         for target, name, answer in changes:
             setattr(target, name, answer)
         yield
     finally:
-        runtime.stream = runtime.default_stream
+        for stream in runtime.default_streams:
+            runtime.stream = stream
         for target, name, old in reversed(before):
             if old is _ABSENT:
                 delattr(target, name)

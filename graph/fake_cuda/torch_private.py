@@ -52,6 +52,7 @@ __all__ = [
     "UnsupportedOperatorException",
     "alert_not_deterministic",
     "cudnn_rnn",
+    "current_device",
     "current_node",
     "fake_store",
     "fake_tensor",
@@ -71,6 +72,7 @@ __all__ = [
     "of_two_devices",
     "schemas",
     "sdpa_order",
+    "set_device",
     "set_excluded",
     "softmax_backward",
     "takes_numbers",
@@ -122,8 +124,6 @@ with _needed():
         FakeTensorMode,
         UnsupportedOperatorException,
     )
-    from torch._utils import _flatten_dense_tensors as flatten_dense
-    from torch._utils import _unflatten_dense_tensors as unflatten_dense
     from torch.cuda import jiterator
     from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils._python_dispatch import _disable_current_modes as without_modes
@@ -145,6 +145,9 @@ with _needed():
     next_sequence_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
     #: The number of the backward that runs on this thread, -1 outside of one.
     graph_task: Callable[[], int] = torch._C._current_graph_task_id
+    #: The GPU that is current on this thread, by number; and to make another one current.
+    current_device: Callable[[], int] = torch._C._accelerator_getDeviceIndex
+    set_device: Callable[[int], None] = torch._C._accelerator_setDeviceIndex
     #: A tensor of a DLPack capsule, which is taken over.
     from_dlpack: Callable[[Any], torch.Tensor] = torch._C._from_dlpack
     #: To call the CPU's kernel of an operator whatever its operands are.
@@ -170,6 +173,10 @@ with _needed():
     softmax_backward = torch._softmax_backward_data
     #: A function that `torch.cuda.jiterator` made of CUDA source.
     JITTED: Final[type[Any]] = jiterator._JittedFunction
+    #: Tensors of one dtype behind one another, and as views of what was made of them.
+    flatten_dense: Callable[[list[torch.Tensor]], torch.Tensor] = torch._utils._flatten_dense_tensors
+    unflatten_dense: Callable[[torch.Tensor, list[torch.Tensor]], list[torch.Tensor]]
+    unflatten_dense = torch._utils._unflatten_dense_tensors
     #: Sets all tensors of a list to zero.
     zero_all: Callable[[list[torch.Tensor]], None] = torch._foreach_zero_
 

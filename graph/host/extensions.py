@@ -66,8 +66,8 @@ _WAYS_OUT: Final = (
     ),
     (
         r"your machine only has|invalid device ordinal",
-        "record --nproc-per-node says how many GPUs the machine has, each with a rank of the program; one process that "
-        "works on several GPUs (DataParallel, device_map) is not recorded",
+        "record --nproc-per-node says how many GPUs the machine has, each with a rank of the program; --visible-gpus "
+        "how many one process works on (DataParallel, device_map)",
     ),
     (
         r"libcu\w+\.so|libnv\w+\.so|No CUDA runtime|CUDA_HOME|Unable to find CUDA|CUDAExtension",

@@ -23,6 +23,8 @@ _INVALID: Final = 2
 #: A driver for CUDA 13.0, and that number as NVML has it.
 _DRIVER: Final = b"580.65.06"
 _CUDA: Final = 13000
+#: The handle of GPU 0: others follow.
+_FIRST: Final = 1
 
 
 class Reference(Protocol):
@@ -71,9 +73,12 @@ def _count(runtime: Runtime, count: Reference) -> None:
     count._obj.value = runtime.count
 
 
-def _handle(runtime: Runtime, index: ctypes.c_uint | int, handle: object) -> int | None:
+def _handle(runtime: Runtime, index: ctypes.c_uint | int, handle: Reference) -> int | None:
     number = index if isinstance(index, int) else index.value
-    return None if 0 <= number < runtime.count else _INVALID
+    if not 0 <= number < runtime.count:
+        return _INVALID
+    ctypes.c_uint64.from_address(ctypes.addressof(handle._obj)).value = _FIRST + number
+    return None
 
 
 def _name(runtime: Runtime, handle: object, text: Text, length: object) -> None:
@@ -89,13 +94,16 @@ def _capability(runtime: Runtime, handle: object, major: Reference, minor: Refer
 
 
 def _memory(runtime: Runtime, handle: object, memory: Reference) -> None:
-    free, total = _free_and_all(runtime)
+    free, total = _free_and_all(runtime, handle)
     memory._obj.total, memory._obj.free, memory._obj.used = total, free, total - free
 
 
-def _free_and_all(runtime: Runtime) -> tuple[int, int]:
+def _free_and_all(runtime: Runtime, handle: Any) -> tuple[int, int]:
     total = runtime.profile.total_bytes
-    return (total - runtime.allocated(), total) if runtime.allocator is None else runtime.allocator.memory_info()
+    if not runtime.allocators:
+        return total - runtime.allocated(), total
+    number = (ctypes.cast(handle, ctypes.c_void_p).value or 0) - _FIRST if runtime.several else 0
+    return runtime.allocators[number].memory_info()
 
 
 def _driver(runtime: Runtime, text: Text, length: object) -> None:

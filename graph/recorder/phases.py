@@ -23,7 +23,6 @@ from torch.nn.modules import module as hooks
 from torch.optim import optimizer as optimizers
 from torch.utils.weak import WeakIdKeyDictionary
 
-from graph.fake_cuda.served import Allocator
 from graph.recorder.checkpoints import Saving
 from graph.recorder.phase_names import BACKWARD, EVALUATION, FORWARD, GENERATION, LOAD, OPTIMIZER, SAVING
 from graph.recorder.program import ProgramRecorder
@@ -36,17 +35,14 @@ class Finished(BaseException):
 
 
 class Phases:
-    """Follows a program: marks its phases for `allocator`, keeps the modules that run, notes what tensors are.
+    """Follows a program: marks its phases for `recorder`, keeps the modules that run, notes what tensors are.
 
     `enough` is asked after each step, with how many there were and whether every optimizer has stepped; the program is
     left by `Finished` where it says so.
     """
 
-    def __init__(
-        self, recorder: ProgramRecorder, allocator: Allocator, enough: Callable[[int, bool], bool] | None = None
-    ) -> None:
+    def __init__(self, recorder: ProgramRecorder, enough: Callable[[int, bool], bool] | None = None) -> None:
         self.recorder = recorder
-        self.allocator = allocator
         self.enough = enough
         self.steps = 0
         self.phase = LOAD
@@ -76,7 +72,7 @@ class Phases:
             stack.enter_context(
                 _around(torch, "save", lambda plain, *args, **named: self._saving(saving, *args, **named))
             )
-            stack.enter_context(Regions(self._region).followed())
+            stack.enter_context(Regions(self.recorder.region).followed())
             yield
 
     def begin(self, phase: int) -> None:
@@ -85,12 +81,9 @@ class Phases:
             if self.settle is not None:
                 self.settle()
             self.phase = phase
-            self.allocator.mark(phase, -1 if phase == LOAD else self.steps)
+            self.recorder.mark(phase, -1 if phase == LOAD else self.steps)
 
     # ------------------------------------------------------------------------------------------------------------
-
-    def _region(self, name: str, begins: bool) -> None:
-        self.allocator.region(self.recorder.labels.code(name), begins)
 
     def _enter(self, part: torch.nn.Module, args: object) -> None:
         stack = self.recorder.stacks.setdefault(threading.get_ident(), [])

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from graph.fake_cuda.operators.native import functional
-from graph.fake_cuda.torch_private import current_node
+from graph.fake_cuda.torch_private import current_device, current_node
 from graph.recorder.lines import NONE, Lines
 from graph.recorder.origins import Origins
 from graph.recorder.recorder import Memo
@@ -45,6 +45,8 @@ _MODULE: Final = (1 << _BITS) - 1
 #: Beside the sequences of a kind of call: what it takes in ns, and the code of its operator's name.
 _DURATION: Final = "ns"
 _CODE: Final = "code"
+#: A thread that is neither the main one nor autograd's.
+_OWN: Final = 2
 
 _grad_enabled: Final = torch.is_grad_enabled
 _deterministic: Final = torch.get_deterministic_debug_mode
@@ -68,8 +70,8 @@ def _ruled(func: Operator) -> str:
 class Labels:
     """What is known of each allocation, by its number: codes into the texts of `names`, and stacks of `lines`."""
 
-    def __init__(self, lines: Lines) -> None:
-        self.names: dict[str, int] = {}
+    def __init__(self, lines: Lines, names: dict[str, int] | None = None) -> None:
+        self.names: dict[str, int] = {} if names is None else names
         self.operator = array("i")
         self.module = array("i")
         self.stack = array("i")
@@ -84,8 +86,24 @@ class Labels:
         return self.names.setdefault(name, len(self.names))
 
 
+class Card:
+    """What is known of one GPU of the process."""
+
+    def __init__(self, index: int, allocator: Allocator, labels: Labels) -> None:
+        self.index = index
+        self.allocator = allocator
+        self.labels = labels
+        self.numbers: dict[int, int] = {}  # the device's number of a living storage -> the allocator's
+        self.state: dict[Any, Any] = {ENVIRONMENT: os.environ}  # of the workspace rules
+        self.workspaces: dict[tuple[str, int, int], int] = {}  # that stay: of what, thread and stream
+        self.cleared = 0  # how often they went
+        self.malloc = allocator.malloc
+        self.free: Callable[[int], None] = allocator.free
+
+
 class ProgramRecorder:
-    """Tells `allocator` what happens on the device of `runtime`. The program is run by the function of code `base`.
+    """Tells `allocator` what happens on the device of `runtime`, and `others` of further GPUs of this process. The
+    program is run by the function of code `base`.
 
     With a `price` operators take time, and it is told of kernels, collectives and what waits for what. `on_gpu`: what
     libraries take on a GPU alone is allocated too, else it is noted.
@@ -98,12 +116,15 @@ class ProgramRecorder:
         base: CodeType | None = None,
         price: Price | None = None,
         on_gpu: bool = False,
+        others: Sequence[Allocator] = (),
     ) -> None:
         rules()  # loaded now, while the names of our modules are ours
         self.runtime = runtime
-        self.allocator = allocator
         self.waits = 0  # of the host for the device
         self.labels = Labels(Lines(base))
+        further = (Labels(self.labels.lines, self.labels.names) for _ in others)
+        self.cards = [Card(0, allocator, self.labels)]  # by the number of the GPU, if there are several
+        self.cards += [Card(*card) for card in zip(range(1, 1 + len(others)), others, further, strict=True)]
         self.operators = 0  # that have run
         self.stacks: dict[int, list[int]] = {}  # by thread: codes of the modules that run, outermost first
         self.origins = Origins(0, lambda near: near & _MODULE)  # packed, as `_place` has it
@@ -112,14 +133,8 @@ class ProgramRecorder:
         self._written: tuple[int, int] | None = None  # operator and module of a buffer of compiled code
         self._main = _get_ident()
         self._here = self.labels.lines.here
-        self._state: dict[Any, Any] = {ENVIRONMENT: os.environ}  # of the workspace rules
-        self._workspaces: dict[tuple[str, int, int], int] = {}  # that stay: of what, thread and stream
-        self._cleared = 0  # how often they went
-        self._numbers: dict[int, int] = {}  # the device's number of a living storage -> the allocator's
-        self._malloc = allocator.malloc
-        self._free: Callable[[int], None] = allocator.free
-        self._record_stream = allocator.record_stream
-        self._held: list[int] | None = None  # frees that wait for others that came with them
+        self._several = bool(others)
+        self._held: list[tuple[int, int]] | None = None  # cards and frees that wait for others that came with them
         self._price = price
         self._on_gpu = on_gpu
         self._captured = 0  # nanoseconds of the CUDA graph that is captured
@@ -129,14 +144,26 @@ class ProgramRecorder:
     def number(self, tensor: torch.Tensor) -> int:
         """The allocation behind a device tensor (of its local part if it is distributed), -1 if it has none."""
         local = getattr(tensor, "_local_tensor", tensor)
-        return self._numbers.get(self.runtime.storage(local), -1) if local.is_cuda else -1
+        return self.allocation(self.runtime.storage(local)) if local.is_cuda else -1
 
     def categorize(self, tensor: object, category: str, title: str = "") -> None:
         """An allocation is found to be of a category, and has a name."""
         if isinstance(tensor, torch.Tensor) and (number := self.number(tensor)) >= 0:
-            self.labels.category[number] = self.labels.code(category)
+            local = getattr(tensor, "_local_tensor", tensor)
+            labels = self.cards[local.get_device() if self._several else 0].labels
+            labels.category[number] = labels.code(category)
             if title:
-                self.labels.title[number] = self.labels.code(title)
+                labels.title[number] = labels.code(title)
+
+    def mark(self, phase: int, step: int) -> None:
+        """A phase of the run begins."""
+        for card in self.cards:
+            card.allocator.mark(phase, step)
+
+    def region(self, name: str, begins: bool) -> None:
+        """A named part of the program begins, or ends."""
+        for card in self.cards:
+            card.allocator.region(card.labels.code(name), begins)
 
     def calls_backward(self) -> int:
         """The caller is to have autograd run. What `backward` was: to be put back afterwards."""
@@ -160,17 +187,19 @@ class ProgramRecorder:
         self.operators += 1
         current = self.runtime.stream
         stream = 0 if current is None else current.stream_id
-        thread = 0 if _get_ident() == self._main else 1
+        thread = 0 if _get_ident() == self._main else _OWN if current_node() is None else 1
+        card = self.cards[current_device() if self._several else 0]
         known = memo.note
         if known is None:
             known = memo.note = {}
         determined = _deterministic()
         filling = bool(determined and _memory.fill_uninitialized_memory)
-        mode = (len(born), stream << 2 | thread << 1 | _grad_enabled(), self._cleared, determined, filling)
+        here = stream << 3 | thread << 1 | _grad_enabled()
+        mode = (len(born), here, card.cleared << _BITS | card.index, determined, filling)
         steps = known.get(mode)
         if steps is None:
-            card, grad = self.runtime.profile, _grad_enabled()
-            call = Call(_ruled(func), args, kwargs, out, card, stream, thread, grad, self._state, determined, filling)
+            on, grad = self.runtime.profile, _grad_enabled()
+            call = Call(_ruled(func), args, kwargs, out, on, stream, thread, grad, card.state, determined, filling)
             steps = sequence(grown(call, plan(call), len(born) if _resizes(func) else 0), len(born))
             if all(step[0] not in (KEEP, EMPTY) for step in steps):
                 known[mode] = steps
@@ -183,7 +212,7 @@ class ProgramRecorder:
             code = known.get(_CODE)
             if code is None:
                 code = known[_CODE] = self.labels.code(str(func))
-            self._follow(steps, born, stream, self._place(thread, code))
+            self._follow(card, steps, born, stream, self._place(thread, code))
 
     def launched(self, name: str, args: Sequence[object], written: Sequence[bool]) -> None:
         """Compiled code launches a kernel, which moves its arguments once."""
@@ -194,7 +223,7 @@ class ProgramRecorder:
         if stream in self.runtime.captured:
             self._captured += duration
         else:
-            self.allocator.launch(self.labels.code(name), duration, stream)
+            self._card().allocator.launch(self.labels.code(name), duration, stream)
 
     def graph_captured(self, graph: int) -> None:
         """A CUDA graph has what was launched since the last one was captured; nothing of it has run."""
@@ -211,34 +240,46 @@ class ProgramRecorder:
 
     def freed(self, storage: int) -> None:
         """A storage has died (any thread)."""
-        number = self._numbers.pop(storage, -1)
-        if number >= 0:
-            if self.collecting:
-                self.labels.collected.append(number)
-            if self._held is None:
-                self._free(number)
-            else:
-                self._held.append(number)
+        for card in self.cards:
+            number = card.numbers.pop(storage, -1)
+            if number >= 0:
+                if self.collecting:
+                    card.labels.collected.append(number)
+                if self._held is None:
+                    card.free(number)
+                else:
+                    self._held.append((card.index, number))
 
     def clear_workspaces(self, stream: int = -1) -> None:
         """The workspaces that stay on a stream (-1: on any) are given back, and made anew where they are needed."""
-        for key in [key for key in self._workspaces if stream in (-1, key[-1])]:
-            del self._state[key]
-            self._cleared += 1
-            self._free(self._workspaces.pop(key))
+        for card in self.cards:
+            for key in [key for key in card.workspaces if stream in (-1, key[-1])]:
+                del card.state[key]
+                card.cleared += 1
+                card.free(card.workspaces.pop(key))
 
     def allocation(self, storage: int) -> int:
         """The allocation behind a storage, -1 if it has none."""
-        return self._numbers.get(storage, -1)
+        return self._holder(storage).numbers.get(storage, -1)
+
+    def _card(self) -> Card:
+        """The GPU that is current on this thread."""
+        return self.cards[current_device() if self._several else 0]
+
+    def _holder(self, storage: int) -> Card:
+        """The GPU that a storage is on; the current one if it is on none."""
+        return next((card for card in self.cards if storage in card.numbers), None) or self._card()
 
     def storages(self, allocations: set[int]) -> dict[int, int]:
-        """The storages of living allocations."""
-        return {number: storage for storage, number in self._numbers.items() if number in allocations}
+        """The storages of living allocations of the first GPU."""
+        return {number: storage for storage, number in self.cards[0].numbers.items() if number in allocations}
 
     def restored(self, freed: set[int], again: Mapping[int, int], storages: Mapping[int, int]) -> None:
-        """A pool got its blocks back: allocations that are gone, those that live again, whose storages these were."""
-        self._numbers = {storage: number for storage, number in self._numbers.items() if number not in freed}
-        labels = self.labels
+        """A pool of the first GPU got its blocks back: allocations that are gone, those that live again, whose storages
+        these were."""
+        card = self.cards[0]
+        card.numbers = {storage: number for storage, number in card.numbers.items() if number not in freed}
+        labels = card.labels
         for old, new in again.items():
             for column in (labels.operator, labels.module, labels.stack):
                 column.append(column[old])
@@ -246,60 +287,66 @@ class ProgramRecorder:
                 if old in known:
                     known[new] = known[old]
             if old in storages:
-                self._numbers[storages[old]] = new
+                card.numbers[storages[old]] = new
 
     def resized(self, storage: int, size: int) -> None:
         """A storage has now `size` bytes: the new memory is there before the old one goes (`Recorder.resized`)."""
-        old = self._numbers.pop(storage, -1)
+        card = self._holder(storage)
+        old = card.numbers.pop(storage, -1)
         if size:
             stream = self._stream()
             place = self._place(int(_get_ident() != self._main), self.labels.code("resize_"))
-            self._numbers[storage] = self._allocate(size, stream, place)
+            card.numbers[storage] = self._allocate(card, size, stream, place)
         if old >= 0:
-            self._free(old)
+            card.free(old)
 
     def scratch(self, library: str, size: int) -> None:
         """A library takes bytes here on a GPU, for the time of a call."""
         if size:
             place = self._place(int(_get_ident() != self._main), self.labels.code(library))
-            ident = self._workspace(library, 0, self._stream(), place, size)
+            card = self._card()
+            ident = self._workspace(card, library, 0, self._stream(), place, size)
             assert ident is not None
-            self._free(ident)
+            card.free(ident)
 
     def record_stream(self, storage: int, stream: int) -> None:
         """A storage is in use on another stream."""
-        number = self._numbers.get(storage, -1)
+        card = self._holder(storage)
+        number = card.numbers.get(storage, -1)
         if number >= 0:
-            self._record_stream(number, stream)
+            card.allocator.record_stream(number, stream)
 
     def synchronize(self) -> None:
         """The host has waited for the device."""
         self.waits += 1
-        self.allocator.synchronize(-1)
+        for card in self.cards:
+            card.allocator.synchronize(-1)
 
     def reached(self, stream: int) -> None:
         """The host has waited for what `stream` had been given."""
         self.waits += 1
-        self.allocator.synchronize(stream)
+        for card in self.cards:
+            card.allocator.synchronize(stream)
 
     def wait_stream(self, stream: int, on: int) -> None:
         """`stream` waits for what stream `on` has been given so far."""
-        self.allocator.wait_stream(stream, on)
+        for card in self.cards:
+            card.allocator.wait_stream(stream, on)
 
     def collective(self, kind: str, group: str, size: int, stream: int = 0, runs: int | None = None) -> None:
         """A collective of `size` bytes starts (`Recorder.collective`); with `runs` nobody waits before `settle`."""
         if self._price is None:
             return
         if runs is not None:
-            self.allocator.wait_stream(runs, self._stream())
+            self._card().allocator.wait_stream(runs, self._stream())
             self._behind.add(runs)
         on = stream or self._stream() if runs is None else runs
-        self.allocator.collective(self.labels.code(kind), kind, group, size, on)
+        self._card().allocator.collective(self.labels.code(kind), kind, group, size, on)
 
     def settle(self) -> None:
         """A phase ends: its collectives are waited for."""
         while self._behind:
-            self.allocator.wait_stream(0, self._behind.pop())
+            self._card().allocator.wait_stream(0, self._behind.pop())
 
     # ------------------------------------------------------------------------------------------------------------
 
@@ -318,11 +365,11 @@ class ProgramRecorder:
             stack = self._here()
         module = modules[-1] if modules else -1
         if _grad_enabled():
-            self.origins.made(thread, stack + 1 << _BITS | module + 1)
+            self.origins.made(int(thread > 0), stack + 1 << _BITS | module + 1)
         return operator, module, stack
 
-    def _allocate(self, size: int, stream: int, place: Place, on_gpu: int = -1) -> int:
-        labels = self.labels
+    def _allocate(self, card: Card, size: int, stream: int, place: Place, on_gpu: int = -1) -> int:
+        labels = card.labels
         operator, module, stack = place
         if on_gpu >= 0 and self._on_gpu:
             size = on_gpu
@@ -331,42 +378,42 @@ class ProgramRecorder:
         labels.operator.append(operator)
         labels.module.append(module)
         labels.stack.append(stack)
-        return self._malloc(size, stream)
+        return card.malloc(size, stream)
 
-    def _workspace(self, name: str, size: int, stream: int, place: Place, on_gpu: int) -> int | None:
+    def _workspace(self, card: Card, name: str, size: int, stream: int, place: Place, on_gpu: int) -> int | None:
         """A workspace's number; None where there is no room for it, and the library does without."""
         try:
-            ident = self._allocate(size, stream, (self.labels.code(name), *place[1:]), on_gpu)
+            ident = self._allocate(card, size, stream, (self.labels.code(name), *place[1:]), on_gpu)
         except torch.OutOfMemoryError:
             if name != BY_CHOICE:
                 raise
             return None
-        self.labels.category[ident] = self.labels.code("workspace")
+        card.labels.category[ident] = self.labels.code("workspace")
         return ident
 
-    def _follow(self, steps: Steps, born: list[int], stream: int, place: Place) -> None:
+    def _follow(self, card: Card, steps: Steps, born: list[int], stream: int, place: Place) -> None:
         """Allocate and free as a call does. Where memory runs out, what the call has so far is given back."""
         slots: dict[int, int] = {}
         told: list[int] = []
         try:
             for action, slot, size, name, on_gpu in steps:
                 if action == BIRTH:
-                    self._numbers[born[slot]] = self._allocate(self.runtime.bytes(born[slot]), stream, place)
+                    card.numbers[born[slot]] = self._allocate(card, self.runtime.bytes(born[slot]), stream, place)
                     told.append(born[slot])
                 elif action == RELEASE:
                     if slot in slots:  # else there was no room for it
-                        self._free(slots.pop(slot))
+                        card.free(slots.pop(slot))
                 elif action == EMPTY:
-                    self.allocator.empty_cache()
-                elif (ident := self._workspace(name, size, stream, place, on_gpu)) is None:
+                    card.allocator.empty_cache()
+                elif (ident := self._workspace(card, name, size, stream, place, on_gpu)) is None:
                     continue
                 elif action == KEEP:
-                    self._workspaces[slot] = ident
+                    card.workspaces[slot] = ident
                 else:
                     slots[slot] = ident
         except torch.OutOfMemoryError:
             for ident in slots.values():
-                self._free(ident)
+                card.free(ident)
             for storage in reversed(told):
                 self.freed(storage)
             raise
@@ -377,12 +424,12 @@ class ProgramRecorder:
         clear = torch.clear_autocast_cache
 
         def ordered() -> None:
-            held: list[int] = []
+            held: list[tuple[int, int]] = []
             self._held = held
             clear()
             self._held = None
-            for number in sorted(held):
-                self._free(number)
+            for index, number in sorted(held):
+                self.cards[index].free(number)
 
         torch.clear_autocast_cache = ordered
         try:

@@ -33,7 +33,7 @@ from graph.workspaces.metadata import (
     strides,
     upper,
 )
-from graph.workspaces.rules import Call, Plan, Rule, Step, within
+from graph.workspaces.rules import THREADS, Call, Plan, Rule, Step, within
 
 if TYPE_CHECKING:
     import torch
@@ -93,13 +93,14 @@ def _settings(call: Call) -> Settings:
 
 
 def _stays(call: Call, kind: str, nbytes: int) -> list[Step]:
-    """The workspace of a handle that has none yet: a second thread's is there on a GPU alone, for in the recordings all
+    """The workspace of a handle that has none yet: another thread's is there on a GPU alone, for in the recordings all
     threads have one handle."""
-    key, other = ((kind, thread, call.stream) for thread in (call.thread, 1 - call.thread))
+    key = (kind, call.thread, call.stream)
     if key in call.state or not nbytes:
         return []
+    others = any((kind, thread, call.stream) in call.state for thread in THREADS)
     call.state[key] = nbytes
-    return [("keep", key, 0, nbytes)] if other in call.state else [("keep", key, nbytes)]
+    return [("keep", key, 0, nbytes)] if others else [("keep", key, nbytes)]
 
 
 def cublas(call: Call) -> tuple[list[Step], list[Step]]:

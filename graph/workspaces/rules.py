@@ -21,6 +21,8 @@ Step = tuple[Any, ...]
 Plan = tuple[Step, ...]
 #: `Call.deterministic` where what is not deterministic is an error.
 ENFORCED: Final = 2
+#: Threads that have libraries' handles of their own: the main one, autograd's, and one of the program's own.
+THREADS: Final = (0, 1, 2)
 #: The outputs that no step has named are born.
 REST: Final = ("rest",)
 #: What the allocator has cached is given back, as torch.cuda.empty_cache does.
@@ -31,8 +33,8 @@ EMPTY: Final = ("empty",)
 class Call:
     """One operator call on CUDA tensors: shapes, strides and dtypes are right, values are not there.
 
-    `name` is the overload's full name ("aten.mm.default"). `thread` is 0 for the main thread and 1 for autograd's
-    device thread, since cuBLAS handles are per thread. `state` lives as long as the capture: rules note in it which
+    `name` is the overload's full name ("aten.mm.default"). `thread` is one of THREADS, since cuBLAS handles are per
+    thread; those that a thread leaves, the next one takes. `state` lives as long as the capture: rules note in it which
     persistent workspaces exist. `deterministic`: torch.get_deterministic_debug_mode; `filling`: whether memory is then
     filled before it is written (torch.utils.deterministic.fill_uninitialized_memory).
     """

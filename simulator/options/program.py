@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -10,7 +11,7 @@ import click
 
 from graph.hardware.gpus import gpu as gpu_of
 from simulator.allocator.releases import parse_release
-from simulator.recording.request import REPEATS, Request
+from simulator.recording.request import DEVICES, REPEATS, Request
 from traces.errors import ConfigError
 
 #: What a word may be that begins a program: a script, Python, or a launcher.
@@ -18,6 +19,12 @@ _BEGINS: Final = ("torchrun", "accelerate", "accelerate-launch", "deepspeed")
 _OPTIONS: Final = (
     click.option("-m", "module", metavar="MODULE", help="Run a module, as `python -m MODULE ARGS...` does."),
     click.option("--nproc-per-node", metavar="N", type=click.IntRange(1), help="Ranks on a node, as torchrun's."),
+    click.option(
+        "--visible-gpus",
+        metavar="N",
+        type=click.IntRange(1, DEVICES),
+        help="GPUs that a program without ranks sees (default: as many as CUDA_VISIBLE_DEVICES names).",
+    ),
     click.option("--nnodes", metavar="N", type=click.IntRange(1), help="Nodes, as torchrun's."),
     click.option("--ranks", metavar="0,3-5|all", default="all", show_default=True, help="Ranks to run."),
     click.option("--steps", metavar="N|all", help="End after N optimizer steps (default: when two do the same)."),
@@ -28,7 +35,8 @@ _OPTIONS: Final = (
 
 #: Their names, and what they are where they are not given.
 PROGRAM_OPTIONS: Final[Mapping[str, Any]] = {
-    "module": None, "nproc_per_node": None, "nnodes": None, "ranks": "all", "steps": None, "interconnect": None,
+    "module": None, "nproc_per_node": None, "visible_gpus": None, "nnodes": None, "ranks": "all", "steps": None,
+    "interconnect": None,
 }  # fmt: skip
 
 
@@ -73,6 +81,7 @@ def request_of(
     *,
     module: str | None = None,
     nproc_per_node: int | None = None,
+    visible_gpus: int | None = None,
     nnodes: int | None = None,
     ranks: str = "all",
     steps: str | None = None,
@@ -97,6 +106,14 @@ def request_of(
     found = program_of(program, module, nproc_per_node)
     processes = nproc_per_node or found.processes
     world = processes * (nnodes or found.nodes)
+    launched = found.launched or nproc_per_node is not None
+    if visible_gpus is not None and (launched or world > 1):
+        raise ConfigError("--visible-gpus is for one process that works on several GPUs: ranks have one GPU each")
+    visible = 1 if launched or world > 1 else _visible(os.environ.get("CUDA_VISIBLE_DEVICES", ""))
+    if timed and (visible_gpus or visible) > 1:
+        raise ConfigError(
+            "--time is not there for one process on several GPUs: their streams would have to be timed together"
+        )
     chosen = sorted(range(world) if ranks == "all" else parse_ranks(ranks, range(world)))
     behaviour = parse_release(release)
     if alloc_conf is not None:
@@ -116,7 +133,8 @@ def request_of(
         processes=processes,
         environment=found.environment,
         local=found.local,
-        launched=found.launched or nproc_per_node is not None,
+        launched=launched,
+        gpus=visible_gpus or visible,
         begins=nproc_per_node is not None and not found.launched,
         interconnect=interconnect or "",
         watched=watched,
@@ -124,6 +142,11 @@ def request_of(
         timed=timed,
     )
     return request, chosen
+
+
+def _visible(devices: str) -> int:
+    """How many GPUs `CUDA_VISIBLE_DEVICES` names; 1 where it names none, or is not set."""
+    return min(len([name for name in devices.split(",") if name.strip()]) or 1, DEVICES)
 
 
 def _steps(text: str | None) -> int:

@@ -111,9 +111,9 @@ class LiveAllocator:
     """What `graph.fake_cuda.served.Allocator` asks for, by the compiled allocator of this project.
 
     `conf` are its settings (None: the environment's, when it is first used); `error` makes the exception that is raised
-    where memory runs out, which it never does with `endless`. Memory in use on another stream comes back at once; with
-    `late` when the host waits; with `times` when that stream has passed the point in simulated time. Collectives take
-    `times(kind, bytes, ranks)` ns, as if the others came when this rank does.
+    where memory runs out on the GPU of number `gpu`, which it never does with `endless`. Memory in use on another
+    stream comes back at once; with `late` when the host waits; with `times` when that stream has passed the point in
+    simulated time. Collectives take `times(kind, bytes, ranks)` ns, as if the others came when this rank does.
 
     Safe on several threads. Frees may come in the middle of another event, from Python's collector; they are served
     after it.
@@ -129,6 +129,7 @@ class LiveAllocator:
         late: bool = False,
         times: Times | None = None,
         endless: bool = False,
+        gpu: int = 0,
     ) -> None:
         self.device = device
         self._served = replace(device, total_bytes=ENDLESS) if endless else device
@@ -152,6 +153,7 @@ class LiveAllocator:
         self.told: History | None = None  # what snapshots have of the history
         self._observers: list[Callable[[int, int, int], object]] = []
         self._error = error
+        self._gpu = gpu
         self._machine: Machine | None = None
         self.lock: AbstractContextManager[Any]
         locking(self)
@@ -561,6 +563,7 @@ class LiveAllocator:
         asked, allowed, free = self._lacking()
         return out_of_memory(
             asked,
+            gpu=self._gpu,
             total=self.device.total_bytes,
             free=free,
             allowed=None if int(machine.memory[at.LIMIT]) < 0 else allowed,

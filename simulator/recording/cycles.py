@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Final
 
-from graph.recorder.program import ProgramRecorder
+from graph.recorder.program import Labels, ProgramRecorder
 from graph.user_code import place
 from traces.model import Int64Array
 from traces.units import format_bytes
@@ -34,9 +34,8 @@ def followed(recorder: ProgramRecorder) -> Iterator[None]:
         gc.callbacks.remove(told)
 
 
-def notice(recorder: ProgramRecorder, size: Int64Array) -> str:
+def notice(labels: Labels, size: Int64Array) -> str:
     """What the collector freed, of allocations of these sizes, and where most of that had come from; or nothing."""
-    labels = recorder.labels
     lines: Counter[str] = Counter()
     for number in labels.collected:
         leaf = labels.lines.leaf(labels.stack[number])

@@ -27,17 +27,18 @@ def format_size(size: int) -> str:
 
 
 def out_of_memory(
-    size: int, *, total: int, free: int, allowed: int | None, allocated: int, reserved: int, minor: int
+    size: int, *, gpu: int, total: int, free: int, allowed: int | None, allocated: int, reserved: int, minor: int
 ) -> str:
     """The text of torch.OutOfMemoryError for a request of `size` bytes, as rounded to what the driver was asked for.
 
-    `allowed` is the limit of set_per_process_memory_fraction, if there is one; `minor` that of PyTorch's release.
+    `gpu` is the GPU's number, `allowed` the limit of set_per_process_memory_fraction, if there is one; `minor` that of
+    PyTorch's release.
     """
     variable = "PYTORCH_ALLOC_CONF" if 10 <= minor < 13 else "PYTORCH_CUDA_ALLOC_CONF"
     page = _PAGE_FROM_2_13 if minor >= 13 else _PAGE
     limit = "" if allowed is None else f"{format_size(allowed)} allowed; "
     return (
-        f"CUDA out of memory. Tried to allocate {format_size(size)}. GPU 0 has a total capacity of "
+        f"CUDA out of memory. Tried to allocate {format_size(size)}. GPU {gpu} has a total capacity of "
         f"{format_size(total)} of which {format_size(free)} is free. {limit}Of the allocated memory "
         f"{format_size(allocated)} is allocated by PyTorch, and {format_size(reserved - allocated)}"
         f"{_ADVICE.format(variable=variable, page=page)}"

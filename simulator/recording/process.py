@@ -18,7 +18,7 @@ import signal
 import sys
 import threading
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -41,6 +41,7 @@ from graph.recorder.phases import Finished, Phases
 from graph.recorder.program import ProgramRecorder
 from graph.user_code import told
 from simulator.allocator.releases import parse_release
+from simulator.engine.ranks import format_ranks
 from simulator.recording import arguments, cycles
 from simulator.recording.allocator import LiveAllocator, warm_up
 from simulator.recording.durations import of_phases
@@ -48,8 +49,8 @@ from simulator.recording.exchange import Connection
 from simulator.recording.history import History
 from simulator.recording.prices import Prices
 from simulator.recording.repeats import Found, Progress, Repeats
-from simulator.recording.request import FACTS, FAULT, INTERRUPTED, REPEATS, TRACE, Request
-from simulator.recording.trace import trace_of
+from simulator.recording.request import DEVICES, FACTS, FAULT, INTERRUPTED, REPEATS, TRACE, Request
+from simulator.recording.trace import together, trace_of
 from strategies.timing.clock import LAUNCH_NS, Clock
 from traces.collecting import as_if_on
 from traces.model import Device
@@ -60,8 +61,6 @@ _OURS: Final = str(Path(__file__).resolve().parents[2])
 _DIE_WITH_PARENT: Final = 1
 #: What runs the code of a program's first module: the outermost frame that is not the program's.
 _BASE: Final[types.CodeType] = runpy._run_code.__code__  # type: ignore[attr-defined]
-#: So many devices of a node have numbers of their own (c10's FakeGuardImpl); ranks beyond have the first one's.
-_DEVICES: Final = 8
 
 
 def main(text: str, objects: int) -> int:
@@ -80,25 +79,33 @@ def main(text: str, objects: int) -> int:
     prices = Prices(Clock.connected(request.gpu, request.interconnect)) if request.timed else None
     if prices is not None:
         device = dataclasses.replace(device, launch_ns=LAUNCH_NS)
-    allocator = LiveAllocator(
-        device,
-        parse_release(request.release),
-        request.conf,
-        OutOfMemoryError,
-        late=request.late,
-        times=None if prices is None else prices.collective,
-        endless=request.endless,
-    )
+    index = request.local_rank if request.local_rank < DEVICES else 0
+    allocators = [
+        LiveAllocator(
+            device,
+            parse_release(request.release),
+            request.conf,
+            OutOfMemoryError,
+            late=request.late,
+            times=None if prices is None else prices.collective,
+            endless=request.endless,
+            gpu=gpu,
+        )
+        for gpu in range(index, index + request.gpus)
+    ]
+    allocator, *others = allocators
     card = dataclasses.replace(card, total_bytes=device.total_bytes)
-    index = request.local_rank if request.local_rank < _DEVICES else 0
-    with fake_cuda(card, allocator, index, min(request.processes, _DEVICES)) as runtime:
+    count = max(min(request.processes, DEVICES), request.gpus)
+    with fake_cuda(card, allocator, index, count, others) as runtime:
         sdpa.install(runtime)
         runtime.values.number = request.floats
-        recorder = ProgramRecorder(runtime, allocator, _BASE, None if prices is None else prices.kernel, request.on_gpu)
-        allocator.told = History(lambda: trace_of(allocator, recorder.labels, {}))
-        end = _End(request, allocator)
-        phases = Phases(recorder, allocator, end)
-        keeper = _Keeper(request, runtime, recorder, phases, allocator, end)
+        price = None if prices is None else prices.kernel
+        recorder = ProgramRecorder(runtime, allocator, _BASE, price, request.on_gpu, others)
+        for live, known in zip(allocators, recorder.cards, strict=True):
+            live.told = History(functools.partial(trace_of, live, known.labels, {}))
+        end = _End(request, allocators)
+        phases = Phases(recorder, end)
+        keeper = _Keeper(request, runtime, recorder, phases, allocators, end)
         runtime.observer = recorder
         runtime.synchronizations = recorder.synchronize
         folder = Path(request.folder)
@@ -150,12 +157,12 @@ def _stand_in(folder: Path) -> None:
 class _End:
     """When the program is left: after the steps that were asked for, or when they repeat."""
 
-    def __init__(self, request: Request, allocator: LiveAllocator) -> None:
+    def __init__(self, request: Request, allocators: Sequence[LiveAllocator]) -> None:
         self.notice = ""
         self._most = request.steps
-        self._repeats = Repeats(allocator)
+        self._repeats = Repeats(*allocators)
         self._watched = request.watched
-        self._progress = Progress(allocator, " of which no two were alike" * (request.steps == REPEATS))
+        self._progress = Progress(allocators[0], " of which no two were alike" * (request.steps == REPEATS))
 
     def __call__(self, steps: int, stepped: bool) -> bool:
         """After a step; `stepped`: every optimizer has made one."""
@@ -193,14 +200,14 @@ class _Keeper:
         runtime: Runtime,
         recorder: ProgramRecorder,
         phases: Phases,
-        allocator: LiveAllocator,
+        allocators: Sequence[LiveAllocator],
         end: _End,
     ) -> None:
         self.request = request
         self.runtime = runtime
         self.recorder = recorder
         self.phases = phases
-        self.allocator = allocator
+        self.allocators = allocators
         self.end = end
         self.arguments = arguments.Arguments()  # of the Trainer
         self.raised = ""
@@ -215,26 +222,34 @@ class _Keeper:
         folder = Path(self.request.folder)
         counted = self.runtime.assumptions.items()
         assumptions = [what if count == 1 else f"{what} ({count} times)" for what, count in counted]
-        if self.allocator.release.text != installed_release():
-            asked = self.allocator.release.text
+        if (asked := self.allocators[0].release.text) != installed_release():
             assumptions.append(
                 f"PyTorch {installed_release()} ran the program; allocator and kernels are those of {asked}"
             )
-        collected = cycles.notice(self.recorder, self.allocator.machine.ids[:, 1])
-        durations = of_phases(self.allocator.ended())
-        trace = trace_of(self.allocator, self.recorder.labels, {}, self.request.rank)
-        own = libraries.of_program(self.recorder.labels, trace.ranks[0].events)
+        durations = of_phases(self.allocators[0].ended())
+        used = [one for one in zip(self.allocators, self.recorder.cards, strict=True) if one[0].born]
+        found, notices = [], [self.end.notice]
+        for live, card in used or [(self.allocators[0], self.recorder.cards[0])]:
+            found.append(trace_of(live, card.labels, {}, self.request.rank + card.index))
+            on = f"GPU {card.index}: " if len(used) > 1 else ""
+            collected = cycles.notice(card.labels, live.machine.ids[:, 1])
+            own = libraries.of_program(card.labels, found[-1].ranks[0].events)
+            notices += [on + text for text in (collected, own) if text]
+        trace = together(found)
+        if len(used) > 1:
+            numbers = format_ranks([card.index for _, card in used])
+            notices.append(f"one process worked on GPUs {numbers}, which are told of as the ranks of these numbers")
         facts = {
             "exit_code": code,
             "steps": self.phases.steps,
             "assumptions": assumptions,
-            "notices": [text for text in (self.end.notice, collected, own) if text],
+            "notices": [text for text in notices if text],
         }
         named = {"name": os.path.basename(self.request.program[0]), "program": self.request.program}
         trace = dataclasses.replace(trace, metadata={**trace.metadata, **named, **facts})
         traces.write(trace, folder / TRACE, force=True)
         facts |= {"arguments": self.arguments.given, "written": self.arguments.written, "durations": durations}
-        facts |= {"raised": self.raised, "asked": self.allocator.asked}
+        facts |= {"raised": self.raised, "asked": any(live.asked for live in self.allocators)}
         (folder / FACTS).write_text(json.dumps(facts))
 
     @contextlib.contextmanager

@@ -63,8 +63,25 @@ class _Likeness:
 
 
 class Repeats:
-    """Asked after each step whether it did what the step before did, and left as much as that in use and reserved, or
-    what else there is of it in turns."""
+    """Asked after each step whether it did on every GPU that it used what the step before did, or what else there is of
+    it in turns."""
+
+    def __init__(self, *allocators: LiveAllocator) -> None:
+        self._gpus = [OneGpu(allocator) for allocator in allocators]
+
+    def __call__(self) -> Found | None:
+        """A step has ended."""
+        used = [gpu for gpu in self._gpus if gpu.stepped()] or self._gpus
+        found = [gpu.found() for gpu in used]
+        every = [one for one in found if one is not None]
+        if not every or len(every) < len(used):
+            return None
+        turn = max(one.turn for one in every)
+        return Found(turn, min(one.steps for one in every), all(one.exactly for one in every))
+
+
+class OneGpu:
+    """Whether a step did what the step before did, and left as much as that in use and reserved."""
 
     def __init__(self, allocator: LiveAllocator) -> None:
         self._allocator = allocator
@@ -73,9 +90,10 @@ class Repeats:
         self._exact, self._loose = _Likeness(), _Likeness()
         self._peak = (0, 0)
         self._since = 0  # steps with this peak
+        self._length = 0  # of the last step, in events
 
-    def __call__(self) -> Found | None:
-        """A step has ended."""
+    def stepped(self) -> bool:
+        """A step has ended; whether it did something."""
         log = self._allocator.history[self._rows :]
         self._asked = np.concatenate([self._asked, np.zeros(self._allocator.born - self._born, np.int64)])
         births = log[log[:, kernels.H_OP] == Op.ALLOC]
@@ -86,9 +104,13 @@ class Repeats:
         self._loose.add(_digest(self._events(log, self._asked), self._left(self._asked)))
         self._rows, self._born = len(self._allocator.history), self._allocator.born
         self._watch()
-        return self._found() if len(log) else None
+        self._length = len(log)
+        return bool((log[:, kernels.H_OP] != Op.PHASE).any())
 
-    def _found(self) -> Found | None:
+    def found(self) -> Found | None:
+        """How steps repeat so far."""
+        if not self._length:
+            return None
         if turn := self._exact.turn(1, _TURNS):
             return Found(turn, self._exact.runs[turn - 1], True)
         if self._since > _PATIENCE and (turn := self._loose.turn(_PATIENCE, _PATIENCE)):

@@ -12,6 +12,8 @@ TRACE: Final = "trace.npz"
 FACTS: Final = "facts.json"
 #: Where it was when a signal like SIGSEGV ended it (Python's faulthandler).
 FAULT: Final = "fault"
+#: So many devices of a node have numbers of their own (c10's FakeGuardImpl); ranks beyond have the first one's.
+DEVICES: Final = 8
 #: The exit code of a program that was interrupted.
 INTERRUPTED: Final = 130
 #: Steps: as many as it takes until two of them do the same.
@@ -32,7 +34,8 @@ class Request:
     (`strategies.timing.Clock.connected`). `endless`: memory never runs out, although the program is told that the GPU
     has what it has. `on_gpu`: libraries take what they take on a GPU, and addresses are the driver's
     (`simulator.engine.on_gpu`). `floats`: what floating-point numbers are that the program reads and that have no
-    values. `exchange`: the socket over which it speaks with other ranks' processes, -1 where it has none.
+    values. `exchange`: the socket over which it speaks with other ranks' processes, -1 where it has none. `gpus`: how
+    many GPUs the process works on, each of which is told of as a rank; more than one only without other ranks.
     """
 
     program: tuple[str, ...]
@@ -59,6 +62,7 @@ class Request:
     on_gpu: bool = False
     floats: float = 0.0
     exchange: int = -1
+    gpus: int = 1
 
     @property
     def local_rank(self) -> int:

@@ -37,8 +37,7 @@ def trace_of(allocator: LiveAllocator, labels: Labels, metadata: Mapping[str, An
 def together(traces: Sequence[Trace]) -> Trace:
     """One trace of ranks that were recorded apart; those whose events are the same share them."""
     kinds: list[RankEvents] = []
-    for trace in traces:
-        (mine,) = trace.ranks
+    for mine in (rank for trace in traces for rank in trace.ranks):
         for place, kind in enumerate(kinds):
             if _same(kind.events, mine.events):
                 kinds[place] = replace(kind, ranks=(*kind.ranks, *mine.ranks))

@@ -1,5 +1,8 @@
 """Operands on the host and on the device at once, which PyTorch refuses before CUDA's kernel runs, with its words.
 
+In a process with several GPUs, an operator runs on that of its first tensor, or on the one that it names, and all its
+tensors are there.
+
 Around most kernels torchgen writes a check that all tensors are on one device, numbers too. Operators of TensorIterator
 have `device_check: NoCheck` in torchgen's table, which comes with PyTorch: they check for themselves, and take one
 number from the host as an operand.
@@ -16,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
+from graph.fake_cuda.torch_private import current_device, set_device
 from graph.workspaces.metadata import tensors
 
 if TYPE_CHECKING:
@@ -25,6 +29,10 @@ if TYPE_CHECKING:
 _TABLE: Final = "packaged/ATen/native/native_functions.yaml"
 #: Write what they are given from wherever it is.
 _CARRIED: Final = frozenset({"copy_", "fill_", "masked_fill_", "_foreach_copy_"})
+
+
+#: Say that of their indices (makeIndices and checks of TensorAdvancedIndexing.cpp).
+_INDEXED: Final = frozenset({"index", "_unsafe_index", "_index_put_impl_"})
 
 
 def checked(func: Operator, kernel: Callable[..., Any]) -> Callable[..., Any]:
@@ -37,9 +45,73 @@ def checked(func: Operator, kernel: Callable[..., Any]) -> Callable[..., Any]:
     return called
 
 
+def on_its_device(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """A kernel in a process with several GPUs: where it runs is current meanwhile."""
+
+    def called(*args: object, **kwargs: object) -> Any:
+        before, index = current_device(), _index(args, kwargs)
+        if index in (None, before):
+            return kernel(*args, **kwargs)
+        set_device(index)
+        try:
+            return kernel(*args, **kwargs)
+        finally:
+            set_device(before)
+
+    return called
+
+
+def _index(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int | None:
+    """The number of the GPU where an operator runs; None: of the one that is current."""
+    for value in (*args, *kwargs.values()):
+        for tensor in tensors(value):
+            if tensor.is_cuda:
+                return int(tensor.get_device())
+    named = kwargs.get("device")
+    return named.index if isinstance(named, torch.device) and named.type == "cuda" else None
+
+
+def on_one_device(func: Operator, kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """A kernel in a process with several GPUs: RuntimeError for tensors on more than one, as PyTorch has it. Of lists
+    (`torch._foreach_*`) those of each GPU are done apart."""
+    carried, of_lists = func._opname in _CARRIED, func._opname.startswith("_foreach_")
+
+    def called(*args: Any, **kwargs: Any) -> Any:
+        found = () if carried else (t for value in (*args, *kwargs.values()) for t in tensors(value) if t.is_cuda)
+        devices = tuple(dict.fromkeys(tensor.device for tensor in found))
+        if len(devices) < 2:
+            return kernel(*args, **kwargs)
+        if of_lists:
+            return _by_device(kernel, args, kwargs)
+        together(func, args, kwargs)
+        if func._opname in _INDEXED:
+            raise RuntimeError(
+                f"indices should be either on cpu or on the same device as the indexed tensor ({args[0].device})"
+            )
+        raise apart(*devices[:2])
+
+    return called
+
+
+def _by_device(kernel: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What a kernel makes of lists of tensors on several GPUs, one GPU at a time."""
+    first = args[0]
+    made: list[Any] = [None] * len(first)
+    for device in dict.fromkeys(tensor.device for tensor in first):
+        places = [place for place, tensor in enumerate(first) if tensor.device == device]
+        part = [_picked(value, places, len(first)) for value in args]
+        for place, one in zip(places, kernel(*part, **kwargs) or (), strict=False):
+            made[place] = one
+    return None if made[0] is None else made  # in place
+
+
+def _picked(value: Any, places: Sequence[int], length: int) -> Any:
+    return [value[place] for place in places] if isinstance(value, list | tuple) and len(value) == length else value
+
+
 def together(func: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     """RuntimeError where PyTorch refuses tensors of these devices."""
-    if len({tensor.device.type for value in (*args, *kwargs.values()) for tensor in tensors(value)}) < 2:
+    if len({tensor.device for value in (*args, *kwargs.values()) for tensor in tensors(value)}) < 2:
         return
     method = _check(func)
     if method is None:

@@ -55,16 +55,18 @@ def test_each_thread_has_a_current_device(table: Any) -> None:
 
 
 def test_each_thread_has_a_current_stream(table: Any) -> None:
-    def exchanged(number: int) -> tuple[Any, ...]:
-        before = called(table, "exchangeStream", Stream, Stream(CUDA, 4, number))
-        now = called(table, "getStream", Stream, device(4))
+    def exchanged(number: int, index: int = 4) -> tuple[Any, ...]:
+        before = called(table, "exchangeStream", Stream, Stream(CUDA, index, number))
+        now = called(table, "getStream", Stream, device(index))
         return before.id, now.type, now.index, now.id
 
     far = 1 << 40  # numbers of streams are pointers and counts beside flags: 64 bits
     with ThreadPoolExecutor(1) as thread:
         assert thread.submit(exchanged, far).result() == (0, CUDA, 4, far)
         assert called(table, "getStream", Stream, device(4)).id == 0
+        assert thread.submit(exchanged, 5, 0).result() == (0, CUDA, 0, 5)  # each device has its own
         assert thread.submit(exchanged, 7).result() == (far, CUDA, 4, 7)
+        assert thread.submit(exchanged, 6, 0).result() == (5, CUDA, 0, 6)
         assert thread.submit(called, table, "getDefaultStream", Stream, device(4)).result().id == 0
 
 

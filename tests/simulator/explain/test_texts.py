@@ -117,6 +117,7 @@ def test_what_our_own_allocator_says_is_read_back(
     asked, free, allocated, unallocated = figures
     text = out_of_memory(
         asked,
+        gpu=minor % 8,
         total=total,
         free=free,
         allowed=allowed,

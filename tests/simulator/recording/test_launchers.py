@@ -369,13 +369,13 @@ second(first(torch.ones(2, 64, device="cuda:0")).to("cuda:1")).sum().backward()
 
 
 def test_a_second_gpu_is_refused_where_there_is_one_and_told_where_it_is_another_ranks(tmp_path: Path) -> None:
-    """One process that works on several GPUs has them all on one here, which nobody may take for an answer."""
+    """A process that is given one GPU has no other, unless it is another rank's."""
     program = folder_of(tmp_path, {"train.py": SPLIT, "set.py": "import torch\ntorch.cuda.set_device(1)\n"})
     for name in ("train.py", "set.py"):
-        done = record(program, "--steps", "all", name)
+        done = record(program, "--steps", "all", name, CUDA_VISIBLE_DEVICES="")
         assert done.returncode == 1
         assert "CUDA error: invalid device ordinal" in done.stderr
-        assert "one process that works on several GPUs (DataParallel, device_map) is not recorded" in done.stderr
+        assert "--visible-gpus how many one process works on (DataParallel, device_map)" in done.stderr
     done = record(program, "--steps", "all", "--nproc-per-node", "2", "--ranks", "0", "train.py")
     assert done.returncode == 0, done.stderr
     assert "train.py:4 (<module>) asks for cuda:1, another rank's GPU" in done.stderr

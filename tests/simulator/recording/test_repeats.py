@@ -12,7 +12,7 @@ torch = pytest.importorskip("torch")
 
 from simulator.allocator.releases import parse_release  # noqa: E402
 from simulator.recording.allocator import LiveAllocator  # noqa: E402
-from simulator.recording.repeats import Found, Progress, Repeats  # noqa: E402
+from simulator.recording.repeats import Found, OneGpu, Progress, Repeats  # noqa: E402
 from tests.simulator.recording.test_record import answer, folder_of, record  # noqa: E402
 from traces.model import Device  # noqa: E402
 
@@ -109,7 +109,7 @@ def test_steps_may_take_turns() -> None:
 def test_steps_that_ask_for_the_same_are_enough_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is held may differ from step to step; but a new peak begins the count again."""
     count = iter(range(1000))
-    monkeypatch.setattr(Repeats, "_held", lambda self: np.array([next(count)]))
+    monkeypatch.setattr(OneGpu, "_held", lambda self: np.array([next(count)]))
     for bump, last in ((0, 22), (10, 31)):
         live = LiveAllocator(Device("A100-80GB", 8 << 30), parse_release("2.13"), "", MemoryError)
         repeats = Repeats(live)

@@ -466,7 +466,7 @@ def test_phases_and_steps_are_found(runtime: Runtime) -> None:
     assert live is not None
     recorder = runtime.observer
     assert isinstance(recorder, ProgramRecorder)
-    phases = Phases(recorder, live)
+    phases = Phases(recorder)
     marks: list[tuple[int, int]] = []
     live.mark = lambda phase, step: marks.append((phase, step))  # type: ignore[method-assign]
     net = torch.nn.Linear(8, 8).cuda()

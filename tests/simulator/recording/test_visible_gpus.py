@@ -1,0 +1,88 @@
+"""One process on several GPUs: each has its memory, as real PyTorch has it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+
+import traces
+from tests.places import DATA
+from tests.simulator.recording.test_record import answer, folder_of, record
+from traces.release import DEFAULT_RELEASE, installed_release
+
+PROGRAM = DATA / "programs" / "several_gpus.py"
+SPLIT = """
+import torch
+first, second = torch.nn.Linear(1024, 4096).to("cuda:0"), torch.nn.Linear(4096, 1024).to("cuda:1")
+optimizer = torch.optim.AdamW([*first.parameters(), *second.parameters()])
+for _ in range(9):
+    loss = second(first(torch.randn(64, 1024, device="cuda:0")).to("cuda:1")).pow(2).mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+UNUSED = "import torch\nprint(torch.cuda.device_count())\nkept = torch.ones(1 << 20, device='cuda')\n"
+
+
+@pytest.mark.skipif(installed_release() != DEFAULT_RELEASE, reason="recorded with one release")
+def test_each_gpu_does_what_was_recorded(tmp_path: Path) -> None:
+    """Copies between GPUs, which one is current, streams, errors, optimizers, a split model, nn.DataParallel, memory
+    that runs out: as several_gpus.txt has it, of PyTorch 2.13.0+cu130."""
+    asked = ("--steps", "all", "--visible-gpus", "2", "--gpu", "A100", str(PROGRAM))
+    done = record(tmp_path, *asked, CUBLAS_WORKSPACE_CONFIG=":0:0")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == PROGRAM.with_suffix(".txt").read_text().splitlines()
+
+
+def test_what_is_told_of_each_gpu(tmp_path: Path) -> None:
+    """The figures are those that real PyTorch said at the end of three steps."""
+    program = folder_of(tmp_path, {"train.py": SPLIT})
+    done = record(
+        program, "--visible-gpus", "2", "--gpu", "A100", "-o", "trace.npz", "train.py", CUBLAS_WORKSPACE_CONFIG=":0:0"
+    )
+    assert done.returncode == 0, done.stderr
+    found = answer(program)
+    ranks = {tuple(rank["ranks"]): (rank["peak_allocated"], rank["peak_reserved"]) for rank in found["ranks"]}
+    assert ranks == {(0,): (83_968_000, 85_983_232), (1,): (83_907_072, 88_080_384)}
+    assert found["steps"] == 3  # the third did on each GPU what the second did
+    assert "one process worked on GPUs 0-1, which are told of as the ranks of these numbers" in done.stderr
+    trace = traces.read(program / "trace.npz")
+    assert [rank.ranks for rank in trace.ranks] == [(0,), (1,)]
+    for rank in trace.ranks:
+        steps = {int(step) for step in rank.events.ints("step") if step >= 0}
+        assert steps == {0, 1, 2, 3}  # phases are marked on both
+        names = set(rank.events.strings("name").table)
+        assert ("weight" in names, "weight.grad" in names, "weight.exp_avg" in names) == (True, True, True)
+
+
+def test_how_many_gpus_a_program_sees(tmp_path: Path) -> None:
+    """As many as it is given, or as CUDA_VISIBLE_DEVICES names; what it does not use is not told."""
+    program = folder_of(tmp_path, {"train.py": UNUSED})
+    for asked, environment, count in (
+        ((), {"CUDA_VISIBLE_DEVICES": ""}, 1),
+        ((), {"CUDA_VISIBLE_DEVICES": "2"}, 1),
+        ((), {"CUDA_VISIBLE_DEVICES": "4,1,7"}, 3),
+        (("--visible-gpus", "8"), {"CUDA_VISIBLE_DEVICES": "4"}, 8),
+    ):
+        done = record(program, "--steps", "all", *asked, "train.py", **environment)
+        assert (done.returncode, done.stdout) == (0, f"{count}\n"), done.stderr
+        assert [rank["ranks"] for rank in answer(program)["ranks"]] == [[0]]
+        assert "one process worked on GPUs" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("asked", "code", "said"),
+    [
+        (("--nproc-per-node", "2", "train.py"), 1, "ranks have one GPU each"),
+        (("--", "torchrun", "--nproc-per-node", "1", "train.py"), 1, "ranks have one GPU each"),
+        (("--time", "train.py"), 1, "--time is not there for one process on several GPUs"),
+        (("--visible-gpus", "9", "train.py"), 2, "9 is not in the range 1<=x<=8"),
+    ],
+)
+def test_what_cannot_be_asked(asked: tuple[str, ...], code: int, said: str, tmp_path: Path) -> None:
+    done = record(folder_of(tmp_path, {"train.py": UNUSED}), "--visible-gpus", "2", *asked)
+    assert done.returncode == code
+    assert said in done.stderr
