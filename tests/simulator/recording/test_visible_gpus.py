@@ -61,13 +61,8 @@ def test_what_is_told_of_each_gpu(tmp_path: Path) -> None:
 def test_how_many_gpus_a_program_sees(tmp_path: Path) -> None:
     """As many as it is given, or as CUDA_VISIBLE_DEVICES names; what it does not use is not told."""
     program = folder_of(tmp_path, {"train.py": UNUSED})
-    for asked, environment, count in (
-        ((), {"CUDA_VISIBLE_DEVICES": ""}, 1),
-        ((), {"CUDA_VISIBLE_DEVICES": "2"}, 1),
-        ((), {"CUDA_VISIBLE_DEVICES": "4,1,7"}, 3),
-        (("--visible-gpus", "8"), {"CUDA_VISIBLE_DEVICES": "4"}, 8),
-    ):
-        done = record(program, "--steps", "all", *asked, "train.py", **environment)
+    for asked, visible, count in (((), "", 1), ((), "2", 1), ((), "4,1,7", 3), (("--visible-gpus", "8"), "4", 8)):
+        done = record(program, "--steps", "all", *asked, "train.py", CUDA_VISIBLE_DEVICES=visible)
         assert (done.returncode, done.stdout) == (0, f"{count}\n"), done.stderr
         assert [rank["ranks"] for rank in answer(program)["ranks"]] == [[0]]
         assert "one process worked on GPUs" not in done.stderr
