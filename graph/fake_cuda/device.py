@@ -248,17 +248,24 @@ class Runtime:
         """What a number of `tensor`, which has no values, is."""
         return self.values.number if tensor.dtype.is_floating_point else self.values.integer(tensor)
 
-    def asked_for(self, device: Any) -> None:
-        """A program names a GPU (a number, a name or a device): one of this process's, one that is not there, as CUDA
-        says, or another rank's, whose memory counts as this rank's. With one visible GPU, that is number 0, whichever
-        it is.
-        """
+    def there(self, device: Any) -> int | None:
+        """The number of a GPU that a program names (a number, a name or a device), None where it has none; raises what
+        CUDA says where it is not there."""
         named = torch.device(device) if isinstance(device, str) else device
         index = named if isinstance(named, int) else getattr(named, "index", None)
         if index is None or index < 0 or not self.allocators:
-            return
+            return None
         if index >= self.count:
             raise getattr(torch, "AcceleratorError", RuntimeError)("CUDA error: invalid device ordinal")
+        return int(index)
+
+    def asked_for(self, device: Any) -> None:
+        """A program uses a GPU that it names: one of this process's, or another rank's, whose memory counts as this
+        rank's. With one visible GPU, that is number 0, whichever it is.
+        """
+        index = self.there(device)
+        if index is None:
+            return
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
         alone = not index and visible and "," not in visible
         if not self.several and index != self.index and not alone:

@@ -181,9 +181,9 @@ class Memory:
         locking(self)
 
     @property
-    def used(self) -> bool:
-        """Whether a storage has been born."""
-        return self._next > 1
+    def born(self) -> int:
+        """A number that grows with every storage that is born; 0 before the first."""
+        return self._next - 1
 
     def restart(self) -> None:
         """Number from 1 again."""

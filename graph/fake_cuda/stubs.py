@@ -234,16 +234,19 @@ class _Device:
     """`torch.cuda.device`; of a tensor, `torch.cuda.device_of`."""
 
     def __init__(self, device: object = None) -> None:
-        place = device.device if isinstance(device, torch.Tensor) else device
-        Stream.runtime.asked_for(place)
-        self.idx = Stream.runtime.named(place).index
+        self.place = device.device if isinstance(device, torch.Tensor) else device
+        Stream.runtime.there(self.place)
+        self.idx = Stream.runtime.named(self.place).index
         self.prev_idx = -1
 
     def __enter__(self) -> None:
+        self.born = Stream.runtime.memory.born
         self.prev_idx = _exchange(Stream.runtime, self.idx)
 
     def __exit__(self, *exc: object) -> None:
         _exchange(Stream.runtime, self.prev_idx)
+        if Stream.runtime.memory.born != self.born:
+            Stream.runtime.asked_for(self.place)
 
 
 def _exchange(runtime: Runtime, index: int) -> int:
@@ -349,7 +352,7 @@ def _attributes(runtime: Runtime) -> dict[str, Any]:
         **_each(quiet, _nothing),
         "set_device": choose,
         "is_available": lambda: True,
-        "is_initialized": lambda: runtime.initialized or runtime.memory.used,
+        "is_initialized": lambda: runtime.initialized or runtime.memory.born > 0,
         "_is_in_bad_fork": lambda: False,
         "is_current_stream_capturing": lambda: runtime.stream.stream_id in runtime.captured,
         "device_count": lambda: runtime.count,

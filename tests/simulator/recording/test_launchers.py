@@ -370,7 +370,9 @@ second(first(torch.ones(2, 64, device="cuda:0")).to("cuda:1")).sum().backward()
 
 def test_a_second_gpu_is_refused_where_there_is_one_and_told_where_it_is_another_ranks(tmp_path: Path) -> None:
     """A process that is given one GPU has no other, unless it is another rank's."""
-    program = folder_of(tmp_path, {"train.py": SPLIT, "set.py": "import torch\ntorch.cuda.set_device(1)\n"})
+    look = "import torch\nwith torch.cuda.device(1):\n    torch.cuda.get_device_capability()\n"
+    files = {"train.py": SPLIT, "set.py": "import torch\ntorch.cuda.set_device(1)\n", "look.py": look}
+    program = folder_of(tmp_path, {**files, "make.py": f"{look}    torch.ones(1, device='cuda')\n"})
     for name in ("train.py", "set.py"):
         done = record(program, "--steps", "all", name, CUDA_VISIBLE_DEVICES="")
         assert done.returncode == 1
@@ -379,5 +381,8 @@ def test_a_second_gpu_is_refused_where_there_is_one_and_told_where_it_is_another
     done = record(program, "--steps", "all", "--nproc-per-node", "2", "--ranks", "0", "train.py")
     assert done.returncode == 0, done.stderr
     assert "train.py:4 (<module>) asks for cuda:1, another rank's GPU" in done.stderr
+    for name, told in (("look.py", False), ("make.py", True)):  # looked at by a library, or used
+        done = record(program, "--steps", "all", "--nproc-per-node", "2", "--ranks", "0", name)
+        assert (done.returncode, "another rank's GPU" in done.stderr) == (0, told), done.stderr
     done = record(program, "--steps", "all", "--nproc-per-node", "2", "--ranks", "1", "set.py")
     assert (done.returncode, "another rank's GPU" in done.stderr) == (0, False), done.stderr
