@@ -20,7 +20,7 @@ import time
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Protocol, SupportsIndex
+from typing import TYPE_CHECKING, Any, Final, Protocol, SupportsIndex, cast
 
 import torch
 import torch._dynamo  # optimizers import it: not under a torch.cuda that is ours
@@ -138,13 +138,13 @@ class Runtime:
         """The GPU that is current on this thread."""
         return torch.device("cuda", self.index)
 
-    def named(self, device: Any) -> torch.device:
+    def named(self, device: object) -> torch.device:
         """The GPU that a program names (None, or a device without a number: the current one); where this process has
         one GPU, that one."""
         if isinstance(device, SupportsIndex):
             place = torch.device("cuda", int(device)) if int(device) >= 0 else self.device
         else:
-            place = torch.device("cuda" if device is None else device)
+            place = torch.device("cuda" if device is None else cast("str | torch.device", device))
         return place if self.several and place.index is not None else self.device
 
     @property
@@ -248,7 +248,7 @@ class Runtime:
         """What a number of `tensor`, which has no values, is."""
         return self.values.number if tensor.dtype.is_floating_point else self.values.integer(tensor)
 
-    def there(self, device: Any) -> int | None:
+    def there(self, device: object) -> int | None:
         """The number of a GPU that a program names (a number, a name or a device), None where it has none; raises what
         CUDA says where it is not there."""
         named = torch.device(device) if isinstance(device, str) else device
@@ -259,7 +259,7 @@ class Runtime:
             raise getattr(torch, "AcceleratorError", RuntimeError)("CUDA error: invalid device ordinal")
         return int(index)
 
-    def asked_for(self, device: Any) -> None:
+    def asked_for(self, device: object) -> None:
         """A program uses a GPU that it names: one of this process's, or another rank's, whose memory counts as this
         rank's. With one visible GPU, that is number 0, whichever it is.
         """

@@ -93,12 +93,12 @@ def _capability(runtime: Runtime, handle: object, major: Reference, minor: Refer
     major._obj.value, minor._obj.value = runtime.profile.arch
 
 
-def _memory(runtime: Runtime, handle: object, memory: Reference) -> None:
+def _memory(runtime: Runtime, handle: ctypes.c_void_p, memory: Reference) -> None:
     free, total = _free_and_all(runtime, handle)
     memory._obj.total, memory._obj.free, memory._obj.used = total, free, total - free
 
 
-def _free_and_all(runtime: Runtime, handle: Any) -> tuple[int, int]:
+def _free_and_all(runtime: Runtime, handle: ctypes.c_void_p) -> tuple[int, int]:
     total = runtime.profile.total_bytes
     if not runtime.allocators:
         return total - runtime.allocated(), total

@@ -73,10 +73,10 @@ def _index(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int | None:
 
 def on_one_device(func: Operator, kernel: Callable[..., Any]) -> Callable[..., Any]:
     """A kernel in a process with several GPUs: RuntimeError for tensors on more than one, as PyTorch has it. Of lists
-    (`torch._foreach_*`) those of each GPU are done apart."""
+    (the `_foreach_` operators) those of each GPU are done apart."""
     carried, of_lists = func._opname in _CARRIED, func._opname.startswith("_foreach_")
 
-    def called(*args: Any, **kwargs: Any) -> Any:
+    def called(*args: object, **kwargs: object) -> Any:
         found = () if carried else (t for value in (*args, *kwargs.values()) for t in tensors(value) if t.is_cuda)
         devices = tuple(dict.fromkeys(tensor.device for tensor in found))
         if len(devices) < 2:
@@ -86,7 +86,7 @@ def on_one_device(func: Operator, kernel: Callable[..., Any]) -> Callable[..., A
         together(func, args, kwargs)
         if func._opname in _INDEXED:
             raise RuntimeError(
-                f"indices should be either on cpu or on the same device as the indexed tensor ({args[0].device})"
+                f"indices should be either on cpu or on the same device as the indexed tensor ({devices[0]})"
             )
         raise apart(*devices[:2])
 
@@ -105,7 +105,7 @@ def _by_device(kernel: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
     return None if made[0] is None else made  # in place
 
 
-def _picked(value: Any, places: Sequence[int], length: int) -> Any:
+def _picked(value: object, places: Sequence[int], length: int) -> object:
     return [value[place] for place in places] if isinstance(value, list | tuple) and len(value) == length else value
 
 
