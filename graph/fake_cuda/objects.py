@@ -38,7 +38,7 @@ class Generator(torch.Generator, metaclass=_Named):
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
-        """The one device that is in use."""
+        """The GPU that is current."""
         return torch.device("cuda", torch.cuda.current_device())
 
     def get_state(self) -> torch.Tensor:
@@ -109,11 +109,11 @@ def _storage(cls: Any, *args: Any, device: Any = None, **kwargs: Any) -> Any:
     """`torch.UntypedStorage(bytes, device=...)`: `copy.deepcopy` makes them so."""
     if device is None or torch.device(device).type != "cuda":
         return StorageBase.__new__(cls, *args, **({} if device is None else {"device": device}), **kwargs)
-    return _bytes(*args).untyped_storage()
+    return _bytes(*args, torch.device(device)).untyped_storage()
 
 
-def _bytes(count: int) -> torch.Tensor:
-    return torch.empty(count, dtype=torch.uint8, device=_CUDA)
+def _bytes(count: int, device: torch.device) -> torch.Tensor:
+    return torch.empty(count, dtype=torch.uint8, device=device)
 
 
 def _moved(plain: Callable[..., Any]) -> Callable[..., Any]:
@@ -122,7 +122,7 @@ def _moved(plain: Callable[..., Any]) -> Callable[..., Any]:
     def moved(self: torch.UntypedStorage, device: torch.device, non_blocking: bool = False) -> Any:
         if device.type != "cuda" or self.device.type == "cuda":
             return plain(self, device, non_blocking)
-        there = _bytes(self.nbytes())
+        there = _bytes(self.nbytes(), device)
         if len(there) <= _READ:
             there.copy_(torch.empty(0, dtype=torch.uint8, device="cpu").set_(self))
         return there.untyped_storage()

@@ -1,5 +1,8 @@
 """One process on two GPUs: after each part, of each GPU, allocated bytes, their peak since the last, reserved bytes and
 allocations so far. With CUBLAS_WORKSPACE_CONFIG=:0:0, for in the recording both GPUs have one cuBLAS handle."""
+import copy
+import io
+
 import torch
 from torch import nn
 from torch.nn.parallel import comm
@@ -107,6 +110,18 @@ def data_parallel():
         print(model.eval()(torch.randn(7, 3, 64, 64, device="cuda")).device)
 
 
+def storages():
+    """torch.load and copy.deepcopy make storages where they are told, or where the first ones were."""
+    there = torch.ones(999, device="cuda:1")
+    print(copy.deepcopy(there).device, torch.UntypedStorage(16, device="cuda:1").device)
+    print(there.untyped_storage().clone().device, torch.ones(3).untyped_storage().cuda(1).device)
+    file = io.BytesIO()
+    torch.save({"weight": nn.Parameter(torch.ones(77777, device="cuda:0"))}, file)
+    for place in "cuda:1", {"cuda:0": "cuda:1"}, torch.device("cuda:1"), lambda storage, _: storage.cuda(1), None, "cpu":
+        file.seek(0)
+        print(torch.load(file, map_location=place)["weight"].device)
+
+
 def out_of_memory():
     torch.cuda.set_per_process_memory_fraction(0.01, 1)
     kept = torch.empty(1 << 28, device="cuda:0")
@@ -120,7 +135,7 @@ def out_of_memory():
 
 
 print(torch.cuda.device_count(), torch.cuda.current_device())
-for part in copies, current, streams, refused, lists, between, split_model, data_parallel, out_of_memory:
+for part in copies, current, streams, refused, lists, between, split_model, data_parallel, storages, out_of_memory:
     part()
     said(part.__name__)
 torch.cuda.empty_cache()
