@@ -109,10 +109,10 @@ def _storage(cls: Any, *args: Any, device: Any = None, **kwargs: Any) -> Any:
     """`torch.UntypedStorage(bytes, device=...)`: `copy.deepcopy` makes them so."""
     if device is None or torch.device(device).type != "cuda":
         return StorageBase.__new__(cls, *args, **({} if device is None else {"device": device}), **kwargs)
-    return _bytes(*args, torch.device(device)).untyped_storage()
+    return _bytes(torch.device(device), *args).untyped_storage()
 
 
-def _bytes(count: int, device: torch.device) -> torch.Tensor:
+def _bytes(device: torch.device, count: int) -> torch.Tensor:
     return torch.empty(count, dtype=torch.uint8, device=device)
 
 
@@ -122,7 +122,7 @@ def _moved(plain: Callable[..., Any]) -> Callable[..., Any]:
     def moved(self: torch.UntypedStorage, device: torch.device, non_blocking: bool = False) -> Any:
         if device.type != "cuda" or self.device.type == "cuda":
             return plain(self, device, non_blocking)
-        there = _bytes(self.nbytes(), device)
+        there = _bytes(device, self.nbytes())
         if len(there) <= _READ:
             there.copy_(torch.empty(0, dtype=torch.uint8, device="cpu").set_(self))
         return there.untyped_storage()
