@@ -619,7 +619,8 @@ def _kernels(runtime: Runtime) -> Iterator[None]:
 
     def kernel(name: str) -> Callable[..., Any]:
         func = operator(name)
-        plain = composed.bounded(runtime, name, composed.succeeding(runtime, func, kernels.of(name)))
+        plain = composed.succeeding(runtime, func, composed.sought(func, kernels.of(name)))
+        plain = composed.bounded(runtime, name, plain)
         found = deterministic(func, plain)
         return wrapped(places.on_one_device(func, places.on_its_device(found)) if runtime.several else found)
 

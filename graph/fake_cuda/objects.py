@@ -28,18 +28,23 @@ class _Named(type(_plain)):  # type: ignore[misc]
 class Generator(torch.Generator, metaclass=_Named):
     """`torch.Generator`: those of the host are PyTorch's own; one of the device draws nothing."""
 
+    _place: torch.device
+    _state: torch.Tensor
+
     def __new__(cls, device: Any = "cpu") -> Any:
         """A generator of the host is not of this class."""
-        if (torch.device("cuda", device) if isinstance(device, int) else torch.device(device)).type != "cuda":
+        place = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+        if place.type != "cuda":
             return _plain(device)
         made = super().__new__(cls)
+        made._place = place
         made._state = torch.zeros(_STATE, dtype=torch.uint8, device="cpu")
         return made
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
-        """The GPU that is current."""
-        return torch.device("cuda", torch.cuda.current_device())
+        """The GPU that it was made for, else the current one."""
+        return torch.device("cuda", torch.cuda.current_device()) if self._place.index is None else self._place
 
     def get_state(self) -> torch.Tensor:
         """A copy of the state, on the host as PyTorch has it, which no mode sees being made."""

@@ -335,7 +335,7 @@ def _attributes(runtime: Runtime) -> dict[str, Any]:
     Stream.runtime, Stream._made = runtime, 0
     numbers = range(runtime.count) if runtime.several else [runtime.index]
     runtime.default_streams = [Stream(device, number=0) for device in numbers]
-    generator = objects.Generator("cuda")
+    generator, *_ = generators = [objects.Generator(torch.device("cuda", device)) for device in range(runtime.count)]
 
     def choose(device: object) -> None:
         runtime.asked_for(device)
@@ -372,7 +372,7 @@ def _attributes(runtime: Runtime) -> dict[str, Any]:
         "get_rng_state": lambda device="cuda": generator.get_state(),
         "get_rng_state_all": lambda: [generator.get_state() for _ in range(runtime.count)],
         "initial_seed": lambda: 0,
-        "default_generators": (generator,) * runtime.count,
+        "default_generators": tuple(generators),
         "Stream": Stream,
         "Event": Event,
         "ExternalStream": ExternalStream,
@@ -451,6 +451,8 @@ def patched(runtime: Runtime) -> Iterator[None]:
         (BINDINGS, "_accelerator_getStream", lambda device: runtime.stream_of(runtime.named(device).index)),
         (BINDINGS, "_accelerator_setStream", lambda stream: setattr(runtime, "stream", stream)),
         (BINDINGS, "_is_flash_attention_available", lambda: True),
+        (BINDINGS, "_cuda_getDevice", lambda: runtime.index),
+        (BINDINGS, "_cuda_setDevice", lambda device: _exchange(runtime, device)),
         (BINDINGS, "_show_config", lambda: _BUILT),
         (torch, "Stream", Stream),
         (torch, "Event", Event),

@@ -57,6 +57,39 @@ def succeeding(runtime: Runtime, func: Operator, kernel: Callable[..., Any]) -> 
     return called
 
 
+def sought(func: Operator, kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """The kernel of `isin`, which sorts what it seeks among what it looks at where that is much (TensorCompare.cpp)."""
+    if func._opname != "isin" or not func._overloadname.startswith("Tensor_Tensor"):
+        return kernel
+
+    @functools.wraps(kernel)
+    def called(elements: torch.Tensor, test: torch.Tensor, **options: object) -> Any:
+        made = kernel(elements, test, **options)
+        if elements.numel() and test.numel() >= int(10 * elements.numel() ** 0.145):
+            _sorted_together(elements, test, bool(options.get("assume_unique")), bool(options.get("invert")))
+        return made
+
+    return called
+
+
+def _sorted_together(elements: torch.Tensor, test: torch.Tensor, unique: bool, invert: bool) -> None:
+    """TensorCompare.cpp, `isin_sorting`."""
+    flat, others, order = elements.reshape(-1), test.reshape(-1), None
+    if not unique:
+        flat, order = torch.unique(elements, sorted=False, return_inverse=True)
+        others = torch.unique(test, sorted=False)
+    every = torch.cat([flat, others])
+    del flat, others
+    values, places = every.sort(stable=True)
+    twice = torch.empty_like(values, dtype=torch.bool)
+    first, second = values[1:], values[:-1]
+    twice[:-1].copy_(first.ne(second) if invert else first.eq(second))
+    twice[-1:].fill_(invert)
+    mask = torch.empty_like(twice).index_copy_(0, places, twice)
+    if order is not None:
+        mask[order]
+
+
 def _factorized(runtime: Runtime) -> None:
     runtime.assume("whether a matrix could not be factorized", False)
 

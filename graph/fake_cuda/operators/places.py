@@ -32,7 +32,9 @@ _CARRIED: Final = frozenset({"copy_", "fill_", "masked_fill_", "_foreach_copy_"}
 
 
 #: Say that of their indices (makeIndices and checks of TensorAdvancedIndexing.cpp).
-_INDEXED: Final = frozenset({"index", "_unsafe_index", "_index_put_impl_"})
+_INDEXED: Final = frozenset({"index", "_unsafe_index"})
+#: Takes indices and a single value to where it writes (makeInfo, `_index_put_impl_`).
+_WRITTEN_AT: Final = "_index_put_impl_"
 
 
 def checked(func: Operator, kernel: Callable[..., Any]) -> Callable[..., Any]:
@@ -83,6 +85,8 @@ def on_one_device(func: Operator, kernel: Callable[..., Any]) -> Callable[..., A
             return kernel(*args, **kwargs)
         if of_lists:
             return _by_device(kernel, args, kwargs)
+        if func._opname == _WRITTEN_AT:
+            return kernel(*_brought(args), **kwargs)
         together(func, args, kwargs)
         if func._opname in _INDEXED:
             raise RuntimeError(
@@ -91,6 +95,20 @@ def on_one_device(func: Operator, kernel: Callable[..., Any]) -> Callable[..., A
         raise apart(*devices[:2])
 
     return called
+
+
+def _brought(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The arguments of an operator that writes at indices, which come to its target as a single value does."""
+    target, indices, value, *rest = args
+    here = target.device
+    if value.is_cuda and value.device != here and value.dim():
+        raise apart(here, value.device)
+    moved: list[Any] = []
+    for one in indices:
+        away = isinstance(one, torch.Tensor) and one.is_cuda and one.device != here
+        places = one.nonzero().unbind(1) if away and one.dtype in (torch.bool, torch.uint8) else (one,)
+        moved += [place.to(here) for place in places] if away else places
+    return (target, moved, value.to(here) if value.is_cuda else value, *rest)
 
 
 def _by_device(kernel: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -163,6 +163,18 @@ def test_operators_cast_and_reduce_as_recorded(runtime: Runtime) -> None:
     assert [taken(work) for work in recorded] == list(recorded.values())
 
 
+def test_much_is_sought_by_sorting(runtime: Runtime) -> None:
+    """Allocations and bytes above the start (PyTorch 2.13.0+cu130)."""
+    elements, test = (torch.zeros(*shape, dtype=torch.int64, device="cuda") for shape in ((300, 400), (400,)))
+    recorded = {
+        lambda: torch.isin(elements, test[:5]): (3, 840704),
+        lambda: torch.isin(elements, test, assume_unique=True): (9, 5950976),
+        lambda: torch.isin(elements, test, assume_unique=True, invert=True): (9, 5950976),
+        lambda: torch.isin(elements.float(), test.float().repeat(10), assume_unique=True): (12, 5132800),
+    }
+    assert [taken(work) for work in recorded] == list(recorded.values())
+
+
 def test_operators_with_given_results_take_what_those_that_make_them_take(runtime: Runtime) -> None:
     """Allocations and bytes above the start (PyTorch 2.13.0+cu130)."""
     one, places = torch.rand(64, 5000, device="cuda"), torch.zeros(64, 5000, dtype=torch.int64, device="cuda")
