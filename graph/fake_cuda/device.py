@@ -20,7 +20,7 @@ import time
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Protocol, SupportsIndex, cast
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import torch
 import torch._dynamo  # optimizers import it: not under a torch.cuda that is ours
@@ -94,7 +94,7 @@ class Runtime:
         others: Sequence[Allocator] = (),
     ) -> None:
         self.profile = profile
-        self.allocators = () if allocator is None else (allocator, *others)
+        self.allocators = () if allocator is None else (allocator, *others)  # of its GPUs, from the first on
         self.several = bool(others)
         self.count = count
         self.initialized = False  # whether the program has asked for what initializes CUDA; its tensors do, too
@@ -112,7 +112,7 @@ class Runtime:
         self.truth = True  # what booleans read from the device are, where they have no value
         self.nonzero: Callable[[torch.Tensor], int] = torch.Tensor.numel  # how many elements are not 0, likewise
         self.host_copies_keep = False  # whether a copy from the device leaves a tensor on the host as it is
-        self.default_streams: list[Any] = []  # of each GPU of this process
+        self.default_streams: dict[int, Any] = {}  # of each GPU of this process, by its number
         self._streams: dict[tuple[int, int], Any] = {}  # that were current, by device and number
         self.main_thread = threading.get_ident()
         self.points = fake_stubs.Points()
@@ -122,11 +122,6 @@ class Runtime:
         self.synchronizations: Callable[[], None] | None = None
         self.emptied: Callable[[], None] | None = None
         self._libraries: list[Any] = []
-
-    @property
-    def allocator(self) -> Allocator | None:
-        """Who serves the GPU that is current on this thread."""
-        return self.allocators[self.index if self.several else 0] if self.allocators else None
 
     @property
     def index(self) -> int:
@@ -141,11 +136,8 @@ class Runtime:
     def named(self, device: object) -> torch.device:
         """The GPU that a program names (None, or a device without a number: the current one); where this process has
         one GPU, that one."""
-        if isinstance(device, SupportsIndex):
-            place = torch.device("cuda", int(device)) if int(device) >= 0 else self.device
-        else:
-            place = torch.device("cuda" if device is None else cast("str | torch.device", device))
-        return place if self.several and place.index is not None else self.device
+        index = places.number_of(device) if self.several else None
+        return self.device if index is None else torch.device("cuda", index)
 
     @property
     def observer(self) -> Observer | None:
@@ -171,12 +163,12 @@ class Runtime:
     def stream_of(self, index: int) -> Any:
         """The stream that is current on this thread for GPU `index`."""
         number = _stream_of_thread(index).stream_id if self._streams else 0
-        return self._streams.get((index, number), self.default_streams[index if self.several else 0])
+        return self._streams.get((index, number), self.default_streams[index])
 
     @property
     def default_stream(self) -> Any:
         """The default stream of the GPU that is current on this thread."""
-        return self.default_streams[current_device() if self.several else 0]
+        return self.default_streams[self.index]
 
     @staticmethod
     def storage(tensor: torch.Tensor) -> int:
@@ -251,13 +243,10 @@ class Runtime:
     def there(self, device: object) -> int | None:
         """The number of a GPU that a program names (a number, a name or a device), None where it has none; raises what
         CUDA says where it is not there."""
-        named = torch.device(device) if isinstance(device, str) else device
-        index = named if isinstance(named, int) else getattr(named, "index", None)
-        if index is None or index < 0 or not self.allocators:
-            return None
-        if index >= self.count:
+        index = places.number_of(device) if self.allocators else None
+        if index is not None and index >= self.count:
             raise getattr(torch, "AcceleratorError", RuntimeError)("CUDA error: invalid device ordinal")
-        return int(index)
+        return index
 
     def asked_for(self, device: object) -> None:
         """A program uses a GPU that it names: one of this process's, or another rank's, whose memory counts as this
@@ -622,7 +611,7 @@ def _kernels(runtime: Runtime) -> Iterator[None]:
         plain = composed.succeeding(runtime, func, composed.sought(func, kernels.of(name)))
         plain = composed.bounded(runtime, name, plain)
         found = deterministic(func, plain)
-        return wrapped(places.on_one_device(func, places.on_its_device(found)) if runtime.several else found)
+        return wrapped(places.on_one_device(func, found) if runtime.several else found)
 
     try:
         runtime.register([("_pin_memory", "CPU", _pinned), *((name, "CUDA", kernel(name)) for name in names())])

@@ -478,7 +478,7 @@ class Kernels:
                 return target
             if target.is_cuda:
                 on_device(target, source, non_blocking)
-                if not non_blocking and runtime.allocator is not None:  # a step graph has its own waits
+                if not non_blocking and runtime.allocators:  # a step graph has its own waits
                     runtime.synchronized()
                 return target
             plain = target.dtype == source.dtype and (

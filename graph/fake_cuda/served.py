@@ -12,6 +12,7 @@ from typing import Any, Final, Protocol
 
 import torch
 
+from graph.fake_cuda.operators import places
 from graph.fake_cuda.torch_private import BINDINGS, has_triton_package
 
 #: What is raised where memory runs out.
@@ -124,7 +125,7 @@ def changes(allocators: Sequence[Allocator]) -> list[tuple[Any, str, Any]]:
     def of(device: object = None) -> Allocator:
         if len(allocators) == 1:
             return allocators[0]
-        index = device if isinstance(device, int) else getattr(device, "index", None)
+        index = places.number_of(device)
         return allocators[torch.cuda.current_device() if index is None else index]
 
     def of_device(ask: Callable[[Allocator], Any]) -> Callable[..., Any]:

@@ -46,7 +46,7 @@ class Stream:
             Stream._made = number % STREAMS
         self.stream_id = number
         self.cuda_stream = self.stream_id
-        self.device = self.runtime.device if device is None else self.runtime.named(device)
+        self.device = self.runtime.named(device)
         self.device_index = self.device.index
         self.device_type = 1
         self.priority = priority
@@ -334,17 +334,12 @@ def _attributes(runtime: Runtime) -> dict[str, Any]:
     card = runtime.profile
     Stream.runtime, Stream._made = runtime, 0
     numbers = range(runtime.count) if runtime.several else [runtime.index]
-    runtime.default_streams = [Stream(device, number=0) for device in numbers]
+    runtime.default_streams = {device: Stream(device, number=0) for device in numbers}
     generator, *_ = generators = [objects.Generator(torch.device("cuda", device)) for device in range(runtime.count)]
 
     def choose(device: object) -> None:
         runtime.asked_for(device)
         _exchange(runtime, runtime.named(device).index)
-
-    def default_stream(device: object = None) -> Stream:
-        named = runtime.named(device).index
-        found: Stream = runtime.default_streams[named if runtime.several else 0]
-        return found
 
     quiet = "_lazy_init init ipc_collect set_rng_state set_rng_state_all manual_seed "
     quiet += "manual_seed_all seed seed_all _lazy_call"
@@ -378,7 +373,7 @@ def _attributes(runtime: Runtime) -> dict[str, Any]:
         "ExternalStream": ExternalStream,
         "set_stream": lambda stream: setattr(runtime, "stream", stream),
         "current_stream": lambda device=None: runtime.stream_of(runtime.named(device).index),
-        "default_stream": default_stream,
+        "default_stream": lambda device=None: runtime.default_streams[runtime.named(device).index],
         "stream": lambda stream: _StreamContext(stream),
         "StreamContext": _StreamContext,
         "get_stream_from_external": ExternalStream,
@@ -478,7 +473,7 @@ def patched(runtime: Runtime) -> Iterator[None]:
             setattr(target, name, answer)
         yield
     finally:
-        for stream in runtime.default_streams:
+        for stream in runtime.default_streams.values():
             runtime.stream = stream
         for target, name, old in reversed(before):
             if old is _ABSENT:

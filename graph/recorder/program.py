@@ -143,14 +143,22 @@ class ProgramRecorder:
 
     def number(self, tensor: torch.Tensor) -> int:
         """The allocation behind a device tensor (of its local part if it is distributed), -1 if it has none."""
+        return self._found(tensor)[1]
+
+    def _found(self, tensor: torch.Tensor) -> tuple[Card, int]:
+        """The GPU that a tensor (its local part) is on, and the allocation behind it."""
         local = getattr(tensor, "_local_tensor", tensor)
-        return self.allocation(self.runtime.storage(local)) if local.is_cuda else -1
+        storage = self.runtime.storage(local) if local.is_cuda else 0
+        card = self._holder(storage)
+        return card, card.numbers.get(storage, -1)
 
     def categorize(self, tensor: object, category: str, title: str = "") -> None:
         """An allocation is found to be of a category, and has a name."""
-        if isinstance(tensor, torch.Tensor) and (number := self.number(tensor)) >= 0:
-            local = getattr(tensor, "_local_tensor", tensor)
-            labels = self.cards[local.get_device() if self._several else 0].labels
+        if not isinstance(tensor, torch.Tensor):
+            return
+        card, number = self._found(tensor)
+        if number >= 0:
+            labels = card.labels
             labels.category[number] = labels.code(category)
             if title:
                 labels.title[number] = labels.code(title)
@@ -188,7 +196,7 @@ class ProgramRecorder:
         current = self.runtime.stream
         stream = 0 if current is None else current.stream_id
         thread = 0 if _get_ident() == self._main else _OWN if current_node() is None else 1
-        card = self.cards[current_device() if self._several else 0]
+        card = self._card()
         known = memo.note
         if known is None:
             known = memo.note = {}
@@ -268,7 +276,9 @@ class ProgramRecorder:
 
     def _holder(self, storage: int) -> Card:
         """The GPU that a storage is on; the current one if it is on none."""
-        return next((card for card in self.cards if storage in card.numbers), None) or self._card()
+        if self._several:
+            return next((card for card in self.cards if storage in card.numbers), None) or self._card()
+        return self.cards[0]
 
     def storages(self, allocations: set[int]) -> dict[int, int]:
         """The storages of living allocations of the first GPU."""

@@ -63,65 +63,67 @@ class _Likeness:
 
 
 class Repeats:
-    """Asked after each step whether it did on every GPU that it used what the step before did, or what else there is of
-    it in turns."""
+    """Asked after each step whether it did what the step before did, on each GPU, and left as much as that in use and
+    reserved, or what else there is of it in turns."""
 
     def __init__(self, *allocators: LiveAllocator) -> None:
         self._gpus = [OneGpu(allocator) for allocator in allocators]
+        self._exact, self._loose = _Likeness(), _Likeness()
+        self._peaks = [(0, 0)] * len(allocators)
+        self._since = 0  # steps with these peaks
 
     def __call__(self) -> Found | None:
         """A step has ended."""
-        used = [gpu for gpu in self._gpus if gpu.stepped()] or self._gpus
-        found = [gpu.found() for gpu in used]
-        every = [one for one in found if one is not None]
-        if not every or len(every) < len(used):
-            return None
-        turn = max(one.turn for one in every)
-        return Found(turn, min(one.steps for one in every), all(one.exactly for one in every))
+        steps = [gpu.step() for gpu in self._gpus]
+        self._exact.add(_digest(*(part for step in steps for part in step.exact)))
+        self._loose.add(_digest(*(part for step in steps for part in step.loose)))
+        peaks = [gpu.peak() for gpu in self._gpus]
+        self._since = self._since + 1 if peaks == self._peaks else 0
+        self._peaks = peaks
+        return self._found() if any(step.events for step in steps) else None
 
-
-class OneGpu:
-    """Whether a step did what the step before did, and left as much as that in use and reserved."""
-
-    def __init__(self, allocator: LiveAllocator) -> None:
-        self._allocator = allocator
-        self._rows = self._born = 0  # events and allocations before the step that goes on
-        self._asked = np.empty(0, np.int64)  # bytes, by allocation
-        self._exact, self._loose = _Likeness(), _Likeness()
-        self._peak = (0, 0)
-        self._since = 0  # steps with this peak
-        self._length = 0  # of the last step, in events
-
-    def stepped(self) -> bool:
-        """A step has ended; whether it did something."""
-        log = self._allocator.history[self._rows :]
-        self._asked = np.concatenate([self._asked, np.zeros(self._allocator.born - self._born, np.int64)])
-        births = log[log[:, kernels.H_OP] == Op.ALLOC]
-        self._asked[births[:, kernels.H_IDENT]] = births[:, kernels.H_ARG]
-        blocks = self._allocator.machine.ids[: self._allocator.born, 1]
-        log = log[~np.isin(log[:, kernels.H_OP], _UNCOMPARED)]
-        self._exact.add(_digest(self._events(log, blocks), self._left(blocks), self._held()))
-        self._loose.add(_digest(self._events(log, self._asked), self._left(self._asked)))
-        self._rows, self._born = len(self._allocator.history), self._allocator.born
-        self._watch()
-        self._length = len(log)
-        return bool((log[:, kernels.H_OP] != Op.PHASE).any())
-
-    def found(self) -> Found | None:
-        """How steps repeat so far."""
-        if not self._length:
-            return None
+    def _found(self) -> Found | None:
         if turn := self._exact.turn(1, _TURNS):
             return Found(turn, self._exact.runs[turn - 1], True)
         if self._since > _PATIENCE and (turn := self._loose.turn(_PATIENCE, _PATIENCE)):
             return Found(turn, self._loose.runs[turn - 1], False)
         return None
 
-    def _watch(self) -> None:
+
+class _Step(NamedTuple):
+    """A step on one GPU: how many events it had, and what it is known again by, exactly or by what it asked for."""
+
+    events: int
+    exact: tuple[Int64Array, ...]
+    loose: tuple[Int64Array, ...]
+
+
+class OneGpu:
+    """What steps did on one GPU."""
+
+    def __init__(self, allocator: LiveAllocator) -> None:
+        self._allocator = allocator
+        self._rows = self._born = 0  # events and allocations before the step that goes on
+        self._asked = np.empty(0, np.int64)  # bytes, by allocation
+
+    def step(self) -> _Step:
+        """A step has ended."""
+        log = self._allocator.history[self._rows :]
+        self._asked = np.concatenate([self._asked, np.zeros(self._allocator.born - self._born, np.int64)])
+        births = log[log[:, kernels.H_OP] == Op.ALLOC]
+        self._asked[births[:, kernels.H_IDENT]] = births[:, kernels.H_ARG]
+        blocks = self._allocator.machine.ids[: self._allocator.born, 1]
+        log = log[~np.isin(log[:, kernels.H_OP], _UNCOMPARED)]
+        exact = self._events(log, blocks), self._left(blocks), self._held()
+        loose = self._events(log, self._asked), self._left(self._asked)
+        self._rows, self._born = len(self._allocator.history), self._allocator.born
+        return _Step(len(log), exact, loose)
+
+    def peak(self) -> tuple[int, int]:
+        """The most that was allocated, and reserved, so far."""
         stats = (self._allocator.machine.stat(stat)["all"] for stat in (at.ALLOCATED_BYTES, at.RESERVED_BYTES))
         allocated, reserved = (int(stat[1]) for stat in stats)
-        self._since = self._since + 1 if (allocated, reserved) == self._peak else 0
-        self._peak = allocated, reserved
+        return allocated, reserved
 
     def _events(self, log: Int64Array, sizes: Int64Array) -> Int64Array:
         """The step's events, as steps are compared; without the names of regions, which may count steps, and waits for

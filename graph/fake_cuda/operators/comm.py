@@ -5,8 +5,8 @@ As in torch/csrc/cuda/comm.cpp. What NCCL would do is done by copies, which allo
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import nullcontext
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
 import torch
@@ -78,11 +78,14 @@ def _together(tensors: Tensors, most: int) -> Iterator[list[int]]:
     """Which tensors are sent together: of one dtype, until they have so many bytes (take_tensors,
     torch/csrc/utils/tensor_flatten.cpp)."""
     groups: dict[torch.dtype, list[int]] = {}
+    sizes: Counter[torch.dtype] = Counter()
     for place, tensor in enumerate(tensors):
-        group = groups.setdefault(tensor.dtype, [])
-        group.append(place)
-        if sum(tensors[one].nbytes for one in group) >= most:
-            yield groups.pop(tensor.dtype)
+        dtype = tensor.dtype
+        groups.setdefault(dtype, []).append(place)
+        sizes[dtype] += tensor.nbytes
+        if sizes[dtype] >= most:
+            sizes[dtype] = 0
+            yield groups.pop(dtype)
     yield from groups.values()
 
 
@@ -97,7 +100,7 @@ def _scatter(
     parts = tensor.chunk(len(devices), dim) if sizes is None else tensor.split_with_sizes(list(sizes), dim)
     found = []
     for part, device, stream in zip(parts, devices, streams or [None] * len(devices), strict=False):
-        with nullcontext() if stream is None or device == tensor.get_device() else torch.cuda.stream(stream):
+        with torch.cuda.stream(None if device == tensor.get_device() else stream):
             found.append(part.to(torch.device("cuda", device), non_blocking=True))
     return found
 
@@ -105,7 +108,7 @@ def _scatter(
 def _scatter_out(tensor: torch.Tensor, out: Tensors, dim: int = 0, streams: Sequence[Any] | None = None) -> Tensors:
     parts = tensor.split_with_sizes([one.size(dim) for one in out], dim)
     for target, part, stream in zip(out, parts, streams or [None] * len(out), strict=True):
-        with nullcontext() if stream is None else torch.cuda.stream(stream):
+        with torch.cuda.stream(stream):
             target.copy_(part, non_blocking=True)
     return out
 
@@ -120,18 +123,14 @@ def _gather(tensors: Tensors, dim: int, destination: int | None = None) -> torch
     out = torch.empty(
         shape,
         dtype=first.dtype,
-        device=torch.device("cpu") if destination == _HOST else torch.device("cuda", _named(destination)),
+        device="cpu" if destination == _HOST else "cuda" if destination is None else f"cuda:{destination}",
         memory_format=images if last else torch.contiguous_format,
     )
     return _gather_out(tensors, out, dim)
 
 
-def _named(destination: int | None) -> int:
-    return torch.cuda.current_device() if destination is None else destination
-
-
-def _gather_out(tensors: Iterable[torch.Tensor], out: torch.Tensor, dim: int) -> torch.Tensor:
-    given = list(tensors)
-    for part, tensor in zip(out.split_with_sizes([one.size(dim) for one in given], dim), given, strict=True):
+def _gather_out(tensors: Tensors, out: torch.Tensor, dim: int) -> torch.Tensor:
+    parts = out.split_with_sizes([one.size(dim) for one in tensors], dim)
+    for part, tensor in zip(parts, tensors, strict=True):
         part.copy_(tensor, non_blocking=out.is_cuda)
     return out

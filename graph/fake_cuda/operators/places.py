@@ -13,9 +13,9 @@ from __future__ import annotations
 import functools
 import importlib.util
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, SupportsIndex
 
 import torch
 
@@ -47,46 +47,64 @@ def checked(func: Operator, kernel: Callable[..., Any]) -> Callable[..., Any]:
     return called
 
 
+def number_of(device: object) -> int | None:
+    """The number of the GPU that is named by a number, a name or a device; None where that has none."""
+    if isinstance(device, SupportsIndex):
+        index: int | None = int(device)
+    else:
+        index = getattr(torch.device(device) if isinstance(device, str) else device, "index", None)
+    return None if index is None or index < 0 else index
+
+
 def on_its_device(kernel: Callable[..., Any]) -> Callable[..., Any]:
     """A kernel in a process with several GPUs: where it runs is current meanwhile."""
 
     def called(*args: object, **kwargs: object) -> Any:
-        before, index = current_device(), _index(args, kwargs)
-        if index in (None, before):
-            return kernel(*args, **kwargs)
-        set_device(index)
-        try:
-            return kernel(*args, **kwargs)
-        finally:
-            set_device(before)
+        return _run_on(next(_devices(args, kwargs), None), kernel, args, kwargs)
 
     return called
 
 
-def _index(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int | None:
-    """The number of the GPU where an operator runs; None: of the one that is current."""
+def _devices(args: Sequence[object], kwargs: Mapping[str, object]) -> Iterator[torch.device]:
+    """The GPUs of an operator's tensors, else the one that it names."""
+    found = False
     for value in (*args, *kwargs.values()):
         for tensor in tensors(value):
             if tensor.is_cuda:
-                return int(tensor.get_device())
+                found = True
+                yield tensor.device
     named = kwargs.get("device")
-    return named.index if isinstance(named, torch.device) and named.type == "cuda" else None
+    if not found and isinstance(named, torch.device) and named.type == "cuda":
+        yield named
+
+
+def _run_on(
+    device: torch.device | None, kernel: Callable[..., Any], args: Sequence[object], kwargs: Mapping[str, object]
+) -> Any:
+    """What a kernel makes while a GPU is current (None, or without a number: as it is)."""
+    before = current_device()
+    if device is None or device.index in (None, before):
+        return kernel(*args, **kwargs)
+    set_device(device.index)
+    try:
+        return kernel(*args, **kwargs)
+    finally:
+        set_device(before)
 
 
 def on_one_device(func: Operator, kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """A kernel in a process with several GPUs: RuntimeError for tensors on more than one, as PyTorch has it. Of lists
-    (the `_foreach_` operators) those of each GPU are done apart."""
+    """The same, and RuntimeError for tensors on more than one, as PyTorch has it. Of lists (the `_foreach_` operators)
+    those of each GPU are done apart."""
     carried, of_lists = func._opname in _CARRIED, func._opname.startswith("_foreach_")
 
     def called(*args: object, **kwargs: object) -> Any:
-        found = () if carried else (t for value in (*args, *kwargs.values()) for t in tensors(value) if t.is_cuda)
-        devices = tuple(dict.fromkeys(tensor.device for tensor in found))
-        if len(devices) < 2:
-            return kernel(*args, **kwargs)
+        devices = tuple(dict.fromkeys(_devices(args, kwargs)))
+        if carried or len(devices) < 2:
+            return _run_on(devices[0] if devices else None, kernel, args, kwargs)
         if of_lists:
-            return _by_device(kernel, args, kwargs)
+            return _by_device(called, args, kwargs)
         if func._opname == _WRITTEN_AT:
-            return kernel(*_brought(args), **kwargs)
+            return called(*_brought(args), **kwargs)
         together(func, args, kwargs)
         if func._opname in _INDEXED:
             raise RuntimeError(
