@@ -6,6 +6,7 @@ Floating-point numbers of large tensors have no values. A mask that a program ma
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import operator
 from collections.abc import Callable
@@ -113,8 +114,9 @@ def _seen(elements: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def remember(known: dict[_K, _T], key: _K, value: _T, most: int) -> None:
-    """Add to what is known, of which the newest `most` are kept."""
+    """Add to what is known, of which the newest `most` are kept; another thread may do the same."""
     known.pop(key, None)
     known[key] = value
-    if len(known) > most:
-        del known[next(iter(known))]
+    while len(known) > most:
+        with contextlib.suppress(KeyError, RuntimeError):
+            del known[next(iter(known))]

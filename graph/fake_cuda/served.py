@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Final, Protocol
 
 import torch
@@ -26,6 +27,8 @@ def has_triton() -> bool:
 
 class Allocator(Protocol):
     """A caching allocator. Allocations have numbers, which it gives."""
+
+    lock: AbstractContextManager[Any]  # one thread at a time; a thread may take it again
 
     def malloc(self, size: int, stream: int = 0) -> int:
         """Allocate `size` bytes on a stream; raises torch.OutOfMemoryError."""

@@ -120,6 +120,7 @@ class ProgramRecorder:
     ) -> None:
         rules()  # loaded now, while the names of our modules are ours
         self.runtime = runtime
+        self._allocator = allocator
         self.waits = 0  # of the host for the device
         self.labels = Labels(Lines(base))
         further = (Labels(self.labels.lines, self.labels.names) for _ in others)
@@ -192,35 +193,36 @@ class ProgramRecorder:
         self, func: Operator, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: object, born: list[int], memo: Memo
     ) -> None:
         """A kernel has run; `born` are the storages of its new outputs. `memo.note` is ours, by kind of call."""
-        self.operators += 1
-        current = self.runtime.stream
-        stream = 0 if current is None else current.stream_id
-        thread = 0 if _get_ident() == self._main else _OWN if current_node() is None else 1
-        card = self._card()
-        known = memo.note
-        if known is None:
-            known = memo.note = {}
-        determined = _deterministic()
-        filling = bool(determined and _memory.fill_uninitialized_memory)
-        here = stream << 3 | thread << 1 | _grad_enabled()
-        mode = (len(born), here, card.cleared << _BITS | card.index, determined, filling)
-        steps = known.get(mode)
-        if steps is None:
-            on, grad = self.runtime.profile, _grad_enabled()
-            call = Call(_ruled(func), args, kwargs, out, on, stream, thread, grad, card.state, determined, filling)
-            steps = sequence(grown(call, plan(call), len(born) if _resizes(func) else 0), len(born))
-            if all(step[0] not in (KEEP, EMPTY) for step in steps):
-                known[mode] = steps
-        if self._price is not None:
-            if (duration := known.get(_DURATION)) is None:
-                duration = known[_DURATION] = self._price(func, args, kwargs, out)
-            if duration:
-                self._launch(str(func), duration, stream)
-        if steps:
-            code = known.get(_CODE)
-            if code is None:
-                code = known[_CODE] = self.labels.code(str(func))
-            self._follow(card, steps, born, stream, self._place(thread, code))
+        with self._allocator.lock:  # threads of the program: what is known of all is one's own meanwhile
+            self.operators += 1
+            current = self.runtime.stream
+            stream = 0 if current is None else current.stream_id
+            thread = 0 if _get_ident() == self._main else _OWN if current_node() is None else 1
+            card = self._card()
+            known = memo.note
+            if known is None:
+                known = memo.note = {}
+            determined = _deterministic()
+            filling = bool(determined and _memory.fill_uninitialized_memory)
+            here = stream << 3 | thread << 1 | _grad_enabled()
+            mode = (len(born), here, card.cleared << _BITS | card.index, determined, filling)
+            steps = known.get(mode)
+            if steps is None:
+                on, grad = self.runtime.profile, _grad_enabled()
+                call = Call(_ruled(func), args, kwargs, out, on, stream, thread, grad, card.state, determined, filling)
+                steps = sequence(grown(call, plan(call), len(born) if _resizes(func) else 0), len(born))
+                if all(step[0] not in (KEEP, EMPTY) for step in steps):
+                    known[mode] = steps
+            if self._price is not None:
+                if (duration := known.get(_DURATION)) is None:
+                    duration = known[_DURATION] = self._price(func, args, kwargs, out)
+                if duration:
+                    self._launch(str(func), duration, stream)
+            if steps:
+                code = known.get(_CODE)
+                if code is None:
+                    code = known[_CODE] = self.labels.code(str(func))
+                self._follow(card, steps, born, stream, self._place(thread, code))
 
     def launched(self, name: str, args: Sequence[object], written: Sequence[bool]) -> None:
         """Compiled code launches a kernel, which moves its arguments once."""

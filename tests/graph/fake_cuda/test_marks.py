@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import sys
+import threading
 from collections.abc import Callable, Iterator
+from unittest import mock
 
 import pytest
 
@@ -11,6 +14,7 @@ pytest.importorskip("torch")
 import torch
 
 from graph.fake_cuda import device as fake_cuda
+from graph.fake_cuda.marks import remember
 from graph.fake_cuda.values import MOST_MASK_BYTES
 from graph.hardware.profile import profile
 
@@ -75,3 +79,28 @@ def test_what_was_written_before_is_no_mask(runtime: fake_cuda.Runtime) -> None:
     zeros.add_(torch.rand_like(zeros))
     zeros.scatter_(0, places(5).cuda(), 1.0)
     assert runtime.values.of(zeros == 1.0) is None
+
+
+def test_threads_that_remember_at_once() -> None:
+    known: dict[int, None] = {}
+    failed: list[threading.ExceptHookArgs] = []
+
+    def work(first: int) -> None:
+        for number in range(first, 40000, 4):
+            remember(known, number, None, 8)
+
+    before = sys.getswitchinterval()
+    with mock.patch.object(threading, "excepthook", failed.append):
+        sys.setswitchinterval(1e-6)
+        try:
+            threads = [threading.Thread(target=work, args=(first,)) for first in range(4)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+        finally:
+            sys.setswitchinterval(before)
+    assert [args.exc_value for args in failed] == []
+    remember(known, -1, None, 8)
+    assert -1 in known
+    assert len(known) == 8

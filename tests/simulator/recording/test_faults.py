@@ -140,7 +140,7 @@ def test_processes_and_threads_of_a_program(words: tuple[str, ...], said: list[s
     how = warm.cold if alone else warm.run
     done = record(folder_of(tmp_path, {"train.py": PROGRAM}), "train.py", *words, run=how)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == said
+    assert done.stdout.splitlines() == said, done.stderr
     (rank,) = answer(tmp_path)["ranks"]
     assert peak <= rank["peak_allocated"] <= peak + 8 * MIB  # threads have one more each at most
     assert words[0] == "threads" or rank["peak_allocated"] <= peak + MIB
