@@ -121,15 +121,21 @@ class Allocator(Protocol):
         """Free bytes of the device, and all."""
 
 
-def changes(allocators: Sequence[Allocator]) -> list[tuple[Any, str, Any]]:
+def changes(allocators: Sequence[Allocator], there: Callable[[object], object]) -> list[tuple[Any, str, Any]]:
     """Owner, name and function of what is to be replaced in PyTorch, for allocators to answer: that of this process's
-    GPU, or those of its GPUs by number."""
+    GPU, or those of its GPUs by number. `there` raises what CUDA says of a GPU that is not."""
 
     def of(device: object = None) -> Allocator:
+        index = places.number_of(device)
+        if index is not None and index >= torch.cuda.device_count():
+            raise RuntimeError("Invalid device argument : did you call init?")
         if len(allocators) == 1:
             return allocators[0]
-        index = places.number_of(device)
         return allocators[torch.cuda.current_device() if index is None else index]
+
+    def memory_info(device: object = None) -> tuple[int, int]:
+        there(device)
+        return of(device).memory_info()
 
     def of_device(ask: Callable[[Allocator], Any]) -> Callable[..., Any]:
         return lambda *device: ask(of(*device))
@@ -194,11 +200,11 @@ def changes(allocators: Sequence[Allocator]) -> list[tuple[Any, str, Any]]:
         "_accelerator_resetPeakStats": of_device(lambda allocator: allocator.reset_peak()),
         "_accelerator_resetAccumulatedStats": of_device(lambda allocator: allocator.reset_accumulated()),
         "_accelerator_emptyCache": each(lambda allocator: allocator.empty_cache()),
-        "_accelerator_getMemoryInfo": of_device(lambda allocator: allocator.memory_info()),
+        "_accelerator_getMemoryInfo": memory_info,
         "_accelerator_setAllocatorSettings": lambda conf: each(lambda allocator: allocator.set_conf(conf))(),
     }
     runtime = types.SimpleNamespace(
-        cudaMemGetInfo=of_device(lambda allocator: allocator.memory_info()),
+        cudaMemGetInfo=memory_info,
         cudaProfilerStart=lambda: 0,
         cudaProfilerStop=lambda: 0,
     )

@@ -17,13 +17,14 @@ from torch.distributions import Distribution
 from torch.profiler import ProfilerActivity
 
 from graph.fake_cuda import graphs, objects, sdpa, served
-from graph.fake_cuda.operators import comm, rnn
+from graph.fake_cuda.operators import comm, places, rnn
 from graph.fake_cuda.operators.composed import jitted
 from graph.fake_cuda.torch_private import BINDINGS, JITTED, RAW_STREAM, RUN_BACKWARD, fake_tensor, set_device
 from graph.hardware.profile import STREAMS
 
 if TYPE_CHECKING:
     from graph.fake_cuda.device import Runtime
+    from graph.hardware.profile import Profile
 
 
 #: How PyTorch was built. A build without CUDA cannot say it any more once a GPU seems to be there.
@@ -41,6 +42,7 @@ class Stream:
     _made = 0
 
     def __init__(self, device: object = None, priority: int = 0, *, number: int | None = None, **_: object) -> None:
+        self.runtime.there(device)
         if number is None:
             number = Stream._made + 1
             Stream._made = number % STREAMS
@@ -134,7 +136,7 @@ class Event:
     """
 
     def __init__(self, *args: object, **kwargs: object) -> None:
-        self.device = Stream.runtime.device
+        self.device: torch.device | None = None  # of the streams that it is recorded on
         self._point = 0
         self._captured = False
         self._points = Stream.runtime.points
@@ -144,7 +146,12 @@ class Event:
 
     def record(self, stream: Stream | None = None) -> None:
         """This point of `stream`, or of the current one."""
-        on = (Stream.runtime.stream if stream is None else stream).stream_id
+        recorded = Stream.runtime.stream if stream is None else stream
+        self.device = self.device or recorded.device
+        if self.device != recorded.device:
+            here, there = self.device.index, recorded.device.index
+            raise RuntimeError(f"Event device {here} does not match recording stream's device {there}.")
+        on = recorded.stream_id
         self._points.give_back(self._point)
         self._point = self._points.take(on)
         self._captured = on in Stream.runtime.captured
@@ -275,10 +282,17 @@ class _StreamContext:
             _exchange(self.runtime, self.index)
 
 
-def _properties(runtime: Runtime) -> types.SimpleNamespace:
-    """`torch.cuda.get_device_properties`."""
-    card = runtime.profile
-    return types.SimpleNamespace(
+class _CudaDeviceProperties(types.SimpleNamespace):
+    """What a GPU is; those of two GPUs are not equal, whatever they are."""
+
+    __eq__ = object.__eq__
+    __hash__ = object.__hash__  # type: ignore[assignment]
+
+
+@functools.cache
+def _properties(card: Profile, index: int) -> _CudaDeviceProperties:
+    """`torch.cuda.get_device_properties`, of the GPU of this number."""
+    return _CudaDeviceProperties(
         name=card.product,
         major=card.arch[0],
         minor=card.arch[1],
@@ -341,6 +355,29 @@ def _attributes(runtime: Runtime) -> dict[str, Any]:
         runtime.asked_for(device)
         _exchange(runtime, runtime.named(device).index)
 
+    def known(device: object, what: str = "Invalid device id") -> int:
+        index = places.number_of(device)
+        if index is not None and index >= runtime.count:
+            raise AssertionError(what)
+        return runtime.index if index is None else index
+
+    def properties(device: object = None) -> _CudaDeviceProperties:
+        return _properties(card, known(device))
+
+    def reaches(device: object, peer_device: object) -> bool:
+        return known(device) != known(peer_device, "Invalid peer device id")
+
+    def synchronize(device: object = None) -> None:
+        runtime.there(device)
+        runtime.synchronized()
+
+    def of_stream(device: object) -> int:
+        index = places.number_of(device)
+        if index is not None and index >= runtime.count:
+            raise RuntimeError(f"Device index value {index} is out of index range [0, {runtime.count})")
+        found: int = runtime.named(device).index
+        return found
+
     quiet = "_lazy_init init ipc_collect set_rng_state set_rng_state_all manual_seed "
     quiet += "manual_seed_all seed seed_all _lazy_call"
     return {
@@ -358,12 +395,12 @@ def _attributes(runtime: Runtime) -> dict[str, Any]:
         "device": _Device,
         "device_of": _Device,
         "_DeviceGuard": _Device,
-        "get_device_name": lambda device=None: card.product,
-        "get_device_capability": lambda device=None: card.arch,
-        "get_device_properties": lambda device=None: _properties(runtime),
-        "can_device_access_peer": lambda device, peer_device: True,
+        "get_device_name": lambda device=None: properties(device).name,
+        "get_device_capability": lambda device=None: (properties(device).major, properties(device).minor),
+        "get_device_properties": properties,
+        "can_device_access_peer": reaches,
         "get_arch_list": lambda: [f"sm_{card.arch[0]}{card.arch[1]}"],
-        "synchronize": lambda device=None: runtime.synchronized(),
+        "synchronize": synchronize,
         "get_rng_state": lambda device="cuda": generator.get_state(),
         "get_rng_state_all": lambda: [generator.get_state() for _ in range(runtime.count)],
         "initial_seed": lambda: 0,
@@ -372,8 +409,8 @@ def _attributes(runtime: Runtime) -> dict[str, Any]:
         "Event": Event,
         "ExternalStream": ExternalStream,
         "set_stream": lambda stream: setattr(runtime, "stream", stream),
-        "current_stream": lambda device=None: runtime.stream_of(runtime.named(device).index),
-        "default_stream": lambda device=None: runtime.default_streams[runtime.named(device).index],
+        "current_stream": lambda device=None: runtime.stream_of(of_stream(device)),
+        "default_stream": lambda device=None: runtime.default_streams[of_stream(device)],
         "stream": lambda stream: _StreamContext(stream),
         "StreamContext": _StreamContext,
         "get_stream_from_external": ExternalStream,
@@ -466,7 +503,7 @@ def patched(runtime: Runtime) -> Iterator[None]:
     changes += _Storages(runtime).changes()
     changes += objects.changes()
     if runtime.allocators:
-        changes += [*served.changes(runtime.allocators), *graphs.changes(runtime, runtime.allocators[0])]
+        changes += [*served.changes(runtime.allocators, runtime.there), *graphs.changes(runtime, runtime.allocators[0])]
     before = [(target, name, vars(target).get(name, _ABSENT)) for target, name, _ in changes]
     try:
         for target, name, answer in changes:

@@ -24,7 +24,8 @@ _IMAGES: Final = 4
 
 def changes() -> list[tuple[Any, str, Any]]:
     """Owner, name and function of each."""
-    nccl = dict.fromkeys(("_nccl_all_reduce", "_nccl_reduce", "_nccl_broadcast"), _by_nccl)
+    names = ("all_reduce", "reduce", "broadcast", "all_gather", "reduce_scatter")
+    nccl = {f"_nccl_{name}": _by_nccl for name in names}
     answers = nccl | {
         "_broadcast": _broadcast,
         "_broadcast_out": _broadcast_out,
@@ -59,6 +60,8 @@ def _broadcast(tensor: torch.Tensor, devices: Sequence[int]) -> Tensors:
 
 def _broadcast_coalesced(tensors: Tensors, devices: Sequence[int], buffer_size: int) -> list[Tensors]:
     """Tensors on each device: themselves on the first, on others views of what was sent together."""
+    if any(tensor.get_device() != devices[0] for tensor in tensors):
+        raise RuntimeError(f"All tensors must be on devices[0]: {devices[0]}")
     places: list[dict[int, torch.Tensor]] = [{} for _ in devices[1:]]
     with torch.cuda.device(devices[0]):
         for group in _together(tensors, buffer_size):
@@ -116,6 +119,8 @@ def _scatter_out(tensor: torch.Tensor, out: Tensors, dim: int = 0, streams: Sequ
 def _gather(tensors: Tensors, dim: int, destination: int | None = None) -> torch.Tensor:
     """Tensors behind one another on a device (-1: on the host; None: on the current GPU)."""
     first = tensors[0]
+    for place, tensor in enumerate(tensors):
+        _fits(place, tensor, first, dim)
     shape = list(first.shape)
     shape[dim] = sum(tensor.size(dim) for tensor in tensors)
     last = all(suggests_channels_last(tensor.shape, tensor.stride()) for tensor in tensors)
@@ -127,6 +132,20 @@ def _gather(tensors: Tensors, dim: int, destination: int | None = None) -> torch
         memory_format=images if last else torch.contiguous_format,
     )
     return _gather_out(tensors, out, dim)
+
+
+def _fits(place: int, tensor: torch.Tensor, first: torch.Tensor, dim: int) -> None:
+    """RuntimeError where a tensor does not go behind the first one."""
+    which = f"tensor at index {place}"
+    if not tensor.is_cuda:
+        raise RuntimeError(f"Expected all input tensors to be CUDA tensors, but {which} has device {tensor.device}")
+    if tensor.dim() != first.dim():
+        said = f"{which}has {tensor.dim()} dimensions, (expected {first.dim()})"
+        raise RuntimeError(f"Expected all input tensors to have the same number of dimensions, but {said}")
+    expected = [*first.shape]
+    expected[dim] = tensor.size(dim)
+    if [*tensor.shape] != expected:
+        raise RuntimeError(f"Input {which} has invalid shape {[*tensor.shape]}, but expected {expected}")
 
 
 def _gather_out(tensors: Tensors, out: torch.Tensor, dim: int) -> torch.Tensor:

@@ -35,6 +35,13 @@ _CARRIED: Final = frozenset({"copy_", "fill_", "masked_fill_", "_foreach_copy_"}
 _INDEXED: Final = frozenset({"index", "_unsafe_index"})
 #: Takes indices and a single value to where it writes (makeInfo, `_index_put_impl_`).
 _WRITTEN_AT: Final = "_index_put_impl_"
+#: Takes single values to where the others are (where_self_out).
+_CHOOSING: Final = "where"
+#: Operators of lists that take no memory beside their outputs where they go through tensors one by one.
+_ONE_BY_ONE: Final[Mapping[str, Callable[..., torch.Tensor]]] = {
+    "_foreach_norm": torch.linalg.vector_norm,
+    "_foreach_max": torch.max,
+}
 
 
 def checked(func: Operator, kernel: Callable[..., Any]) -> Callable[..., Any]:
@@ -102,17 +109,27 @@ def on_one_device(func: Operator, kernel: Callable[..., Any]) -> Callable[..., A
         if carried or len(devices) < 2:
             return _run_on(devices[0] if devices else None, kernel, args, kwargs)
         if of_lists:
-            return _by_device(called, args, kwargs)
+            return _by_device(func, called, args, kwargs)
         if func._opname == _WRITTEN_AT:
             return called(*_brought(args), **kwargs)
+        if func._opname == _CHOOSING and (near := _near(args)) is not args:
+            return called(*near, **kwargs)
         together(func, args, kwargs)
         if func._opname in _INDEXED:
             raise RuntimeError(
                 f"indices should be either on cpu or on the same device as the indexed tensor ({devices[0]})"
             )
-        raise apart(*devices[:2])
+        written = (tensor.device for tensor in tensors(kwargs.get("out")))  # comes first
+        raise apart(*[*dict.fromkeys((*written, *devices))][:2])
 
     return called
+
+
+def _near(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The arguments of `where`, of which single values come to the others."""
+    here = next((one.device for one in args if one.dim()), args[0].device)
+    away = [one.is_cuda and not one.dim() and one.device != here for one in args]
+    return tuple(one.to(here) if far else one for one, far in zip(args, away, strict=True)) if any(away) else args
 
 
 def _brought(args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -129,9 +146,16 @@ def _brought(args: tuple[Any, ...]) -> tuple[Any, ...]:
     return (target, moved, value.to(here) if value.is_cuda else value, *rest)
 
 
-def _by_device(kernel: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What a kernel makes of lists of tensors on several GPUs, one GPU at a time."""
+def _by_device(func: Operator, kernel: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What a kernel makes of lists of tensors on several GPUs, one GPU at a time; of some it takes one by one."""
     first = args[0]
+    for value in args[1:]:
+        if isinstance(value, list | tuple) and len(value) == len(first):
+            for one, other in zip(first, value, strict=True):
+                if isinstance(other, torch.Tensor) and other.dim() and other.device != one.device:
+                    raise apart(one.device, other.device)
+    if func._opname in _ONE_BY_ONE:
+        return [_ONE_BY_ONE[func._opname](one, *args[1:], **kwargs) for one in first]
     made: list[Any] = [None] * len(first)
     for device in dict.fromkeys(tensor.device for tensor in first):
         places = [place for place, tensor in enumerate(first) if tensor.device == device]

@@ -53,10 +53,17 @@ def refused():
         lambda: torch.where(here > 0, there, here), lambda: there[torch.zeros(2, dtype=torch.int64, device="cuda:0")],
         lambda: nn.functional.embedding(torch.zeros(2, dtype=torch.int64, device="cuda:0"), there),
         lambda: nn.functional.linear(here, there), lambda: here.add_(there), lambda: torch.empty(1, device="cuda:2"),
+        lambda: torch.add(here, here, out=there), lambda: torch._foreach_add_([here, there], [there, here]),
+        lambda: comm.gather([here, there[:, 1:]], 0, 0), lambda: comm.gather([here, there[0]]),
+        lambda: comm.gather([here.cpu()]), lambda: comm.broadcast_coalesced([here, there], [0, 1]),
+        lambda: torch.cuda.get_device_name(2), lambda: torch.cuda.can_device_access_peer(0, 2),
+        lambda: torch.cuda.mem_get_info(2), lambda: torch.cuda.current_stream(2), lambda: torch.cuda.Stream(2),
+        lambda: torch.cuda.get_device_properties(0) == torch.cuda.get_device_properties(1),
+        lambda: torch.where(here > 0, there[0, 0], here).device, lambda: torch.cuda.can_device_access_peer(1, 1),
     ):
         try:
             print(call())
-        except RuntimeError as error:
+        except (RuntimeError, AssertionError) as error:
             print(str(error).partition("\n")[0])
 
 
@@ -70,6 +77,7 @@ def lists():
     torch.optim.Adam(weights, fused=True).step()
     torch._foreach_mul_(weights := [weight.detach() for weight in weights], 2.0)
     print([one.device.index for one in torch._foreach_add(weights, weights)])
+    print([one.device.index for one in torch._foreach_norm(weights)])
 
 
 def between():
@@ -81,6 +89,9 @@ def between():
     images = comm.gather([one.to(memory_format=torch.channels_last) for one in images], 0, 1)
     print(images.device, tuple(images.shape), images.stride(), comm.gather(comm.scatter(images, [0, 1]), 0, -1).device)
     print(comm.reduce_add([torch.ones(500, 5, device=f"cuda:{place}") for place in range(2)], 1).device)
+    parts, wholes = ([torch.ones(rows, device=f"cuda:{place}") for place in range(2)] for rows in (50, 100))
+    torch.cuda.nccl.all_gather(parts, wholes)
+    torch.cuda.nccl.reduce_scatter(wholes, parts)
 
 
 def split_model():
