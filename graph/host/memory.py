@@ -11,7 +11,7 @@ import functools
 import itertools
 import math
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Final
 from unittest import mock
 
@@ -76,6 +76,7 @@ def untouched(runtime: Runtime) -> Iterator[None]:
     draws = _Draws(runtime)
     for name in _WRITING:
         runtime.override(f"aten::{name}", _kernel(name, draws), ("CPU",))
+    runtime.override("aten::cat", _joining(), ("CPU",))
     truncated = _truncated(runtime, draws, init._no_grad_trunc_normal_)
     with mock.patch.object(init, "_no_grad_trunc_normal_", truncated):
         yield
@@ -134,6 +135,21 @@ def _kernel(name: str, draws: _Draws) -> Callable[..., Any]:
             for part in draws.parts(tensor):
                 plain(BY_CPU_KERNEL, part, *args, **kwargs)
         return tensor
+
+    return kernel
+
+
+def _joining() -> Callable[..., torch.Tensor]:
+    """`cat`, and with it `stack`: transformers loads the experts of a layer one by one and makes one tensor of them."""
+    plain = torch.library.get_kernel("aten::cat", "CPU").call_boxed
+
+    def kernel(tensors: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor:
+        if sum([tensor.nbytes for tensor in tensors]) < LARGE or not all(one.is_floating_point() for one in tensors):
+            made: torch.Tensor = plain(BY_CPU_KERNEL, tensors, dim)
+            return made
+        there = [torch.empty_strided(one.shape, one.stride(), dtype=one.dtype, device="meta") for one in tensors]
+        joined = torch.cat(there, dim)
+        return torch.empty_strided(joined.shape, joined.stride(), dtype=joined.dtype, device="cpu")
 
     return kernel
 

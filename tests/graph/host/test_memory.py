@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import resource
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -176,3 +178,41 @@ def test_matrices_of_weights_can_be_inverted_on_the_host() -> None:
         assert any("could not be factorized" in one for one in made.assumptions)
     with pytest.raises(torch.linalg.LinAlgError):
         torch.linalg.inv(torch.zeros(2, 2))
+
+
+#: Above 32 MiB, which malloc always takes from the system anew.
+JOINED: dict[str, Callable[[], Any]] = {
+    "cat": lambda: torch.cat([torch.empty(10000, 1024), torch.empty(49, 1024)]),
+    "cat, along the last": lambda: torch.cat([torch.empty(1024, 10000), torch.empty(1024, 49)], -1),
+    "cat, of two dtypes": lambda: torch.cat([torch.empty(10 << 20), torch.empty(3, dtype=torch.float64)]),
+    "cat, with nothing": lambda: torch.cat([torch.empty(0), torch.empty(10049, 1024)]),
+    "cat, of images": lambda: torch.cat([torch.empty(9, 8, 256, 256).to(memory_format=torch.channels_last)] * 2),
+    "stack": lambda: torch.stack([torch.empty(512, 256, dtype=torch.bfloat16)] * 144),
+    "stack, behind": lambda: torch.stack([torch.empty(4 << 20)] * 3, -1),
+}
+
+
+@pytest.mark.parametrize("name", JOINED)
+def test_joined_tensors_lie_as_in_a_real_run_and_take_no_memory(name: str) -> None:
+    def about(made: Any) -> tuple[Any, ...]:
+        return made.shape, made.stride(), made.dtype, made.device
+
+    real = about(JOINED[name]())
+    with runtime():
+        before = resident()
+        made = JOINED[name]()
+        assert resident() - before < made.nbytes // 2
+        assert about(made) == real
+
+
+def resident() -> int:
+    """Bytes of this process that are in memory (proc(5), statm)."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+def test_small_tensors_and_integers_are_joined() -> None:
+    with runtime():
+        assert torch.cat([torch.ones(3), torch.zeros(2)]).tolist() == [1, 1, 1, 0, 0]
+        assert int(torch.cat([torch.ones(1 << 20, dtype=torch.int64)] * 2).sum()) == 1 << 21
+        with pytest.raises(RuntimeError, match="Sizes of tensors must match except in dimension 0"):
+            torch.cat([torch.empty(1 << 20, 2), torch.empty(3, 3)])
