@@ -65,13 +65,17 @@ def _headers_only(plain: Any) -> Any:
 
 
 def _mapped(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """UntypedStorage.from_file for files that may be larger than the memory: the system sets nothing aside for them."""
+    """UntypedStorage.from_file for files that may be larger than the memory: the system sets nothing aside for them.
+
+    Where a byte is looked at, it does not read what comes after it: safetensors looks at the first of each tensor.
+    """
 
     def from_file(filename: str, shared: bool = False, nbytes: int = 0) -> Any:
         if shared or not nbytes:
             return plain(filename, shared, nbytes)
         with open(filename, "rb") as file:
             pages = mmap.mmap(file.fileno(), nbytes, mmap.MAP_PRIVATE | _NO_RESERVE, mmap.PROT_READ | mmap.PROT_WRITE)
+        pages.madvise(mmap.MADV_RANDOM)
         return torch.frombuffer(pages, dtype=torch.uint8).untyped_storage()
 
     return from_file

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import importlib
 import io
 import json
+import mmap
 import pickle
 import resource
 from collections.abc import Iterator
@@ -210,6 +212,26 @@ LLAMA = {
     "tie_word_embeddings": True,
     "dtype": "bfloat16",
 }
+
+
+def test_where_a_byte_is_looked_at_the_rest_is_not_read(runtime: Runtime, tmp_path: Path) -> None:
+    """safetensors looks at the first byte of each tensor that it cuts out."""
+    path, size, step = tmp_path / "weights", 64 << 20, 2 << 20
+    with path.open("wb") as file:
+        file.truncate(size)
+    storage = torch.UntypedStorage.from_file(str(path), False, size)
+    assert [storage[place] for place in range(0, size, step)] == [0] * (size // step)
+    assert cached(path, size) < 2 * size // step * mmap.PAGESIZE
+
+
+def cached(path: Path, size: int) -> int:
+    """Bytes of a file that the system has in memory (mincore(2))."""
+    with path.open("r+b") as file, mmap.mmap(file.fileno(), size) as pages:
+        where = ctypes.c_char.from_buffer(pages)
+        found = (ctypes.c_ubyte * (size // mmap.PAGESIZE))()
+        assert ctypes.CDLL(None).mincore(ctypes.c_void_p(ctypes.addressof(where)), ctypes.c_size_t(size), found) == 0
+        del where
+        return sum(page & 1 for page in found) * mmap.PAGESIZE
 
 
 def test_a_model_without_weights_is_loaded_as_if_it_had_them(runtime: Runtime, tmp_path: Path) -> None:
