@@ -98,7 +98,7 @@ def record(
     """
     processes = _Processes(silent)
     exchange = Exchange(ranks, min(len(ranks), os.cpu_count() or 1))
-    done = 0
+    done, one_at_a_time = 0, threading.Lock()
 
     def one(rank: int, speaks: socket.socket) -> Recorded | None:
         nonlocal done
@@ -107,9 +107,10 @@ def record(
         finally:
             exchange.end(rank)
             speaks.close()
-        done += 1
-        if told is not None and len(ranks) > 1:
-            told(f"rank {rank} has ended, {done} of {len(ranks)}")
+        with one_at_a_time:
+            done += 1
+            if told is not None and len(ranks) > 1:
+                told(f"rank {rank} has ended, {done} of {len(ranks)}")
         return found
 
     with processes.signalled(), ThreadPoolExecutor(1 + len(ranks)) as pool:
