@@ -14,7 +14,8 @@ from collections.abc import Callable, Iterator, Mapping
 from types import ModuleType
 from typing import TYPE_CHECKING, Final
 
-from graph.host import apex, deepspeed_ops, flash_attn, nvml, torchvision, triton_installed
+from graph.host import apex, deepspeed_ops, flash_attn, torchvision, triton_installed
+from graph.host.driver import nvml
 from graph.host.imports import Change, changed
 from graph.models import quantization
 
@@ -60,9 +61,8 @@ _WAYS_OUT: Final = (
         "numbers that the program reads of the GPU are 0 (`assumptions` of --json): record --floats 1 has them be 1",
     ),
     (
-        r"No such file or directory: '(\S*/)?nvidia-smi'",
-        "nvidia-smi comes with the driver, which is not here: an executable file of that name in the PATH lets the "
-        "program go on, with whatever it prints",
+        r"No such file or directory: '\S*/nvidia-smi'",
+        "nvidia-smi stands in the PATH of a recorded program, not at this place",
     ),
     (
         r"your machine only has|invalid device ordinal",

@@ -30,6 +30,7 @@ from graph.fake_cuda.ranks.job import joined
 from graph.fake_cuda.served import OutOfMemoryError, has_triton
 from graph.hardware.profile import profile
 from graph.host import compiled, kept, triton_stand_in
+from graph.host.driver import smi
 from graph.host.extensions import launching_nothing, way_out
 from graph.host.lbfgs import never_converged
 from graph.host.memory import untouched
@@ -113,6 +114,7 @@ def main(text: str, objects: int) -> int:
         with (
             keeper.kept_at_exit(),
             launching_nothing(runtime),
+            smi.in_path(runtime, folder),
             untouched(runtime),
             never_read(runtime, folder),
             kept_as_made(runtime),

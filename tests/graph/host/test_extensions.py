@@ -133,7 +133,7 @@ class MisconfigurationException(Exception):  # noqa: N818
         (ZeroDivisionError("float division by zero"), "--floats 1"),
         (ValueError("math domain error"), "--floats 1"),
         (ValueError("a division by zero of the program's own"), ""),
-        (FileNotFoundError(2, "No such file or directory", "nvidia-smi"), "in the PATH"),
+        (FileNotFoundError(2, "No such file or directory", "/usr/bin/nvidia-smi"), "in the PATH"),
         (FileNotFoundError(2, "No such file or directory", "nvidia-smi.txt"), ""),
         (KeyError("flash_attn"), ""),
     ],

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 _DONE: Final = 0
 _INVALID: Final = 2
 #: A driver for CUDA 13.0, and that number as NVML has it.
-_DRIVER: Final = b"580.65.06"
-_CUDA: Final = 13000
+DRIVER: Final = "580.65.06"
+CUDA: Final = 13000
 #: The handle of GPU 0: others follow.
 _FIRST: Final = 1
 
@@ -85,8 +85,13 @@ def _name(runtime: Runtime, handle: object, text: Text, length: object) -> None:
     text.value = runtime.profile.product.encode()
 
 
-def _uuid(runtime: Runtime, handle: object, text: Text, length: object) -> None:
-    text.value = b"GPU-00000000-0000-0000-0000-000000000000"
+def _uuid(runtime: Runtime, handle: ctypes.c_void_p, text: Text, length: object) -> None:
+    text.value = uuid(_number(handle)).encode()
+
+
+def uuid(index: int) -> str:
+    """The name of a GPU that no other one has."""
+    return f"GPU-00000000-0000-0000-0000-{index:012}"
 
 
 def _capability(runtime: Runtime, handle: object, major: Reference, minor: Reference) -> None:
@@ -94,24 +99,28 @@ def _capability(runtime: Runtime, handle: object, major: Reference, minor: Refer
 
 
 def _memory(runtime: Runtime, handle: ctypes.c_void_p, memory: Reference) -> None:
-    free, total = _free_and_all(runtime, handle)
+    free, total = free_and_all(runtime, _number(handle))
     memory._obj.total, memory._obj.free, memory._obj.used = total, free, total - free
 
 
-def _free_and_all(runtime: Runtime, handle: ctypes.c_void_p) -> tuple[int, int]:
+def _number(handle: ctypes.c_void_p) -> int:
+    return (ctypes.cast(handle, ctypes.c_void_p).value or 0) - _FIRST
+
+
+def free_and_all(runtime: Runtime, index: int) -> tuple[int, int]:
+    """Free bytes of the GPU of this number, and all: what another rank has is not known, and counts as this one's."""
     total = runtime.profile.total_bytes
     if not runtime.allocators:
         return total - runtime.allocated(), total
-    number = (ctypes.cast(handle, ctypes.c_void_p).value or 0) - _FIRST if runtime.several else 0
-    return runtime.allocators[number].memory_info()
+    return runtime.allocators[index if runtime.several else 0].memory_info()
 
 
 def _driver(runtime: Runtime, text: Text, length: object) -> None:
-    text.value = _DRIVER
+    text.value = DRIVER.encode()
 
 
 def _cuda(runtime: Runtime, version: Reference) -> None:
-    version._obj.value = _CUDA
+    version._obj.value = CUDA
 
 
 #: What functions do that answer something, by their names without version.
