@@ -10,7 +10,9 @@ import contextlib
 import functools
 import itertools
 import math
+import mmap
 import statistics
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Final
 from unittest import mock
@@ -55,12 +57,27 @@ _WRITING: Final = (
     ),
     *("lerp_.Scalar", "lerp_.Tensor", "mul_.Tensor", "sqrt_", "sub_.Tensor", "zero_", *_RANDOM),
 )
+#: Files of weights in memory, which nobody reads: where they end, by where they begin.
+_unread: Final[dict[int, int]] = {}
 _DTYPES: Final = {bool: torch.bool, int: torch.int64, float: torch.float64, complex: torch.complex128}
 
 
 def is_large(tensor: torch.Tensor) -> bool:
     """Whether a tensor on the host has no values."""
     return tensor.nbytes >= LARGE and (tensor.is_floating_point() or tensor.is_complex())
+
+
+def unread(pages: mmap.mmap, tensor: torch.Tensor) -> None:
+    """`tensor` lies in `pages` of a file of weights: what is made of it is not written either."""
+    start = tensor.data_ptr()
+    _unread[start] = start + tensor.nbytes
+    weakref.finalize(pages, _unread.pop, start, None)
+
+
+def _has_values(tensor: torch.Tensor) -> bool:
+    """Whether a tensor on the host is neither large nor a part of a file of weights."""
+    place = tensor.data_ptr()
+    return not is_large(tensor) and not any(start <= place < end for start, end in _unread.items())
 
 
 @contextlib.contextmanager
@@ -140,11 +157,17 @@ def _kernel(name: str, draws: _Draws) -> Callable[..., Any]:
 
 
 def _joining() -> Callable[..., torch.Tensor]:
-    """`cat`, and with it `stack`: transformers loads the experts of a layer one by one and makes one tensor of them."""
+    """`cat`, and with it `stack`, of what has no values: transformers loads the experts of a layer one by one and makes
+    one tensor of them."""
     plain = torch.library.get_kernel("aten::cat", "CPU").call_boxed
 
     def kernel(tensors: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor:
-        if sum([tensor.nbytes for tensor in tensors]) < LARGE or not all(one.is_floating_point() for one in tensors):
+        whole = sum([tensor.nbytes for tensor in tensors])
+        if (
+            whole < LARGE
+            or not all(tensor.is_floating_point() for tensor in tensors)
+            or sum(tensor.nbytes for tensor in tensors if _has_values(tensor)) >= LARGE  # as images of a batch
+        ):
             made: torch.Tensor = plain(BY_CPU_KERNEL, tensors, dim)
             return made
         there = [torch.empty_strided(one.shape, one.stride(), dtype=one.dtype, device="meta") for one in tensors]

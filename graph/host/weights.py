@@ -25,7 +25,7 @@ import torch
 from graph.fake_cuda.device import Runtime
 from graph.fake_cuda.torch_private import BINDINGS, FileReader
 from graph.host.imports import changed
-from graph.host.memory import LARGE
+from graph.host.memory import LARGE, unread
 from graph.recorder.checkpoints import may_write
 
 #: MAP_NORESERVE of Linux (asm-generic/mman.h), which Python's mmap lacks.
@@ -76,7 +76,9 @@ def _mapped(plain: Callable[..., Any]) -> Callable[..., Any]:
         with open(filename, "rb") as file:
             pages = mmap.mmap(file.fileno(), nbytes, mmap.MAP_PRIVATE | _NO_RESERVE, mmap.PROT_READ | mmap.PROT_WRITE)
         pages.madvise(mmap.MADV_RANDOM)
-        return torch.frombuffer(pages, dtype=torch.uint8).untyped_storage()
+        whole = torch.frombuffer(pages, dtype=torch.uint8)
+        unread(pages, whole)
+        return whole.untyped_storage()
 
     return from_file
 

@@ -187,7 +187,7 @@ JOINED: dict[str, Callable[[], Any]] = {
     "cat, of two dtypes": lambda: torch.cat([torch.empty(10 << 20), torch.empty(3, dtype=torch.float64)]),
     "cat, with nothing": lambda: torch.cat([torch.empty(0), torch.empty(10049, 1024)]),
     "cat, of images": lambda: torch.cat([torch.empty(9, 8, 256, 256).to(memory_format=torch.channels_last)] * 2),
-    "stack": lambda: torch.stack([torch.empty(512, 256, dtype=torch.bfloat16)] * 144),
+    "stack": lambda: torch.stack([torch.empty(2048, 1024, dtype=torch.bfloat16)] * 9),
     "stack, behind": lambda: torch.stack([torch.empty(4 << 20)] * 3, -1),
 }
 
@@ -214,5 +214,7 @@ def test_small_tensors_and_integers_are_joined() -> None:
     with runtime():
         assert torch.cat([torch.ones(3), torch.zeros(2)]).tolist() == [1, 1, 1, 0, 0]
         assert int(torch.cat([torch.ones(1 << 20, dtype=torch.int64)] * 2).sum()) == 1 << 21
+        images = torch.stack([torch.tensor(3.0).expand(3, 224, 224)] * 24)
+        assert (images == 3).all()
         with pytest.raises(RuntimeError, match="Sizes of tensors must match except in dimension 0"):
             torch.cat([torch.empty(1 << 20, 2), torch.empty(3, 3)])

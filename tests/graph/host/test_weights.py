@@ -24,7 +24,7 @@ from torch.distributed.checkpoint import state_dict_loader, state_dict_saver  # 
 
 from graph.fake_cuda.device import Runtime, fake_cuda  # noqa: E402
 from graph.hardware.profile import profile  # noqa: E402
-from graph.host.memory import untouched  # noqa: E402
+from graph.host.memory import LARGE, untouched  # noqa: E402
 from graph.host.weights import _StandIn, never_read  # noqa: E402
 from graph.recorder.checkpoints import Saving  # noqa: E402
 from graph.recorder.program import ProgramRecorder  # noqa: E402
@@ -222,6 +222,20 @@ def test_where_a_byte_is_looked_at_the_rest_is_not_read(runtime: Runtime, tmp_pa
     storage = torch.UntypedStorage.from_file(str(path), False, size)
     assert [storage[place] for place in range(0, size, step)] == [0] * (size // step)
     assert cached(path, size) < 2 * size // step * mmap.PAGESIZE
+
+
+def test_experts_of_a_file_are_made_one_tensor_and_not_read(runtime: Runtime, tmp_path: Path) -> None:
+    path, size = tmp_path / "experts", 192 << 20
+    with path.open("wb") as file:
+        file.truncate(size)
+    before = peak()
+    whole = torch.empty(0, dtype=torch.bfloat16).set_(torch.UntypedStorage.from_file(str(path), False, size))
+    experts = whole.view(64, 1024, 1536).unbind()
+    assert experts[0].nbytes < LARGE
+    joined = torch.cat([torch.stack(experts[:32]), torch.stack(experts[32:])], 1)
+    assert joined.shape == (32, 2048, 1536)
+    assert grown(before) < 64 << 20
+    assert cached(path, size) < 1 << 20
 
 
 def cached(path: Path, size: int) -> int:
