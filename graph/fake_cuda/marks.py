@@ -1,7 +1,8 @@
-"""Large floating-point masks on devices that hold nothing: one number, but for places where another was scattered.
+"""Floating-point numbers of large tensors on devices that hold nothing have no values: which are masks, and which not.
 
-Floating-point numbers of large tensors have no values. A mask that a program makes of them is asked where it is 1
-(`torch.where(mask == 1.0)` in PEFT's SHiRA), and how many places that are decides shapes.
+A mask is one number, but for places where another was scattered. It is asked where it is 1 (`torch.where(mask == 1.0)`
+in PEFT's SHiRA), and how many places that are decides shapes. What comes from the host and is no mask, as pictures, is
+asked where it is 0 (Idefics3 leaves out those that are padding): nowhere, for it hits no number exactly.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _K = TypeVar("_K")
 _T = TypeVar("_T")
 
 #: Operators in place that make masks, and what masks are made of.
-_MAKING: Final = frozenset({"fill_", "zero_", "scatter_"})
+_MAKING: Final = frozenset({"fill_", "zero_", "scatter_", "copy_"})
 #: Comparisons.
 COMPARING: Final = frozenset({"lt", "le", "gt", "ge", "eq", "ne"})
 #: So many storages are known to be of one number, the last of them.
@@ -32,6 +33,12 @@ _NEWEST: Final = 64
 _MASKS: Final = 4
 #: Masks of more elements are not kept.
 _MOST: Final = 1 << 25
+#: So many storages are known to be no masks, the last of them.
+_DATA: Final = 1 << 10
+#: Tensors on the host with larger storages may not have been written, and are not looked at.
+_LOOKED_AT: Final = 1 << 20
+#: So many elements are looked at.
+_SAMPLE: Final = 1 << 10
 
 
 @dataclass(frozen=True)
@@ -58,11 +65,13 @@ class Marks:
         self._key, self._size, self._values = key, size, values
         self._filled: dict[int, float] = {}  # the one number of storages that are new
         self._masks: dict[int, _Mask] = {}
+        self._data: dict[int, None] = {}  # storages of what came from the host and is no mask
 
     def restart(self) -> None:
         """Storages are counted from 1 again."""
         self._filled.clear()
         self._masks.clear()
+        self._data.clear()
 
     def told(self, func: Operator) -> Callable[[tuple[Any, ...]], None] | None:
         """What is to be told the arguments of an operator in place, before it writes them; None: nothing."""
@@ -76,10 +85,25 @@ class Marks:
             if func._overloadname in ("src", "value"):
                 self._scattered(target, *args[1:4])
             return
-        number = args[1] if func._opname == "fill_" else 0.0
         whole = target.numel() * target.itemsize == self._size(target)
+        if func._opname == "copy_":
+            if whole:
+                self._copied(target, args[1])
+            return
+        number = args[1] if func._opname == "fill_" else 0.0
         if isinstance(number, int | float) and whole and target._version == 0:
             remember(self._filled, self._key(target), float(number), _NEWEST)
+
+    def _copied(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        key = self._key(target)
+        if source.is_floating_point() and (not _may_be_mask(source) if source.is_cpu else self.is_data(source)):
+            remember(self._data, key, None, _DATA)
+        else:
+            self._data.pop(key, None)
+
+    def is_data(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor came from the host and is no mask."""
+        return self._key(tensor) in self._data
 
     def _scattered(self, target: torch.Tensor, dim: int, index: torch.Tensor, source: object) -> None:
         off, places = self._number(target), self._values(index)
@@ -106,6 +130,15 @@ class Marks:
         answer = getattr(operator, func._opname)
         on, off = bool(answer(mask.on, number)), bool(answer(mask.off, number))
         return torch.where(_seen(mask.places, args[0]), on, off)
+
+
+def _may_be_mask(source: torch.Tensor) -> bool:
+    """Whether a tensor on the host has one or two different numbers, as far as it is looked at."""
+    if not source.numel() or source.untyped_storage().nbytes() > _LOOKED_AT or source.itemsize == 1:
+        return False
+    elements = source.reshape(-1)
+    found = torch.unique(elements[:: -(-len(elements) // _SAMPLE)])
+    return len(found) <= len(("on", "off"))
 
 
 def _seen(elements: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:

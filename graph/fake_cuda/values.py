@@ -353,7 +353,15 @@ class Values:
         known = _of_finite(func, args)
         if known is None:
             known = _of_autograd(func, args)
+        if known is None and func._opname in ("eq", "ne") and self._is_data(args):
+            self.assume("which of the numbers that the host sent are a given one", "none")
+            known = func._opname == "ne"
         return self._compared(func, args) if known is None and func._opname in COMPARING else known
+
+    def _is_data(self, args: tuple[Any, ...]) -> bool:
+        """Whether what came from the host and is no mask is asked where it is a number."""
+        several = isinstance(args[0], torch.Tensor) and args[0].numel() > 1
+        return several and isinstance(args[1], int | float) and self.marks.is_data(args[0])
 
     def _compared(self, func: Operator, args: tuple[Any, ...]) -> bool | None:
         """How single numbers compare, those without values as they are read; None if there are several."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -22,9 +23,11 @@ if TYPE_CHECKING:
     from graph.fake_cuda.device import Runtime
 
 _NAME: Final = "nvidia-smi"
+#: What is asked that a GPU alone knows.
+_MEASURED: Final = re.compile("utilization|power|temperature|compute-apps")
 _NOTE: Final = (
-    "the program asks nvidia-smi, which is not here: it is told of the memory that this process has, and that there "
-    "are no other processes, no load, power and temperature"
+    "the program asks nvidia-smi what a GPU does, and there is none: it is told of no load, power and temperature, and "
+    "of no other processes"
 )
 
 
@@ -40,9 +43,11 @@ def in_path(runtime: Runtime, folder: Path) -> Iterator[None]:
 
     def telling(start: Callable[..., Any]) -> Callable[..., Any]:
         def started(*args: object, **kwargs: object) -> Any:
-            if any(_NAME in str(word) for word in (*args, *kwargs.values()) if isinstance(word, str | list | tuple)):
-                runtime.note(_NOTE)
+            words = " ".join(str(word) for word in (*args, *kwargs.values()) if isinstance(word, str | list | tuple))
+            if _NAME in words:
                 _write(figures, runtime)
+                if _MEASURED.search(words):
+                    runtime.note(_NOTE)
             return start(*args, **kwargs)
 
         return started

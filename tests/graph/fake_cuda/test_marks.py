@@ -81,6 +81,33 @@ def test_what_was_written_before_is_no_mask(runtime: fake_cuda.Runtime) -> None:
     assert runtime.values.of(zeros == 1.0) is None
 
 
+def pictures(dtype: torch.dtype) -> torch.Tensor:
+    return torch.rand(2, 3, 100, 100, generator=torch.Generator().manual_seed(1)).add(0.5).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_pictures_from_the_host_are_no_padding(runtime: fake_cuda.Runtime, dtype: torch.dtype) -> None:
+    """As Idefics3, SmolVLM and LLaVA-OneVision look for pictures that are padding."""
+
+    def real(pictures: torch.Tensor) -> torch.Tensor:
+        seen = pictures.to(torch.bfloat16).view(1, *pictures.shape).flatten(0, 1)
+        of_each = (seen == 0.0).sum(dim=(-1, -2, -3)) != seen.shape[1:].numel()
+        return seen[of_each.contiguous()].contiguous()
+
+    found = real(pictures(dtype).cuda())
+    assert found.shape == real(pictures(dtype)).shape == (2, 3, 100, 100)
+
+
+def test_masks_from_the_host_may_be_any_number(runtime: fake_cuda.Runtime) -> None:
+    mask = (pictures(torch.float32) > 1).float()
+    there = mask.cuda()
+    assert not runtime.values.marks.is_data(there)
+    there.copy_(pictures(torch.float32))
+    assert runtime.values.marks.is_data(there)
+    there.copy_(mask)
+    assert not runtime.values.marks.is_data(there)
+
+
 def test_threads_that_remember_at_once() -> None:
     known: dict[int, None] = {}
     failed: list[threading.ExceptHookArgs] = []
