@@ -91,6 +91,7 @@ class Shapes:
             if any(argument.is_out for argument in func._schema.arguments):
                 places.written(func, (*kwargs.values(), *args))
         func, args, kwargs = _stand_in(func, args, kwargs)
+        refused: Exception | None = None
         if func in ALIKE and not kwargs and (made := _on_meta_alone(func, args)) is not None:
             return made, kwargs
         with _seen(), self._mode:
@@ -107,9 +108,11 @@ class Shapes:
                 ) from error
             except (UnsupportedOperatorException, NotImplementedError):
                 pass
-            except RuntimeError as error:
+            except (RuntimeError, IndexError, ValueError) as error:
                 if not of_two_devices(error) or _of_two_devices(fake_args):
-                    raise
+                    refused = error.with_traceback(None)
+        if refused is not None:
+            raise _in_cpu_words(func, args, kwargs) or refused
         if (plain := _without_out(func)) is not None:
             return self._by_results(plain, func, args, kwargs)
         return self._compute(func, args, kwargs)
@@ -131,6 +134,22 @@ class Shapes:
             return _on_cpu(func, args, kwargs)
         except (NotImplementedError, RuntimeError) as error:
             raise CaptureError(f"operator {func}: PyTorch has no rule for the shape of its result") from error
+
+
+def _in_cpu_words(func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Exception | None:
+    """What the CPU's kernel raises, which checks as CUDA's does: PyTorch's rules in Python have words of their own.
+
+    None where it raises nothing, or what only a CPU would, and of large tensors, which would have to be there.
+    """
+    if sum(tensor.numel() for tensor in tensors((*args, *kwargs.values()))) > _COMPUTED:
+        return None
+    try:
+        func(*tree_map(_zeros, args), **tree_map(_zeros, kwargs))
+    except NotImplementedError:
+        return None
+    except (RuntimeError, IndexError, ValueError) as error:
+        return None if "CPU" in str(error) else error.with_traceback(None)
+    return None
 
 
 def _without_out(func: Operator) -> Operator | None:

@@ -186,7 +186,7 @@ is_dense: Callable[[torch.Tensor], bool]
 is_dense = getattr(_prims, "is_non_overlapping_and_dense_or_false", None) or _prims.is_non_overlapping_and_dense
 
 
-def of_two_devices(error: RuntimeError) -> bool:
+def of_two_devices(error: Exception) -> bool:
     """Whether a fake operator failed because of the devices of its operands (up to 2.11 it has no class of its own)."""
     return re.search("found (two different|at least two) devices", str(error)) is not None
 

@@ -268,6 +268,39 @@ def _scaled_mm(args: Sequence[Any]) -> None:
 
 
 #: What raises as PyTorch does if an operator's kernel does not take its arguments.
+def _softmax(args: Sequence[Any]) -> None:
+    source, dim = args[:2]
+    most = max(source.dim(), 1)
+    if not -most <= dim < most:
+        within = f"expected to be in range of [{-most}, {most - 1}], but got {dim}"
+        raise IndexError(f"Dimension out of range ({within})")
+    _computed("host_softmax", source)
+
+
+def _index_select(args: Sequence[Any]) -> None:
+    if args[2].dim() > 1:
+        raise RuntimeError("Index is supposed to be an empty tensor or a vector")
+
+
+def _filled(args: Sequence[Any]) -> None:
+    if args[2].dtype is not torch.int64:
+        raise IndexError("index_fill_(): Expected dtype int64 for index.")
+    _held(args[0], args[3])
+
+
+def _gelu(args: Sequence[Any]) -> None:
+    _computed("GeluCUDAKernelImpl", args[0])
+
+
+def _of_bits(name: str) -> Check:
+    def check(args: Sequence[Any]) -> None:
+        for one in args[:2]:
+            if isinstance(one, torch.Tensor) and (one.is_floating_point() or one.is_complex()):
+                raise NotImplementedError(f"\"{name}_cuda\" not implemented for '{_scalar(one)}'")
+
+    return check
+
+
 CHECKS: Final[Mapping[Any, Check]] = {
     **dict.fromkeys((_aten.mm.default, _aten.mm.out), _mm),
     **dict.fromkeys((_aten._scaled_mm.default, _aten._scaled_mm.out), _scaled_mm),
@@ -289,8 +322,13 @@ CHECKS: Final[Mapping[Any, Check]] = {
     _aten.constant_pad_nd.default: _holding(2),
     _aten.scatter.value: _holding(3),
     _aten.scatter_.value: _holding(3),
-    _aten.index_fill.int_Scalar: _holding(3),
-    _aten.index_fill_.int_Scalar: _holding(3),
+    **dict.fromkeys((_aten.index_fill.int_Scalar, _aten.index_fill_.int_Scalar), _filled),
+    **dict.fromkeys((_aten._softmax.default, _aten._log_softmax.default), _softmax),
+    _aten.index_select.default: _index_select,
+    _aten.gelu.default: _gelu,
+    **dict.fromkeys((_aten.bitwise_and.Tensor, _aten.bitwise_and.Scalar), _of_bits("bitwise_and")),
+    **dict.fromkeys((_aten.bitwise_or.Tensor, _aten.bitwise_or.Scalar), _of_bits("bitwise_or")),
+    **dict.fromkeys((_aten.bitwise_xor.Tensor, _aten.bitwise_xor.Scalar), _of_bits("bitwise_xor")),
     _aten.where.self: _where,
     **dict.fromkeys((_aten.add_.Tensor, _aten.sub_.Tensor, _aten.mul_.Tensor), _in_place),
     **dict.fromkeys((_aten.add_.Scalar, _aten.sub_.Scalar, _aten.mul_.Scalar), _in_place),
@@ -314,8 +352,6 @@ CHECKS: Final[Mapping[Any, Check]] = {
     _aten.masked_scatter.default: _masked_scatter,
     _aten.masked_scatter_.default: _masked_scatter,
     _aten.binary_cross_entropy.default: _entropy,
-    _aten._softmax.default: lambda args: _computed("host_softmax", args[0]),
-    _aten._log_softmax.default: lambda args: _computed("host_softmax", args[0]),
     _aten._scaled_dot_product_efficient_attention.default: _bias,
     _aten._fused_adam_.default: _fused,
     _aten._fused_adamw_.default: _fused,

@@ -130,6 +130,15 @@ def test_snapshots_that_a_program_makes_have_the_history_that_it_asked_for(tmp_p
     assert done.stdout == program.with_suffix(".txt").read_text(), done.stderr
 
 
+@pytest.mark.skipif(installed_release() != DEFAULT_RELEASE, reason="recorded with one release")
+def test_what_is_refused_has_pytorchs_words(tmp_path: Path) -> None:
+    """Shapes that do not fit, dimensions that are not there, dtypes without a kernel: what a program's mistake says."""
+    program = ROOT / "tests/data/programs/refused.py"
+    done = record(tmp_path, str(program))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == program.with_suffix(".txt").read_text().splitlines()
+
+
 def test_the_largest_step_is_told(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     done = record(tmp_path, "--steps", "all", "--markdown", "report.md", str(programs.FOLDER / "lengths.py"))

@@ -1,0 +1,35 @@
+"""Calls that PyTorch refuses for shapes, dimensions and dtypes, and its words."""
+import torch
+from torch.nn import functional
+
+
+def f(*sizes, dtype=torch.float32):
+    return torch.zeros(*sizes, device="cuda", dtype=dtype)
+
+
+def i(*sizes):
+    return f(*sizes, dtype=torch.int64)
+
+
+for call in (
+    lambda: f(32, 50) @ f(3, 3), lambda: torch.addmm(f(5), f(2, 3), f(4, 5)), lambda: torch.bmm(f(2, 3, 4), f(2, 5, 6)),
+    lambda: functional.linear(f(2, 3), f(4, 5)), lambda: f(2, 3) @ f(4), lambda: torch.dot(f(3), f(4)),
+    lambda: torch.baddbmm(f(2, 3, 3), f(2, 3, 4), f(2, 5, 3)), lambda: torch.einsum("ij,jk->ik", f(2, 3), f(4, 5)),
+    lambda: f(2, 3) + f(2, 4), lambda: torch.cat([f(2, 3), f(2, 4)]), lambda: torch.stack([f(2), f(3)]),
+    lambda: f(2, 3).view(7), lambda: f(2).add_(f(2, 2)), lambda: f(2).copy_(f(3)), lambda: f(3, 4).expand(2, 4),
+    lambda: functional.layer_norm(f(2, 3), (4,)), lambda: functional.group_norm(f(2, 5), 2),
+    lambda: functional.conv2d(f(1, 3, 8, 8), f(4, 2, 3, 3)), lambda: functional.conv2d(f(1, 3, 2, 2), f(4, 3, 3, 3)),
+    lambda: functional.cross_entropy(f(2, 3), i(3)), lambda: functional.binary_cross_entropy(f(2), f(3)),
+    lambda: functional.softmax(f(3), 2), lambda: functional.log_softmax(f(3, 3), -3), lambda: f(4, 4).topk(5),
+    lambda: f(3, 3).gather(0, i(4, 4)), lambda: f(2, 3).scatter_add_(0, i(3, 3), f(2, 2)), lambda: torch.take(f(2), f(2)),
+    lambda: f(2).index_add_(0, i(2), f(3)), lambda: f(2).index_copy_(0, i(2), f(3)), lambda: f(3).index_select(0, i(2, 2)),
+    lambda: f(2, 2).index_fill_(0, f(2), 1.0), lambda: functional.pad(f(2, 3, 3), (5, 5), mode="reflect"),
+    lambda: functional.adaptive_avg_pool2d(f(3, 3), 2), lambda: functional.grid_sample(f(1, 1, 4, 4), f(2, 3, 3, 2)),
+    lambda: functional.fold(f(1, 5, 4), (4, 4), (2, 2)), lambda: torch.linalg.inv(f(2, 3)), lambda: i(3).float().long().mean(),
+    lambda: torch._foreach_add([f(2)], [f(3)]), lambda: torch.lerp(f(2), f(2).half(), 0.5), lambda: functional.gelu(i(3)),
+    lambda: f(2) & 1, lambda: torch.clamp(f(2)), lambda: functional.embedding(f(3), f(4, 4)),
+):
+    try:
+        print(call())
+    except Exception as error:
+        print(type(error).__name__, str(error).partition("\n")[0])
