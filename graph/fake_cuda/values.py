@@ -199,7 +199,7 @@ class Values:
 
     def different(self, tensor: torch.Tensor) -> int:
         """How many different values a tensor without values has at most."""
-        among = self._bounds.get(self.key(tensor))
+        among = range(2) if tensor.dtype is torch.bool else self._bounds.get(self.key(tensor))
         return tensor.numel() if among is None else min(tensor.numel(), among.stop - among.start)
 
     def integer(self, tensor: torch.Tensor) -> int:

@@ -134,6 +134,19 @@ def unfold_backward(call: Call) -> Plan | None:
     return after([("places", 8 * (int(sizes[dimension(int(place), len(sizes))]) if sizes else 1))])
 
 
+def jagged(call: Call) -> Plan | None:
+    """`_padded_dense_to_jagged_forward`: room for values that nobody writes, as large as the result; of fp16 in vectors
+    of eight also the row and the column of each (nested/cuda/NestedTensorTransformerFunctions.cu, from FBGEMM)."""
+    dense, offsets = call.args[:2]
+    out = next(tensors(call.out))
+    if not elements(out):
+        return None
+    by_eight = dtype(out) == "float16" and shape(out)[-1] % 8 == 0 and strides(dense)[-1] == 1 and len(offsets) == 1
+    places = 4 * shape(out)[0]
+    places_of_each = within([("rows", places), ("columns", places)]) if by_eight else ()
+    return within([("values", size(out))], REST, *places_of_each)
+
+
 RULES: Mapping[str, Rule] = {
     "aten.copy_.default": copy_,
     "aten.where.self": where,
@@ -148,4 +161,5 @@ RULES: Mapping[str, Rule] = {
     "aten.rrelu_with_noise.default": rrelu,
     **dict.fromkeys(("aten.bernoulli.default", "aten.bernoulli.out", "aten.bernoulli_.Tensor"), bernoulli),
     "aten.unfold_backward.default": unfold_backward,
+    "aten._padded_dense_to_jagged_forward.default": jagged,
 }

@@ -30,7 +30,9 @@ def install(runtime: Runtime) -> None:
     of_a_cuda_build = has_kernel("aten::_nnz", "SparseCUDA")
     for layout in BY_CPU_KERNEL_OF:
         kernels = dict(_OF_CUDA.get(layout, {}))
-        if not of_a_cuda_build:
+        if of_a_cuda_build:  # whose own ask a driver
+            kernels |= {name: _refusing(name, layout) for name in _NOT_HERE.get(layout, ())}
+        else:
             kernels = {name: _redispatched(name, layout) for name in shared_operators(layout)} | kernels
         named = [(name, _of_tensors(name, functools.partial(kernel, runtime))) for name, kernel in kernels.items()]
         runtime.register([(name, f"{layout}CUDA", kernel) for name, kernel in named])
@@ -40,6 +42,15 @@ def _redispatched(name: str, layout: str) -> Callable[..., Any]:
     """The CPU's kernel for tensors of a layout."""
     func, keys = operator(name), BY_CPU_KERNEL_OF[layout]
     return lambda runtime, *args, **kwargs: func.redispatch(keys, *args, **kwargs)
+
+
+def _refusing(name: str, layout: str) -> Callable[..., Any]:
+    """A kernel that is not here."""
+
+    def refuse(*args: object, **kwargs: object) -> Any:
+        raise _missing(name, layout)
+
+    return refuse
 
 
 def _of_tensors(name: str, kernel: Callable[..., Any]) -> Callable[..., Any]:
@@ -232,6 +243,15 @@ def _different(runtime: Runtime, indices: torch.Tensor) -> int:
     runtime.assume("indices of a sparse tensor that differ", "that all do")
     return runtime.values.different(indices) if len(indices) == 1 else indices.shape[1]
 
+
+#: By layout: what a CUDA build has for CUDA alone and is not here; in a CPU build it has no kernel.
+_NOT_HERE: Final[dict[str, tuple[str, ...]]] = {
+    "Sparse": (
+        *("_sparse_softmax", "_sparse_softmax_backward_data", "_sparse_log_softmax"),
+        *("_sparse_log_softmax_backward_data", "_sparse_sparse_matmul", "bmm", "bmm.out", "hspmm", "hspmm.out"),
+    ),
+    "SparseCsr": ("sparse_sampled_addmm", "sparse_sampled_addmm.out", "add.out", "triangular_solve.X"),
+}
 
 #: By layout and operator: what has a kernel of its own in a CUDA build.
 _OF_CUDA: Final[dict[str, dict[str, Callable[..., Any]]]] = {

@@ -564,6 +564,8 @@ def test_values_that_are_not_known_count_as_different(runtime: Runtime) -> None:
     unique = torch.ops.aten._unique2
     assert unique(torch.rand(3, device="cuda"))[0].shape == (3,)
     assert unique(torch.tensor([4, 4, 7]).cuda())[0].tolist() == [4, 7]
+    unknown = torch.randn(5000, 4, device="cuda") > 0
+    assert [len(one) for one in unique(unknown, return_counts=True)] == [2, 0, 2]
     assert torch.tensor([1, 1, 3]).cuda().bincount().tolist() == [0, 2, 0, 1]
     assert [text for text in runtime.assumptions if "values that differ: that all do is assumed" in text]
 

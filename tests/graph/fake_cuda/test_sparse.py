@@ -12,6 +12,8 @@ pytest.importorskip("torch")
 import torch
 
 from graph.fake_cuda import device as fake_cuda
+from graph.fake_cuda.operators import sparse
+from graph.fake_cuda.torch_private import has_kernel
 from graph.hardware.profile import profile
 from tests.support.births import Births
 
@@ -109,3 +111,15 @@ def test_tables_with_sparse_gradients_are_trained(runtime: fake_cuda.Runtime) ->
 def test_what_needs_a_cuda_build_is_refused(work: Callable[[Any], object], runtime: fake_cuda.Runtime) -> None:
     with pytest.raises(NotImplementedError, match="'SparseCUDA' backend"):
         work(Matrices().coo)
+
+
+def test_what_a_cuda_build_has_for_cuda_alone_is_not_here() -> None:
+    """In a CPU build nothing serves it either: a program ends with one error under both."""
+    with fake_cuda.fake_cuda(profile("A100", "2.13")):
+        found = {
+            f"{layout}: {name}": has_kernel(f"aten::{name}", f"{layout}CUDA")
+            for layout, names in sparse._NOT_HERE.items()
+            for name in names
+        }
+    assert [name for name, there in found.items() if there] == []
+    assert len(found) > 10
