@@ -38,7 +38,7 @@ _DATA: Final = 1 << 10
 #: Tensors on the host with larger storages may not have been written, and are not looked at.
 _LOOKED_AT: Final = 1 << 20
 #: So many elements are looked at.
-_SAMPLE: Final = 1 << 10
+_SAMPLE: Final = 1 << 8
 
 
 @dataclass(frozen=True)
@@ -79,6 +79,9 @@ class Marks:
 
     def _written(self, func: Operator, args: tuple[Any, ...]) -> None:
         target = args[0]
+        if func._opname == "copy_":
+            self._copied(target, args[1])
+            return
         if target.is_inference() or not target.is_floating_point():
             return
         if func._opname == "scatter_":  # others (`reduce`) compute with what is there
@@ -86,20 +89,17 @@ class Marks:
                 self._scattered(target, *args[1:4])
             return
         whole = target.numel() * target.itemsize == self._size(target)
-        if func._opname == "copy_":
-            if whole:
-                self._copied(target, args[1])
-            return
         number = args[1] if func._opname == "fill_" else 0.0
         if isinstance(number, int | float) and whole and target._version == 0:
             remember(self._filled, self._key(target), float(number), _NEWEST)
 
     def _copied(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        data = source.is_floating_point() and (not _may_be_mask(source) if source.is_cpu else self.is_data(source))
         key = self._key(target)
-        if source.is_floating_point() and (not _may_be_mask(source) if source.is_cpu else self.is_data(source)):
-            remember(self._data, key, None, _DATA)
-        else:
+        if not data:
             self._data.pop(key, None)
+        elif target.is_floating_point() and target.numel() * target.itemsize == self._size(target):
+            remember(self._data, key, None, _DATA)
 
     def is_data(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor came from the host and is no mask."""
@@ -134,10 +134,12 @@ class Marks:
 
 def _may_be_mask(source: torch.Tensor) -> bool:
     """Whether a tensor on the host has one or two different numbers, as far as it is looked at."""
-    if not source.numel() or source.untyped_storage().nbytes() > _LOOKED_AT or source.itemsize == 1:
+    if source.untyped_storage().nbytes() > _LOOKED_AT or source.itemsize == 1:
         return False
     elements = source.reshape(-1)
-    found = torch.unique(elements[:: -(-len(elements) // _SAMPLE)])
+    if len(elements) <= _SAMPLE:  # so few have values
+        return True
+    found = set(elements[:: -(-len(elements) // _SAMPLE)].tolist())
     return len(found) <= len(("on", "off"))
 
 

@@ -148,7 +148,7 @@ def _in_cpu_words(func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any])
     except NotImplementedError:
         return None
     except (RuntimeError, IndexError, ValueError) as error:
-        return None if "CPU" in str(error) else error.with_traceback(None)
+        return None if "cpu" in str(error).lower() else error.with_traceback(None)
     return None
 
 

@@ -355,10 +355,14 @@ def _attributes(runtime: Runtime) -> dict[str, Any]:
         runtime.asked_for(device)
         _exchange(runtime, runtime.named(device).index)
 
+    def absent(device: object) -> bool:
+        index = places.number_of(device) if runtime.allocators else None
+        return index is not None and index >= runtime.count
+
     def known(device: object, what: str = "Invalid device id") -> int:
-        index = places.number_of(device)
-        if index is not None and index >= runtime.count:
+        if absent(device):
             raise AssertionError(what)
+        index = places.number_of(device)
         return runtime.index if index is None else index
 
     def properties(device: object = None) -> _CudaDeviceProperties:
@@ -372,9 +376,9 @@ def _attributes(runtime: Runtime) -> dict[str, Any]:
         runtime.synchronized()
 
     def of_stream(device: object) -> int:
-        index = places.number_of(device)
-        if index is not None and index >= runtime.count:
-            raise RuntimeError(f"Device index value {index} is out of index range [0, {runtime.count})")
+        if absent(device):
+            number = places.number_of(device)
+            raise RuntimeError(f"Device index value {number} is out of index range [0, {runtime.count})")
         found: int = runtime.named(device).index
         return found
 

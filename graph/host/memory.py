@@ -77,7 +77,7 @@ def unread(pages: mmap.mmap, tensor: torch.Tensor) -> None:
 def _has_values(tensor: torch.Tensor) -> bool:
     """Whether a tensor on the host is neither large nor a part of a file of weights."""
     place = tensor.data_ptr()
-    return not is_large(tensor) and not any(start <= place < end for start, end in _unread.items())
+    return not is_large(tensor) and not any(start <= place < end for start, end in _unread.copy().items())
 
 
 @contextlib.contextmanager
