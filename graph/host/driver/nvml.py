@@ -110,7 +110,7 @@ def _number(handle: ctypes.c_void_p) -> int:
 def free_and_all(runtime: Runtime, index: int) -> tuple[int, int]:
     """Free bytes of the GPU of this number, and all: what another rank has is not known, and counts as this one's."""
     total = runtime.profile.total_bytes
-    if not runtime.allocators:
+    if not runtime.allocators or not runtime.memory.born:  # PyTorch has not looked at its settings yet
         return total - runtime.allocated(), total
     return runtime.allocators[index if runtime.several else 0].memory_info()
 

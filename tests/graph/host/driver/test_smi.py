@@ -78,3 +78,18 @@ def test_what_is_asked_and_what_is_not_known(
     assert nvidia_smi.main([figures, *asked]) == code
     printed = capsys.readouterr()
     assert (printed.out + printed.err).strip() == said
+
+
+def test_who_asks_early_may_still_say_how_memory_is_allocated(tmp_path: Path) -> None:
+    """nvidia-smi looks at no setting of PyTorch."""
+    program = """
+import os, subprocess
+import torch
+used = "nvidia-smi --query-gpu=memory.used --format=csv,nounits,noheader"
+print(subprocess.run(used.split(), capture_output=True, text=True, check=True).stdout, end="")
+os.environ["PYTORCH_ALLOC_CONF"] = os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
+torch.ones(3 << 20, dtype=torch.uint8, device="cuda")
+print([segment["is_expandable"] for segment in torch.cuda.memory_snapshot()])
+"""
+    done = record(folder_of(tmp_path, {"train.py": program}), "train.py")
+    assert (done.returncode, done.stdout) == (0, "0\n[True]\n"), done.stderr
