@@ -87,11 +87,28 @@ def merge_sort_pairs(profile: Profile, count: int, key: int, value: int) -> int:
     return storage(count * key, count * value, (up(count, 2048) + 1) * place)
 
 
+def merge_sort(profile: Profile, count: int, key: int) -> int:
+    """The same for `thrust::sort`: tiles of 2048 of 8 bytes."""
+    place = 4 if profile.release >= (2, 10) else 8
+    return storage(count * key, (up(count, 2048) + 1) * place)
+
+
 def unique_by_key_of_thrust(profile: Profile, count: int) -> int:
-    """Bytes for `thrust::unique_by_key` with keys of 8 bytes; the tile of compute capability 9.0 lies between 9375 and
-    11764 by the recordings, those of others were read on an A100."""
-    tile = 10240 if profile.arch >= (9, 0) else 2816
+    """Bytes for `thrust::unique_by_key` with keys and values of 8 bytes."""
+    tile = 2688 if profile.arch == (8, 0) else 9856 if profile.arch >= (9, 0) else 640
     return storage((up(count, tile) + 32) * 16, 1, *extra(profile))
+
+
+def unique_of_thrust(profile: Profile, count: int) -> int:
+    """The same for `thrust::unique`."""
+    return storage((up(count, 640) + 32) * 16, 1, *extra(profile))
+
+
+def scan_of_thrust(profile: Profile, count: int) -> int:
+    """Bytes for `thrust::inclusive_scan` of integers of 8 bytes."""
+    tuned = profile.release >= (2, 10)
+    tile = {(8, 0): 3168, (9, 0): 2688}.get(profile.arch, 4576 if profile.arch >= (10, 0) else 896) if tuned else 896
+    return storage((up(count, tile) + 32) * 16, *extra(profile))
 
 
 def extra(profile: Profile) -> tuple[int, ...]:

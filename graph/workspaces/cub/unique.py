@@ -1,7 +1,7 @@
 """`unique`: sorted copies, places, and CUB's temporary storage. What is found is held in room for every value.
 
-Source: aten/src/ATen/native/cuda/Unique.cu and UniqueCub.cu. Tiles were read off recordings of 2.13 (CUDA 13.0) on
-T4, L4, A100, H100 and B200.
+Source: aten/src/ATen/native/cuda/Unique.cu (along a dimension, by Thrust) and UniqueCub.cu. Tiles were read off
+recordings of 2.13 (CUDA 13.0) on T4, L4, A100, H100 and B200.
 """
 
 from __future__ import annotations
@@ -10,8 +10,30 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Final
 
 from graph.hardware.profile import Profile
-from graph.workspaces.cub.temporary import extra, sort_pairs, storage, total
-from graph.workspaces.metadata import argument, dtype, elements, is_contiguous, is_half, size, up, width
+from graph.workspaces.cub.temporary import (
+    extra,
+    merge_sort,
+    scan_of_thrust,
+    sort_pairs,
+    storage,
+    total,
+    unique_by_key_of_thrust,
+    unique_of_thrust,
+)
+from graph.workspaces.metadata import (
+    argument,
+    dimension,
+    dtype,
+    elements,
+    is_contiguous,
+    is_half,
+    shape,
+    size,
+    strides,
+    tensors,
+    up,
+    width,
+)
 from graph.workspaces.rules import Call, Plan, Rule, Step, within
 
 if TYPE_CHECKING:
@@ -27,6 +49,10 @@ _TILES: Final[Mapping[int, tuple[int, int, int, int]]] = {
 #: The same of a sum of flags, by compute capability.
 _SUMS: Final = (3840, 3072, 3072, 1920)
 _LENGTHS: Final = 384
+#: What `thrust::adjacent_difference` takes.
+_DIFFERENCE: Final = 255
+#: Where `unique_dim` is asked for more than what is found.
+_ASKED: Final = ((3, "inverse"), (4, "counts"))
 
 
 def _class(profile: Profile) -> int:
@@ -91,14 +117,68 @@ def _flags(call: Call, source: torch.Tensor) -> Plan:
 def consecutive(call: Call) -> Plan | None:
     """`unique_consecutive` of all values, as they come."""
     source, inverse = call.args[0], bool(argument(call, 1, "return_inverse", False))
-    if not elements(source) or argument(call, 3, "dim") is not None:
+    if not elements(source):
         return None
+    if (dim := argument(call, 3, "dim")) is not None:
+        counts = bool(argument(call, 2, "return_counts", False))
+        return _along(call, dim, sort=False, inverse=inverse, counts=counts)
     counted = (1 + inverse) if argument(call, 2, "return_counts", False) else 0
     places = _places(call, elements(source), 4) if inverse else ()
     return within(_input(source), *places, *_found(call, source, counted))
 
 
+def along(call: Call) -> Plan | None:
+    """`unique_dim`."""
+    inverse, counts = (bool(argument(call, place, f"return_{name}", False)) for place, name in _ASKED)
+    return _along(call, call.args[1], sort=True, inverse=inverse, counts=counts)
+
+
+def along_consecutive(call: Call) -> Plan | None:
+    """`unique_dim_consecutive`."""
+    inverse, counts = (bool(argument(call, place - 1, f"return_{name}", False)) for place, name in _ASKED)
+    return _along(call, call.args[1], sort=False, inverse=inverse, counts=counts)
+
+
+def _along(call: Call, dim: int, *, sort: bool, inverse: bool, counts: bool) -> Plan | None:
+    """Rows are put in order by their numbers (`unique_dim_cuda_template`)."""
+    source, card = call.args[0], call.profile
+    if not elements(source):
+        return None
+    dim = dimension(dim, len(shape(source)))
+    rows = shape(source)[dim]
+    made = [output for output in tensors(call.out) if elements(output)]
+    births = [("out", number) for number in range(len(made))]
+    kept = bool(elements(next(tensors(call.out))))  # what is found is born last
+    first, rest = births[:kept], births[kept:]
+    steps: list[Step] = [*within([("sort", merge_sort(card, rows, 8))])] if sort else []
+    if inverse:
+        places = within([("difference", _DIFFERENCE)]) + within([("sum", scan_of_thrust(card, rows))])
+        steps += within([("flags", 8 * rows)], *rest[:1], *places)
+        rest = rest[1:]
+    if counts:
+        lengths = (*rest, *within([("lengths", _DIFFERENCE)])) if rest else ()
+        found = within([("found", unique_by_key_of_thrust(card, rows))])
+        steps += within([("range", 8 * (rows + 1))], *found, *lengths)
+    else:
+        steps += within([("found", unique_of_thrust(card, rows))])
+    copied = [] if _rows_follow(source, dim) else [("input", size(source))]
+    return within([*copied, ("rows", 8 * rows)], *steps, *first)
+
+
+def _rows_follow(source: torch.Tensor, dim: int) -> bool:
+    """Whether a tensor is contiguous with this dimension put first."""
+    order = [dim, *(other for other in range(len(shape(source))) if other != dim)]
+    step = 1
+    for one in reversed(order):
+        if shape(source)[one] > 1 and strides(source)[one] != step:
+            return False
+        step *= shape(source)[one]
+    return True
+
+
 RULES: Mapping[str, Rule] = {
+    "aten.unique_dim.default": along,
+    "aten.unique_dim_consecutive.default": along_consecutive,
     "aten._unique.default": unique,
     "aten._unique2.default": unique,
     "aten.unique_consecutive.default": consecutive,
