@@ -243,10 +243,14 @@ class Runtime:
     def there(self, device: object) -> int | None:
         """The number of a GPU that a program names (a number, a name or a device), None where it has none; raises what
         CUDA says where it is not there."""
-        index = places.number_of(device) if self.allocators else None
-        if index is not None and index >= self.count:
+        if self.absent(device):
             raise getattr(torch, "AcceleratorError", RuntimeError)("CUDA error: invalid device ordinal")
-        return index
+        return places.number_of(device) if self.allocators else None
+
+    def absent(self, device: object) -> bool:
+        """Whether a program names a GPU that it does not see."""
+        index = places.number_of(device) if self.allocators else None
+        return index is not None and index >= self.count
 
     def asked_for(self, device: object) -> None:
         """A program uses a GPU that it names: one of this process's, or another rank's, whose memory counts as this

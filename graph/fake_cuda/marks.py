@@ -88,8 +88,8 @@ class Marks:
             if func._overloadname in ("src", "value"):
                 self._scattered(target, *args[1:4])
             return
-        whole = target.numel() * target.itemsize == self._size(target)
         number = args[1] if func._opname == "fill_" else 0.0
+        whole = target.numel() * target.itemsize == self._size(target)
         if isinstance(number, int | float) and whole and target._version == 0:
             remember(self._filled, self._key(target), float(number), _NEWEST)
 

@@ -7,14 +7,17 @@ here. The allocator itself is not of this package: `Allocator` says what it must
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import torch
 
 from graph.fake_cuda.operators import places
 from graph.fake_cuda.torch_private import BINDINGS, has_triton_package
+
+if TYPE_CHECKING:
+    from graph.fake_cuda.device import Runtime
 
 #: What is raised where memory runs out.
 OutOfMemoryError: Final = torch.OutOfMemoryError
@@ -121,20 +124,21 @@ class Allocator(Protocol):
         """Free bytes of the device, and all."""
 
 
-def changes(allocators: Sequence[Allocator], there: Callable[[object], object]) -> list[tuple[Any, str, Any]]:
+def changes(runtime: Runtime) -> list[tuple[Any, str, Any]]:
     """Owner, name and function of what is to be replaced in PyTorch, for allocators to answer: that of this process's
-    GPU, or those of its GPUs by number. `there` raises what CUDA says of a GPU that is not."""
+    GPU, or those of its GPUs by number."""
+    allocators = runtime.allocators
 
     def of(device: object = None) -> Allocator:
-        index = places.number_of(device)
-        if index is not None and index >= torch.cuda.device_count():
+        if runtime.absent(device):
             raise RuntimeError("Invalid device argument : did you call init?")
         if len(allocators) == 1:
             return allocators[0]
+        index = places.number_of(device)
         return allocators[torch.cuda.current_device() if index is None else index]
 
     def memory_info(device: object = None) -> tuple[int, int]:
-        there(device)
+        runtime.there(device)
         return of(device).memory_info()
 
     def of_device(ask: Callable[[Allocator], Any]) -> Callable[..., Any]:
@@ -203,12 +207,12 @@ def changes(allocators: Sequence[Allocator], there: Callable[[object], object]) 
         "_accelerator_getMemoryInfo": memory_info,
         "_accelerator_setAllocatorSettings": lambda conf: each(lambda allocator: allocator.set_conf(conf))(),
     }
-    runtime = types.SimpleNamespace(
+    library = types.SimpleNamespace(
         cudaMemGetInfo=memory_info,
         cudaProfilerStart=lambda: 0,
         cudaProfilerStop=lambda: 0,
     )
-    return [(BINDINGS, name, answer) for name, answer in answers.items()] + [(torch.cuda, "cudart", lambda: runtime)]
+    return [(BINDINGS, name, answer) for name, answer in answers.items()] + [(torch.cuda, "cudart", lambda: library)]
 
 
 def unwound(kernel: Callable[..., Any]) -> Callable[..., Any]:

@@ -91,9 +91,9 @@ class Shapes:
             if any(argument.is_out for argument in func._schema.arguments):
                 places.written(func, (*kwargs.values(), *args))
         func, args, kwargs = _stand_in(func, args, kwargs)
-        refused: Exception | None = None
         if func in ALIKE and not kwargs and (made := _on_meta_alone(func, args)) is not None:
             return made, kwargs
+        refused: Exception | None = None
         with _seen(), self._mode:
             fake_args = numbers_as_tensors(func, tuple(_fake(arg) for arg in args))
             fake_kwargs = {key: _fake(value) for key, value in kwargs.items()}
@@ -128,7 +128,7 @@ class Shapes:
 
     def _compute(self, func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         """As `infer`, for an operator that PyTorch has no rule for: run on zeros on the CPU, if it is not too large."""
-        if sum(tensor.numel() for tensor in tensors((*args, *kwargs.values()))) > _COMPUTED:
+        if _is_large(args, kwargs):
             raise CaptureError(f"operator {func}: PyTorch has no rule for the shape of its result")
         try:
             return _on_cpu(func, args, kwargs)
@@ -141,15 +141,20 @@ def _in_cpu_words(func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any])
 
     None where it raises nothing, or what only a CPU would, and of large tensors, which would have to be there.
     """
-    if sum(tensor.numel() for tensor in tensors((*args, *kwargs.values()))) > _COMPUTED:
+    if _is_large(args, kwargs):
         return None
     try:
-        func(*tree_map(_zeros, args), **tree_map(_zeros, kwargs))
-    except NotImplementedError:
-        return None
+        _made(func, *tree_map(_zeros, (args, kwargs)))
     except (RuntimeError, IndexError, ValueError) as error:
-        return None if "cpu" in str(error).lower() else error.with_traceback(None)
+        of_cpu = isinstance(error, NotImplementedError) or "cpu" in str(error).lower()
+        return None if of_cpu else error.with_traceback(None)
     return None
+
+
+def _is_large(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether there are too many elements to be run on the CPU."""
+    count: int = sum(tensor.numel() for tensor in tensors((*args, *kwargs.values())))
+    return count > _COMPUTED
 
 
 def _without_out(func: Operator) -> Operator | None:

@@ -355,12 +355,8 @@ def _attributes(runtime: Runtime) -> dict[str, Any]:
         runtime.asked_for(device)
         _exchange(runtime, runtime.named(device).index)
 
-    def absent(device: object) -> bool:
-        index = places.number_of(device) if runtime.allocators else None
-        return index is not None and index >= runtime.count
-
     def known(device: object, what: str = "Invalid device id") -> int:
-        if absent(device):
+        if runtime.absent(device):
             raise AssertionError(what)
         index = places.number_of(device)
         return runtime.index if index is None else index
@@ -376,7 +372,7 @@ def _attributes(runtime: Runtime) -> dict[str, Any]:
         runtime.synchronized()
 
     def of_stream(device: object) -> int:
-        if absent(device):
+        if runtime.absent(device):
             number = places.number_of(device)
             raise RuntimeError(f"Device index value {number} is out of index range [0, {runtime.count})")
         found: int = runtime.named(device).index
@@ -507,7 +503,7 @@ def patched(runtime: Runtime) -> Iterator[None]:
     changes += _Storages(runtime).changes()
     changes += objects.changes()
     if runtime.allocators:
-        changes += [*served.changes(runtime.allocators, runtime.there), *graphs.changes(runtime, runtime.allocators[0])]
+        changes += [*served.changes(runtime), *graphs.changes(runtime, runtime.allocators[0])]
     before = [(target, name, vars(target).get(name, _ABSENT)) for target, name, _ in changes]
     try:
         for target, name, answer in changes:

@@ -120,7 +120,6 @@ class ProgramRecorder:
     ) -> None:
         rules()  # loaded now, while the names of our modules are ours
         self.runtime = runtime
-        self._allocator = allocator
         self.waits = 0  # of the host for the device
         self.labels = Labels(Lines(base))
         further = (Labels(self.labels.lines, self.labels.names) for _ in others)
@@ -193,7 +192,7 @@ class ProgramRecorder:
         self, func: Operator, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: object, born: list[int], memo: Memo
     ) -> None:
         """A kernel has run; `born` are the storages of its new outputs. `memo.note` is ours, by kind of call."""
-        with self._allocator.lock:  # threads of the program: what is known of all is one's own meanwhile
+        with self.cards[0].allocator.lock:  # threads of the program: what is known of all is one's own meanwhile
             self.operators += 1
             current = self.runtime.stream
             stream = 0 if current is None else current.stream_id

@@ -149,24 +149,24 @@ def _brought(args: tuple[Any, ...]) -> tuple[Any, ...]:
 def _by_device(func: Operator, kernel: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What a kernel makes of lists of tensors on several GPUs, one GPU at a time; of some it takes one by one."""
     first = args[0]
-    for value in args[1:]:
-        if isinstance(value, list | tuple) and len(value) == len(first):
-            for one, other in zip(first, value, strict=True):
-                if isinstance(other, torch.Tensor) and other.dim() and other.device != one.device:
-                    raise apart(one.device, other.device)
+    for one, *beside in zip(*(value for value in args if _is_beside(value, first)), strict=True):
+        away = [t.device for t in beside if isinstance(t, torch.Tensor) and t.dim() and t.device != one.device]
+        if away:
+            raise apart(one.device, away[0])
     if func._opname in _ONE_BY_ONE:
         return [_ONE_BY_ONE[func._opname](one, *args[1:], **kwargs) for one in first]
     made: list[Any] = [None] * len(first)
     for device in dict.fromkeys(tensor.device for tensor in first):
         places = [place for place, tensor in enumerate(first) if tensor.device == device]
-        part = [_picked(value, places, len(first)) for value in args]
+        part = [[value[place] for place in places] if _is_beside(value, first) else value for value in args]
         for place, one in zip(places, kernel(*part, **kwargs) or (), strict=False):
             made[place] = one
     return None if made[0] is None else made  # in place
 
 
-def _picked(value: object, places: Sequence[int], length: int) -> object:
-    return [value[place] for place in places] if isinstance(value, list | tuple) and len(value) == length else value
+def _is_beside(value: object, first: Sequence[object]) -> bool:
+    """Whether an argument has an entry for each of the first one's."""
+    return isinstance(value, list | tuple) and len(value) == len(first)
 
 
 def together(func: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:

@@ -267,7 +267,6 @@ def _scaled_mm(args: Sequence[Any]) -> None:
         )
 
 
-#: What raises as PyTorch does if an operator's kernel does not take its arguments.
 def _softmax(args: Sequence[Any]) -> None:
     source, dim = args[:2]
     most = max(source.dim(), 1)
@@ -301,6 +300,7 @@ def _of_bits(name: str) -> Check:
     return check
 
 
+#: What raises as PyTorch does if an operator's kernel does not take its arguments.
 CHECKS: Final[Mapping[Any, Check]] = {
     **dict.fromkeys((_aten.mm.default, _aten.mm.out), _mm),
     **dict.fromkeys((_aten._scaled_mm.default, _aten._scaled_mm.out), _scaled_mm),

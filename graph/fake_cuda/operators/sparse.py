@@ -29,11 +29,11 @@ def install(runtime: Runtime) -> None:
     """Have sparse and nested tensors on a GPU that is not there."""
     of_a_cuda_build = has_kernel("aten::_nnz", "SparseCUDA")
     for layout in BY_CPU_KERNEL_OF:
-        kernels = dict(_OF_CUDA.get(layout, {}))
         if of_a_cuda_build:  # whose own ask a driver
-            kernels |= {name: _refusing(name, layout) for name in _NOT_HERE.get(layout, ())}
+            kernels = {name: _refusing(name, layout) for name in _NOT_HERE.get(layout, ())}
         else:
-            kernels = {name: _redispatched(name, layout) for name in shared_operators(layout)} | kernels
+            kernels = {name: _redispatched(name, layout) for name in shared_operators(layout)}
+        kernels |= _OF_CUDA.get(layout, {})
         named = [(name, _of_tensors(name, functools.partial(kernel, runtime))) for name, kernel in kernels.items()]
         runtime.register([(name, f"{layout}CUDA", kernel) for name, kernel in named])
 

@@ -53,7 +53,7 @@ _HEAD: Final = (
     "| GPU  Name                 Persistence-M | Bus-Id          Disp.A | Volatile Uncorr. ECC |",
     "| Fan  Temp   Perf          Pwr:Usage/Cap |           Memory-Usage | GPU-Util  Compute M. |",
     "|                                         |                        |               MIG M. |",
-    _COLUMNS.replace("-", "=").replace("+", "|", 1)[:-1] + "|",
+    "|" + _COLUMNS[1:-1].replace("-", "=") + "|",
 )
 _PROCESSES: Final = (
     _RULE,

@@ -37,8 +37,8 @@ def in_path(runtime: Runtime, folder: Path) -> Iterator[None]:
     place = folder / "driver"
     place.mkdir()
     figures, program = place / "gpus.json", place / _NAME
-    words = (sys.executable, "-IS", nvidia_smi.__file__, str(figures))
-    program.write_text(f'#!/bin/sh\nexec {shlex.join(words)} "$@"\n', encoding="utf-8")
+    command = shlex.join((sys.executable, "-IS", nvidia_smi.__file__, str(figures)))
+    program.write_text(f'#!/bin/sh\nexec {command} "$@"\n', encoding="utf-8")
     program.chmod(0o755)
 
     def telling(start: Callable[..., Any]) -> Callable[..., Any]:
@@ -53,8 +53,8 @@ def in_path(runtime: Runtime, folder: Path) -> Iterator[None]:
         return started
 
     _write(figures, runtime)
-    before = os.environ.get("PATH", os.defpath)
-    os.environ["PATH"] = f"{place}{os.pathsep}{before}"
+    first = f"{place}{os.pathsep}"
+    os.environ["PATH"] = first + os.environ.get("PATH", os.defpath)
     try:
         with (
             mock.patch.object(subprocess.Popen, "__init__", telling(subprocess.Popen.__init__)),
@@ -62,7 +62,8 @@ def in_path(runtime: Runtime, folder: Path) -> Iterator[None]:
         ):
             yield
     finally:
-        os.environ["PATH"] = os.environ["PATH"].replace(f"{place}{os.pathsep}", "")
+        if "PATH" in os.environ:  # the program's own by now
+            os.environ["PATH"] = os.environ["PATH"].replace(first, "")
 
 
 def _write(figures: Path, runtime: Runtime) -> None:

@@ -82,15 +82,10 @@ def segmented_sort(count: int, key: int, value: int) -> int:
 
 
 def merge_sort_pairs(profile: Profile, count: int, key: int, value: int) -> int:
-    """Bytes for `thrust::sort_by_key` with an order of its own: a merge sort, with tiles of 2048 of 16 bytes."""
+    """Bytes for `thrust::sort_by_key` with an order of its own (values of 0 bytes: `thrust::sort`): a merge sort, with
+    tiles of 2048."""
     place = 4 if profile.release >= (2, 10) else 8
     return storage(count * key, count * value, (up(count, 2048) + 1) * place)
-
-
-def merge_sort(profile: Profile, count: int, key: int) -> int:
-    """The same for `thrust::sort`: tiles of 2048 of 8 bytes."""
-    place = 4 if profile.release >= (2, 10) else 8
-    return storage(count * key, (up(count, 2048) + 1) * place)
 
 
 def unique_by_key_of_thrust(profile: Profile, count: int) -> int:

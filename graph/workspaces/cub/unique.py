@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 from graph.hardware.profile import Profile
 from graph.workspaces.cub.temporary import (
     extra,
-    merge_sort,
+    merge_sort_pairs,
     scan_of_thrust,
     sort_pairs,
     storage,
@@ -25,6 +25,7 @@ from graph.workspaces.metadata import (
     dimension,
     dtype,
     elements,
+    in_order,
     is_contiguous,
     is_half,
     shape,
@@ -51,8 +52,6 @@ _SUMS: Final = (3840, 3072, 3072, 1920)
 _LENGTHS: Final = 384
 #: What `thrust::adjacent_difference` takes.
 _DIFFERENCE: Final = 255
-#: Where `unique_dim` is asked for more than what is found.
-_ASKED: Final = ((3, "inverse"), (4, "counts"))
 
 
 def _class(profile: Profile) -> int:
@@ -128,15 +127,12 @@ def consecutive(call: Call) -> Plan | None:
 
 
 def along(call: Call) -> Plan | None:
-    """`unique_dim`."""
-    inverse, counts = (bool(argument(call, place, f"return_{name}", False)) for place, name in _ASKED)
-    return _along(call, call.args[1], sort=True, inverse=inverse, counts=counts)
-
-
-def along_consecutive(call: Call) -> Plan | None:
-    """`unique_dim_consecutive`."""
-    inverse, counts = (bool(argument(call, place - 1, f"return_{name}", False)) for place, name in _ASKED)
-    return _along(call, call.args[1], sort=False, inverse=inverse, counts=counts)
+    """`unique_dim`, and `unique_dim_consecutive`, whose arguments lack `sorted`."""
+    sort = "consecutive" not in call.name
+    inverse, counts = (
+        bool(argument(call, place + sort, f"return_{name}", False)) for place, name in ((2, "inverse"), (3, "counts"))
+    )
+    return _along(call, call.args[1], sort=sort, inverse=inverse, counts=counts)
 
 
 def _along(call: Call, dim: int, *, sort: bool, inverse: bool, counts: bool) -> Plan | None:
@@ -150,7 +146,7 @@ def _along(call: Call, dim: int, *, sort: bool, inverse: bool, counts: bool) -> 
     births = [("out", number) for number in range(len(made))]
     kept = bool(elements(next(tensors(call.out))))  # what is found is born last
     first, rest = births[:kept], births[kept:]
-    steps: list[Step] = [*within([("sort", merge_sort(card, rows, 8))])] if sort else []
+    steps: list[Step] = [*within([("sort", merge_sort_pairs(card, rows, 8, 0))])] if sort else []
     if inverse:
         places = within([("difference", _DIFFERENCE)]) + within([("sum", scan_of_thrust(card, rows))])
         steps += within([("flags", 8 * rows)], *rest[:1], *places)
@@ -161,24 +157,14 @@ def _along(call: Call, dim: int, *, sort: bool, inverse: bool, counts: bool) -> 
         steps += within([("range", 8 * (rows + 1))], *found, *lengths)
     else:
         steps += within([("found", unique_of_thrust(card, rows))])
-    copied = [] if _rows_follow(source, dim) else [("input", size(source))]
+    order = [dim, *(other for other in range(len(shape(source))) if other != dim)]
+    follow = in_order([shape(source)[one] for one in order], [strides(source)[one] for one in order])
+    copied = [] if follow else [("input", size(source))]
     return within([*copied, ("rows", 8 * rows)], *steps, *first)
 
 
-def _rows_follow(source: torch.Tensor, dim: int) -> bool:
-    """Whether a tensor is contiguous with this dimension put first."""
-    order = [dim, *(other for other in range(len(shape(source))) if other != dim)]
-    step = 1
-    for one in reversed(order):
-        if shape(source)[one] > 1 and strides(source)[one] != step:
-            return False
-        step *= shape(source)[one]
-    return True
-
-
 RULES: Mapping[str, Rule] = {
-    "aten.unique_dim.default": along,
-    "aten.unique_dim_consecutive.default": along_consecutive,
+    **dict.fromkeys(("aten.unique_dim.default", "aten.unique_dim_consecutive.default"), along),
     "aten._unique.default": unique,
     "aten._unique2.default": unique,
     "aten.unique_consecutive.default": consecutive,
