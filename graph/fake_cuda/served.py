@@ -6,6 +6,7 @@ here. The allocator itself is not of this package: `Allocator` says what it must
 
 from __future__ import annotations
 
+import traceback
 import types
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -216,9 +217,10 @@ def changes(runtime: Runtime) -> list[tuple[Any, str, Any]]:
 
 
 def unwound(kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """A kernel whose frames keep no tensor alive where memory runs out, as frames of C++ keep none.
+    """A kernel whose frames keep no tensor alive where it ends in an error, as frames of C++ keep none.
 
     A program that catches the error may go on while it has the traceback, and counts on what the call held being gone.
+    Where memory runs out the traceback is the program's alone.
     """
 
     def called(*args: object, **kwargs: object) -> Any:
@@ -226,6 +228,10 @@ def unwound(kernel: Callable[..., Any]) -> Callable[..., Any]:
             return kernel(*args, **kwargs)
         except torch.OutOfMemoryError as error:
             failure = error.with_traceback(None)
+        except Exception as error:
+            del args, kwargs
+            traceback.clear_frames(error.__traceback__)
+            raise
         del args, kwargs
         try:
             raise failure

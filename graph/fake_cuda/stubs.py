@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import copy
 import functools
 import heapq
 import importlib
+import os
 import time
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -449,15 +452,64 @@ def _valid(runtime: Runtime, function: Callable[..., None]) -> Callable[..., Non
 
 def _settled(run: Callable[..., Any]) -> Callable[..., Any]:
     """Autograd's engine, after which its thread lets go of what the last node was given: on a GPU it does so at once,
-    here a storage's death is Python's, for which the thread that goes on has to let it."""
+    here a storage's death is Python's, for which the thread that goes on has to let it.
+
+    The thread keeps its error as long, and with it the frames that the error has passed: the program gets another.
+    """
 
     @functools.wraps(run)
     def called(*args: object, **kwargs: object) -> Any:
-        found = run(*args, **kwargs)
-        time.sleep(_A_MOMENT)
-        return found
+        try:
+            return run(*args, **kwargs)
+        except Exception as error:
+            failure = _copied(error)
+        finally:
+            _let_on(threads_of_autograd(os.getpid()))
+        del args, kwargs
+        try:
+            raise failure
+        finally:
+            del failure
 
     return called
+
+
+def _let_on(threads: Sequence[Path]) -> None:
+    """Let threads have the interpreter until they wait for work, a tenth of a second at most: others may give it."""
+    for moment in (_A_MOMENT,) * 16 + (0.001,) * 100:
+        time.sleep(moment)
+        if not any(map(_runs, threads)):
+            return
+
+
+def _runs(thread: Path) -> bool:
+    """Whether Linux runs a thread, or would if there were a processor for it (proc_pid_stat(5))."""
+    try:
+        return thread.read_text().rpartition(") ")[2][:1] in ("R", "D")
+    except OSError:
+        return False
+
+
+@functools.cache
+def threads_of_autograd(process: int) -> Sequence[Path]:
+    """Where Linux tells how the engine's threads for GPUs are, of this process. They start with its first backward."""
+    found = []
+    for name in Path("/proc/self/task").glob("*/comm"):
+        with contextlib.suppress(OSError):
+            if name.read_text().startswith("pt_autograd_"):
+                found.append(name.with_name("stat"))
+    return found
+
+
+def _copied(error: Exception) -> Exception:
+    """Another that says the same, from the same place; the same where its class cannot be copied."""
+    try:
+        other = copy.copy(error)
+    except Exception:
+        return error
+    other.__cause__, other.__context__ = error.__cause__, error.__context__
+    other.__suppress_context__ = error.__suppress_context__
+    return other.with_traceback(error.__traceback__)
 
 
 @contextlib.contextmanager

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
@@ -16,6 +16,7 @@ from graph.fake_cuda.memory import Layout, contiguous
 from graph.fake_cuda.operators.fast_path import FAST_PATH
 from graph.fake_cuda.operators.fft import FOURIER
 from graph.fake_cuda.operators.least_squares import LEAST_SQUARES
+from graph.fake_cuda.operators.quantized import QUANTIZED
 from graph.fake_cuda.operators.rnn import RECURRENT
 from graph.fake_cuda.torch_private import BY_CPU_KERNEL
 from graph.fake_cuda.values import has_room
@@ -192,11 +193,6 @@ def _degree_18(scaled: torch.Tensor) -> torch.Tensor:
         torch.matmul(sums[0], sums[4], out=powers[0])
         sums[number].add_(powers[0])
     return sums[1].add(powers[0])
-
-
-def _quantized(runtime: Runtime, source: torch.Tensor, *args: object) -> torch.Tensor:
-    """quantized/TensorFactories.cpp: as many bytes as integers; it is one of those, and not of a quantized type."""
-    return torch.empty_like(source, dtype=_INTEGERS.get(cast(torch.dtype, args[-1]), torch.uint8))
 
 
 def _bincount(runtime: Runtime, source: torch.Tensor, weights: torch.Tensor | None = None, minlength: int = 0) -> Any:
@@ -486,51 +482,6 @@ def _embedding_bag_backward(
     return _aten._embedding_bag_dense_backward.default(gradient, indices, bags, sizes, largest, *rest)
 
 
-def _fake_quantized_by_channel(
-    runtime: Runtime, source: torch.Tensor, scale: object, zero_point: torch.Tensor, *rest: object
-) -> Any:
-    """quantized/FakeQuantPerChannelAffine.cpp: the host reads whether zero points are in range."""
-    limits = [_aten.min.default(zero_point), _aten.max.default(zero_point)]
-    runtime.synchronized()
-    del limits
-    return torch.empty_like(source), torch.empty_like(source, dtype=torch.bool)
-
-
-def _observed_and_fake_quantized(
-    runtime: Runtime,
-    source: torch.Tensor,
-    observed: object,
-    quantized: object,
-    lowest: torch.Tensor,
-    highest: torch.Tensor,
-    scale: torch.Tensor,
-    zero_point: torch.Tensor,
-    constant: float,
-    least: int,
-    most: int,
-    axis: int,
-    by_row: bool = False,
-    symmetric: bool = False,
-) -> Any:
-    """quantized/cuda/FusedObsFakeQuant.cu: limits of all or of each channel, for which there is room from then on."""
-    whole = source.contiguous()
-    if not by_row:
-        _aten.aminmax.default(whole)
-        made = torch.empty_like(source), torch.empty_like(source, dtype=torch.bool)
-    else:
-        rows = source if source.ndim == 2 else source.transpose(0, axis).flatten(1)
-        if not lowest.numel():
-            for state in (lowest, highest, scale, zero_point):
-                state.resize_(source.shape[axis])
-        limits = _aten.aminmax.default(rows, dim=1)
-        del limits, rows
-        mask = torch.empty_like(source, dtype=torch.bool)
-        made = torch.empty_like(source), mask
-    del whole
-    runtime.values.forget((lowest, highest, scale, zero_point))
-    return made
-
-
 def _grid_sampler(runtime: Runtime, source: torch.Tensor, grid: torch.Tensor) -> torch.Tensor:
     """cudnn/GridSampler.cpp, `cudnn_grid_sampler_forward`."""
     copies = _no_zero_strides(source), grid.contiguous()
@@ -554,19 +505,14 @@ def _no_zero_strides(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous() if 0 in tensor.stride() else tensor
 
 
-#: What quantized types keep.
-_INTEGERS: Final = {torch.quint8: torch.uint8, torch.qint8: torch.int8, torch.qint32: torch.int32}
 #: By operator.
 COMPOSED: Final[Mapping[str, Callable[..., Any]]] = {
     "_efficientzerotensor": _zeros,
     "_embedding_bag_backward": _embedding_bag_backward,
-    "fake_quantize_per_channel_affine_cachemask": _fake_quantized_by_channel,
-    "_fused_moving_avg_obs_fq_helper": _observed_and_fake_quantized,
     "cudnn_grid_sampler": _grid_sampler,
     "cudnn_grid_sampler_backward": _grid_sampler_backward,
     "histc": _histc,
     "histc.out": _histc_out,
-    **dict.fromkeys((f"quantize_per_{kind}" for kind in ("tensor", "tensor.tensor_qparams", "channel")), _quantized),
     "linalg_matrix_exp": _matrix_exp,
     "_linalg_check_errors": _no_errors,
     **dict.fromkeys(("ldexp.Tensor", "ldexp.out"), _ldexp),
@@ -585,6 +531,7 @@ COMPOSED: Final[Mapping[str, Callable[..., Any]]] = {
     "_thnn_fused_gru_cell": _gru_cell,
     "_thnn_fused_gru_cell_backward": _gru_cell_backward,
     **LEAST_SQUARES,
+    **QUANTIZED,
     **RECURRENT,
     **FAST_PATH,
     **FOURIER,

@@ -218,6 +218,12 @@ def _bias(args: Sequence[Any]) -> None:
         raise RuntimeError("invalid dtype for bias - should match query's dtype")
 
 
+def scale_of_channels(scale: torch.Tensor) -> None:
+    """Fake quantization's scale (quantized/FakeQuantPerChannelAffine.cpp)."""
+    if scale.dtype not in (torch.float32, torch.bfloat16):
+        raise RuntimeError(f"Scale must be Float or BFloat16, found {_scalar(scale)}")
+
+
 def attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
     """The same for operands of attention (`validate_sdpa_input`)."""
     if not query.dtype == key.dtype == value.dtype:

@@ -73,6 +73,7 @@ def test_rare_parts_of_programs_take_what_they_take(tmp_path: Path) -> None:
     [
         "fast_path",  # nn.TransformerEncoderLayer and nn.MultiheadAttention in evaluation without gradients
         "fourier",  # torch.fft and torch.stft
+        "learnt_scales",  # quantization that training pretends, with scales that are learnt
     ],
 )
 def test_calls_take_what_they_took(name: str, tmp_path: Path) -> None:
