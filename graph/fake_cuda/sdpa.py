@@ -18,7 +18,6 @@ from typing import Any, Final, Protocol
 
 import torch
 
-from graph.errors import CaptureError
 from graph.fake_cuda.operators import refused
 from graph.fake_cuda.torch_private import sdpa_order
 from graph.hardware.profile import Profile
@@ -338,8 +337,8 @@ def attend(
     """`at::native::scaled_dot_product_attention` (transformers/attention.cpp) on the GPU of `card`.
 
     Tensors are (batch, heads, tokens, head), or (heads, tokens, head); the result has the query's batch, heads and
-    tokens and the value's head. Temporaries die in the order in which C++ drops them. Raises CaptureError where PyTorch
-    finds no kernel, and what PyTorch raises for operands of several dtypes.
+    tokens and the value's head. Temporaries die in the order in which C++ drops them. Raises what PyTorch raises
+    where no kernel is left, and for operands of several dtypes.
     """
     aten = torch.ops.aten
     refused.attention(query, key, value)
@@ -347,6 +346,8 @@ def attend(
         one = partial(attend, card, query.unsqueeze(0), key.unsqueeze(0), value.unsqueeze(0), _of_one_batch(attn_mask))
         return one(dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa).squeeze(0)
     backend, needs_grad = _chosen(card, query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
+    if backend is Backend.ERROR:
+        raise RuntimeError("No available kernel. Aborting execution.")
     if backend is Backend.FLASH:
         head = query.shape[-1]
         padded = [_padded_head(x) for x in (query, key, value)]
@@ -369,16 +370,10 @@ def attend(
                 query, key, value, bias, needs_grad, dropout_p, is_causal, False, scale=scale
             )
         )
-    if backend is Backend.MATH:
-        return _first(
-            aten._scaled_dot_product_attention_math(
-                query, key, value, bias, dropout_p, is_causal, None, scale=scale, enable_gqa=enable_gqa
-            )
+    return _first(
+        aten._scaled_dot_product_attention_math(
+            query, key, value, bias, dropout_p, is_causal, None, scale=scale, enable_gqa=enable_gqa
         )
-    dtype = str(query.dtype).removeprefix("torch.")
-    raise CaptureError(
-        f"scaled_dot_product_attention: no kernel is left on {card.name} for query {tuple(query.shape)}, key "
-        f"{tuple(key.shape)} and value {tuple(value.shape)} in {dtype}; allow more of them in torch.backends.cuda"
     )
 
 

@@ -32,6 +32,8 @@ LARGE: Final = 4 << 20
 MOST_DRAWN: Final = 1 << 30
 #: As many are drawn at a time; a multiple of 16, for which `normal_` draws otherwise than for what is left over.
 _PART: Final = 1 << 16
+#: Of normal numbers, the share inside of bounds up to which trunc_normal_ rejects uniform ones (torch/nn/init.py).
+_NORMAL: Final = 0.3
 #: What initialisers, copies and optimizers of offloaded parameters are made of.
 _RANDOM: Final = (
     "bernoulli_.Tensor",
@@ -186,14 +188,17 @@ def _truncated(runtime: Runtime, draws: _Draws, plain: Callable[..., torch.Tenso
                 return plain(tensor, mean, std, a, b, generator)
             _draw_inside(draws, tensor, mean, std, a, b, generator)
             return tensor
-        rounds = iter(range(_rounds(tensor.numel(), _share(mean, std, a, b))))
+        share = _share(mean, std, a, b)
+        asks, taken = (1, share) if share > _NORMAL else (2, _accepted(share, mean, std, a, b))
+        calls = asks * (_rounds(tensor.numel(), taken) - 1)
+        made = itertools.count(1)
         where: Callable[..., torch.Tensor] = torch.where
 
         def again(*args: Any) -> torch.Tensor:
-            runtime.truth = next(rounds, None) is not None
+            runtime.truth = next(made) < calls
             return where(*args)
 
-        with mock.patch.object(torch, "where", again), mock.patch.object(runtime, "truth", True):
+        with mock.patch.object(torch, "where", again), mock.patch.object(runtime, "truth", calls > 0):
             return plain(tensor, mean, std, a, b, generator)
 
     return drawn
@@ -207,7 +212,7 @@ def _draw_inside(
     Of the numbers, the places of those outside are kept, part by part.
     """
     share, size = _share(mean, std, a, b), tensor.numel()
-    if not tensor.is_contiguous() or share <= 0.3:  # PyTorch rejects uniform numbers there
+    if not tensor.is_contiguous() or share <= _NORMAL:
         draws.stop()
     if not draws.may(size if share == 1 else size * _rounds(size, share)):
         return
@@ -237,9 +242,16 @@ def _share(mean: float, std: float, a: float, b: float) -> float:
     return normal.cdf(b) - normal.cdf(a)
 
 
+def _accepted(share: float, mean: float, std: float, a: float, b: float) -> float:
+    """Of uniform numbers from a to b, the share that is taken for a normal one; a hundredth of them at least."""
+    most = (b - a) * statistics.NormalDist(mean, std).pdf(max(a, min(mean, b)))
+    return max(share, most / 100) / most if most else 0.01
+
+
 def _rounds(size: int, share: float) -> int:
-    """How often `size` numbers are likely to be drawn until of each the last is inside, where a share of them is."""
-    return round(math.log(size + 1) / -math.log(1 - min(share, 0.99)))
+    """How often `size` numbers are drawn, in the median, until of each the last is inside, where a share of them is."""
+    outside = 1 - share
+    return 1 if outside <= 0 else max(1, math.ceil(math.log(size / math.log(2)) / -math.log(outside)))
 
 
 def _tensor(number: Any) -> torch.Tensor:

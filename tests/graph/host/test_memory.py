@@ -7,6 +7,7 @@ import resource
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -159,6 +160,22 @@ def test_too_many_numbers_are_not_drawn_and_it_is_told_once(monkeypatch: pytest.
         assert seeded(thrice) == once
         (told,) = made.assumptions
     assert "not what a real run draws" in told
+
+
+@pytest.mark.parametrize(
+    ("a", "b"),
+    [(-100, 100), (-4, 4), (-3, 3), (-2, 2), (-1, 2), (-0.5, 0.5), (-0.1, 0.1), (0, 0.2), (1, 3), (0.9, 1)],
+)
+def test_truncated_numbers_are_drawn_on_the_gpu_as_often_as_in_a_real_run(a: float, b: float) -> None:
+    def choices(device: str, seed: int = 0) -> int:
+        torch.manual_seed(seed)
+        with mock.patch.object(torch, "where", wraps=torch.where) as chosen:
+            init.trunc_normal_(torch.empty(300, 300, device=device), a=a, b=b)
+        return chosen.call_count
+
+    real = [choices("cpu", seed) for seed in range(9)]
+    with runtime():
+        assert min(real) <= choices("cuda") <= max(real)
 
 
 @pytest.mark.parametrize("b", [0.1, 9.0], ids=["uniform numbers", "many rounds"])
