@@ -13,7 +13,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from graph.errors import CaptureError  # noqa: E402
-from graph.fake_cuda import sdpa  # noqa: E402
+from graph.fake_cuda import sdpa, stubs  # noqa: E402
 from graph.fake_cuda.device import Runtime, fake_cuda  # noqa: E402
 from graph.fake_cuda.ranks.futures import callbacks_on_streams  # noqa: E402
 from graph.hardware.profile import profile  # noqa: E402
@@ -324,16 +324,26 @@ def test_gradients_of_products_are_those_of_numbers_other_than_zero(
     assert not runtime.assumptions
 
 
-def test_the_thread_of_autograd_may_let_go_of_its_last_tensors(
+def test_the_threads_of_autograd_have_let_go_of_their_last_tensors(
     runtime: Runtime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After each run of the engine this thread lets others on."""
-    waits: list[float] = []
-    monkeypatch.setattr("graph.fake_cuda.stubs.time.sleep", waits.append)
+    """After each run of the engine, one that fails too, this thread lets its threads on until they wait for work."""
+    threads = stubs.threads_of_autograd(os.getpid())
     weight = torch.ones(4, device="cuda", requires_grad=True)
+    for _ in range(20):
+        weight.sum().backward()
+        torch.autograd.grad(weight.sum(), weight)
+        with pytest.raises(RuntimeError):
+            weight.sum().backward(torch.ones(2, device="cuda"))
+        assert {one.read_text().rpartition(") ")[2][0] for one in threads} == {"S"}
+
+    waits: list[float] = []
+    states = iter("RRDS")
+    monkeypatch.setattr("graph.fake_cuda.stubs.time.sleep", waits.append)
+    monkeypatch.setattr(Path, "read_text", lambda path: f"1 (pt_autograd_0) {next(states)} 1")
+    monkeypatch.setattr(stubs, "threads_of_autograd", lambda process: [Path("stat")])
     weight.sum().backward()
-    torch.autograd.grad(weight.sum(), weight)
-    assert len(waits) == 2
+    assert len(waits) == 4
 
 
 def test_pinned_memory_says_so(runtime: Runtime) -> None:
