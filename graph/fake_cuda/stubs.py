@@ -493,12 +493,15 @@ def _runs(thread: Path) -> bool:
 @functools.cache
 def threads_of_autograd(process: int) -> Sequence[Path]:
     """Where Linux tells how the engine's threads for GPUs are, of this process. They start with its first backward."""
-    found = []
+    return [name.with_name("stat") for name in named_of_autograd()]
+
+
+def named_of_autograd() -> Iterator[Path]:
+    """Where Linux has the names of these threads, as far as they have taken them."""
     for name in Path("/proc/self/task").glob("*/comm"):
         with contextlib.suppress(OSError):
             if name.read_text().startswith("pt_autograd_"):
-                found.append(name.with_name("stat"))
-    return found
+                yield name
 
 
 def _copied(error: Exception) -> Exception:

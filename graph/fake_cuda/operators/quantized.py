@@ -5,7 +5,7 @@ Learned scales (LSQ) have a gradient of the input's size each before it is summe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Final, cast
 
 import torch
@@ -28,24 +28,14 @@ def _fake_quantized_by_channel(
 ) -> Any:
     """FakeQuantPerChannelAffine.cpp: the host reads whether zero points are in range."""
     scale_of_channels(scale)
-    _in_range(runtime, [_aten.min.default(zero_point), _aten.max.default(zero_point)])
+    limits = [_aten.min.default(zero_point), _aten.max.default(zero_point)]
+    runtime.synchronized()
+    del limits
     return torch.empty_like(source), torch.empty_like(source, dtype=torch.bool)
 
 
-def _in_range(runtime: Runtime, limits: Sequence[torch.Tensor]) -> None:
-    """The host reads these two, the least and the greatest zero point, and finds them in range."""
-    runtime.synchronized()
-    del limits
-
-
 def _learnt_of_all(
-    runtime: Runtime,
-    source: torch.Tensor,
-    scale: object,
-    zero_point: object,
-    least: int,
-    most: int,
-    factor: float = 1.0,
+    runtime: Runtime, source: torch.Tensor, scale: object, zero_point: object, least: int, most: int, *rest: object
 ) -> torch.Tensor:
     """FakeQuantPerTensorAffine.cpp: the host reads both, and the mask is not kept."""
     runtime.synchronized()
@@ -82,19 +72,17 @@ def _all_single(*given: torch.Tensor) -> None:
 
 
 def _learnt_by_channel(
-    runtime: Runtime,
-    source: torch.Tensor,
-    scale: torch.Tensor,
-    zero_point: torch.Tensor,
-    axis: int,
-    least: int,
-    most: int,
-    factor: float = 1.0,
+    runtime: Runtime, source: torch.Tensor, scale: torch.Tensor, zero_point: torch.Tensor, axis: int, *rest: Any
 ) -> torch.Tensor:
-    """FakeQuantPerChannelAffine.cpp: by zero points that are rounded for it."""
-    rounded = zero_point.round().clamp_(least, most).to(torch.int32)
-    made = _aten.fake_quantize_per_channel_affine_cachemask.default(source, scale, rounded, axis, least, most)
+    """FakeQuantPerChannelAffine.cpp: by zero points that are rounded for it. `rest`: from least to most."""
+    rounded = _rounded(zero_point, *rest).to(torch.int32)
+    made = _aten.fake_quantize_per_channel_affine_cachemask.default(source, scale, rounded, axis, *rest[:2])
     return cast(torch.Tensor, made[0])
+
+
+def _rounded(zero_point: torch.Tensor, least: int, most: int, factor: float = 1.0) -> torch.Tensor:
+    """`_get_rounded_zero_point`."""
+    return zero_point.round().clamp_(least, most)
 
 
 def _learnt_by_channel_backward(
@@ -104,15 +92,15 @@ def _learnt_by_channel_backward(
     scale: torch.Tensor,
     zero_point: torch.Tensor,
     axis: int,
-    least: int,
-    most: int,
-    factor: float = 1.0,
+    *rest: Any,
 ) -> tuple[torch.Tensor, ...]:
     """FakeQuantPerChannelAffine.cpp."""
     gradient, source, scale, zero_point = _single(gradient, source, scale, zero_point)
-    rounded = zero_point.round().clamp_(least, most)
+    rounded = _rounded(zero_point, *rest)
     _all_single(gradient, source, scale, zero_point)
-    _in_range(runtime, _aten.aminmax.default(rounded))
+    limits = _aten.aminmax.default(rounded)
+    runtime.synchronized()
+    del limits
     made = [torch.empty_like(source) for _ in range(3)]
     others = [dimension for dimension in range(source.ndim) if dimension != axis]
     return made[0], *(one.sum(others) for one in made[1:])
