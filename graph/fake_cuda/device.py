@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import platform
 import re
 import threading
 import time
@@ -466,8 +467,6 @@ def _current(index: int) -> Iterator[None]:
 def _hooks(runtime: Runtime) -> Iterator[None]:
     """CUDAHooks that say: built, with cuDNN, so many devices, initialised (ATen/detail/CUDAHooksInterface.h).
 
-    With an allocator, all of the host's memory counts as pinned, which PyTorch's C++ may insist on where it asked so.
-
     The table of virtual functions of the hooks in use is copied, and those that would ask for a device answered here.
     """
     slots = _slots()
@@ -477,7 +476,12 @@ def _hooks(runtime: Runtime) -> Iterator[None]:
     before = hooks[0]
     count = max(slots.values()) + 1
     table = (ctypes.c_void_p * count)(*(ctypes.c_void_p * count).from_address(before))
-    answers = _answers(runtime.profile) | {"isPinnedPtr": _one if runtime.allocators else _zero}
+    answers = _answers(runtime.profile)
+    if runtime.allocators and platform.machine() == "x86_64":
+        pinned = _Pinned()
+        answers |= {"getPinnedMemoryAllocator": pinned.allocator, "isPinnedPtr": pinned.known}
+    elif runtime.allocators:
+        answers["isPinnedPtr"] = _one
     if runtime.count > 1:
         answers |= dict.fromkeys(("deviceCount", "getNumGPUs"), _callback_type(lambda: runtime.count))
         answers["getDeviceFromPtr"] = _callback_type(lambda: 1 | runtime.index << 8)
@@ -517,6 +521,47 @@ def _changed(hooks: int, index: int) -> int:
 _changing = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_void_p, ctypes.c_int8)(_changed)
 
 
+class _Pinned:
+    """Memory of the host that counts as pinned: what PyTorch asked of the allocator for it, and nothing else.
+
+    That allocator is the CPU's (c10/core/Allocator.h) with an `allocate` of ours in its table of virtual functions. It
+    begins half of c10's 64 bytes later than other memory, so what is freed and taken again is not mistaken for it. A
+    c10::DataPtr, which the caller has place for (x86-64), begins with the address; what is freed stands after it.
+    """
+
+    #: Bytes: half of c10::gAlignment.
+    SHIFT: Final = 32
+    #: Place of `allocate` in the table, after the destructor's two, and how many there may be.
+    ALLOCATE, FUNCTIONS = 2, 8
+
+    def __init__(self) -> None:
+        get = _symbol("c10", "_ZN3c1015GetCPUAllocatorEv")
+        get.restype = ctypes.c_void_p
+        plain = ctypes.cast(get(), ctypes.POINTER(ctypes.c_void_p))
+        functions = (ctypes.c_void_p * self.FUNCTIONS).from_address(plain[0] or 0)
+        kind = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+        allocate = kind(functions[self.ALLOCATE] or 0)
+        addresses: set[int] = set()
+
+        def shifted(result: int, allocator: int, size: int) -> int:
+            allocate(result, allocator, size and size + self.SHIFT)
+            address = ctypes.c_uint64.from_address(result)
+            if address.value:
+                address.value += self.SHIFT
+                addresses.add(address.value)
+            return result
+
+        self._table = (ctypes.c_void_p * self.FUNCTIONS)(*functions)
+        self._called = kind(shifted)
+        self._table[self.ALLOCATE] = ctypes.cast(self._called, ctypes.c_void_p).value
+        self._object = ctypes.c_void_p(ctypes.addressof(self._table))
+        where = ctypes.addressof(self._object)
+        self.allocator = _callback_type(lambda: where)
+        self.known = ctypes.CFUNCTYPE(ctypes.c_bool, ctypes.c_void_p, ctypes.c_void_p)(
+            lambda hooks, address: address in addresses
+        )
+
+
 def _answers(profile: Profile) -> dict[str, Any]:
     """What each of the hooks answers. A c10::Device is its type, then its index, a byte each: cuda:0 is 1."""
     cpu_allocator = _symbol("c10", "_ZN3c1015GetCPUAllocatorEv")
@@ -535,6 +580,7 @@ def _answers(profile: Profile) -> dict[str, Any]:
         "versionCuDNN": _cudnn_version,
         "versionRuntimeCuDNN": _cudnn_version,
         "getPinnedMemoryAllocator": cpu_allocator,
+        "isPinnedPtr": _zero,
         "getDefaultGenerator": cpu_generator,
     }
 

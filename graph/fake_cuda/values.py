@@ -94,6 +94,13 @@ def may_have_values(tensor: torch.Tensor) -> bool:
     return tensor.dtype in COUNTED or tensor.numel() <= MOST_MASK_BYTES // 4
 
 
+def evenly(count: int, places: int) -> torch.Tensor:
+    """So many things over places, as evenly as can be."""
+    each = full((places,), count // max(1, places))
+    each[: count % max(1, places)] += 1
+    return each
+
+
 class _UnknownError(Exception):
     """A tensor has no values."""
 
@@ -145,6 +152,11 @@ class Values:
         if storage is not None:
             _view(storage, tensor).copy_(host)
             self.known[self.key(tensor)] = storage
+
+    def suppose(self, tensor: torch.Tensor, host: torch.Tensor) -> None:
+        """Let `tensor`, new, have values that are assumed."""
+        self.put(tensor, host)
+        self._assume([tensor])
 
     def received(self, written: Sequence[tuple[torch.Tensor, torch.Tensor | None]]) -> None:
         """Tensors are overwritten by values on the host; without any (None), by what nobody knows."""

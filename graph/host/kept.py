@@ -105,8 +105,7 @@ def _as_if_first(taken: _Taken, collections: _Collections, folder: Path, plain: 
             return _at_first_backward(
                 made, lambda: collections.of_backward(lambda found: taken.keep(key, facts._replace(backward=found)))
             )
-        devices = [one.device for one in inputs if isinstance(one, torch.Tensor)]
-        patterns.lazy_init(*devices[:by_device])
+        patterns.lazy_init(*_devices(model, inputs)[:by_device])
         facts = taken.of(key)
         taken.again(facts)
         _collect(facts.forward)
@@ -121,6 +120,13 @@ def _as_if_first(taken: _Taken, collections: _Collections, folder: Path, plain: 
         return _at_first_backward(made, as_if_compiled)
 
     return compile_fx
+
+
+def _devices(model: object, inputs: Sequence[object]) -> list[torch.device]:
+    """Of what goes into a graph of Dynamo's, then of what it makes (as get_inputs_devices: torch/_dynamo/utils.py)."""
+    nodes = model.graph.nodes if isinstance(model, torch.fx.GraphModule) else ()
+    values = [*inputs, *(node.meta.get("example_value") for node in nodes)]
+    return [one.device for one in values if isinstance(one, torch.Tensor) and one.device.type != "meta"]
 
 
 def _hits() -> int:

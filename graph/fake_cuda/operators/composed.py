@@ -19,7 +19,7 @@ from graph.fake_cuda.operators.least_squares import LEAST_SQUARES
 from graph.fake_cuda.operators.quantized import QUANTIZED
 from graph.fake_cuda.operators.rnn import RECURRENT
 from graph.fake_cuda.torch_private import BY_CPU_KERNEL
-from graph.fake_cuda.values import has_room
+from graph.fake_cuda.values import evenly, has_room
 
 if TYPE_CHECKING:
     from graph.fake_cuda.device import Runtime
@@ -103,6 +103,9 @@ _PLACES: Final[Mapping[str, tuple[int, int | None]]] = {
 }
 #: Those that may give all places, in an order.
 _ORDERING: Final = frozenset({"sort.stable", "topk"})
+#: Those that choose some, and among how many that is a router's choice of experts, or one of classes, and no token.
+_CHOOSING: Final = frozenset({"argmax", "argmin", "max.dim", "min.dim", "topk"})
+_FEW: Final = 512
 
 
 def bounded(runtime: Runtime, name: str, kernel: Callable[..., Any]) -> Callable[..., Any]:
@@ -122,9 +125,31 @@ def bounded(runtime: Runtime, name: str, kernel: Callable[..., Any]) -> Callable
         whole = name in _ORDERING and places.ndim == 1 and len(places) == extent
         if whole and has_room(places.dtype, places.nbytes) and runtime.values.of(places) is None:
             runtime.values.put(places, torch.arange(extent))  # any order is as good as the GPU's
+        elif name in _CHOOSING and dim is not None and 1 < extent <= _FEW:
+            _choose(runtime, places, dim if places.ndim == source.ndim else None, extent)
         return made
 
     return called
+
+
+def _choose(runtime: Runtime, places: torch.Tensor, dim: int | None, extent: int) -> None:
+    """Let unknown places be chosen in turn: each as often, none twice along the dimension (None: one of each is left).
+
+    Only where as many are chosen as there are, as for tokens: fewer may be a text's end.
+    """
+    each = 1 if dim is None else places.shape[dim]
+    rows = places.numel() // max(1, each)
+    given = runtime.nonzero is not torch.Tensor.numel  # shares of experts
+    if given or places.numel() < extent or runtime.values.of(places) is not None:
+        return
+    others = list(places.shape)
+    if dim is not None:
+        del others[dim]
+    turn = torch.arange(rows).reshape(others)
+    if dim is not None:
+        turn = turn.unsqueeze(dim) + torch.arange(each).reshape(-1, *[1] * (places.ndim - 1 - dim % places.ndim))
+    runtime.values.suppose(places, turn % extent)
+    runtime.assume("which of a few places are chosen", "each as often")
 
 
 def _zeros(runtime: Runtime, size: Sequence[int], *, dtype: torch.dtype | None = None, **others: object) -> Any:
@@ -215,13 +240,6 @@ def _bincount(runtime: Runtime, source: torch.Tensor, weights: torch.Tensor | No
         counts = evenly(source.numel(), len(bins)) if known is None else torch.bincount(known, minlength=minlength)
         runtime.values.put(bins, counts)
     return bins
-
-
-def evenly(count: int, places: int) -> torch.Tensor:
-    """So many things over places, as evenly as can be."""
-    each = torch.full((places,), count // places)
-    each[: count % places] += 1
-    return each
 
 
 def _result(shape: Sequence[int], dtype: torch.dtype, out: torch.Tensor | None) -> torch.Tensor:
@@ -420,6 +438,12 @@ def _histc(runtime: Runtime, source: torch.Tensor, bins: int = 100, low: float =
         limits = _aten.aminmax.default(source)
         runtime.synchronized()
         del limits
+    known = runtime.values.of(source)
+    if known is None:
+        runtime.assume("how often numbers are among others", "that all are as often")
+        runtime.values.suppose(counts, evenly(source.numel(), bins).to(counts.dtype))
+    else:
+        runtime.values.put(counts, torch.histc(known.float(), bins, low, high).to(counts.dtype))
     return counts
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from itertools import repeat
 from typing import Any, Final
 
 import torch
@@ -20,9 +21,9 @@ _NAMES: Final[Mapping[torch.dtype, tuple[str, str]]] = {
     torch.bfloat16: ("BFloat16", "c10::BFloat16"),
     torch.float16: ("Half", "c10::Half"),
     torch.float64: ("Double", "double"),
-    torch.int64: ("Long", "long"),
+    torch.int64: ("Long", "long int"),
     torch.int32: ("Int", "int"),
-    torch.int16: ("Short", "short"),
+    torch.int16: ("Short", "short int"),
     torch.int8: ("Char", "signed char"),
     torch.uint8: ("Byte", "unsigned char"),
     torch.bool: ("Bool", "bool"),
@@ -167,6 +168,24 @@ def _kept(target: torch.Tensor, common: torch.dtype) -> None:
     if not torch.can_cast(common, target.dtype):
         name = _NAMES.get(common, (str(common), ""))[0]
         raise RuntimeError(f"result type {name} can't be cast to the desired output type {_scalar(target)}")
+
+
+def _lerp(args: Sequence[Any]) -> None:
+    first, end, weight = args[:3]
+    for name, one in (("end", end), ("weight", weight)):
+        of_elements = isinstance(one, torch.Tensor) and (one is end or one.dim())
+        if of_elements and one.dtype != first.dtype:
+            raise RuntimeError(f"expected dtype {_type(first)} for `{name}` but got dtype {_type(one)}")
+
+
+def _of_each(check: Check) -> Check:
+    """A check of operands one by one, each from its list or the same for all."""
+
+    def checked(args: Sequence[Any]) -> None:
+        for operands in zip(*(one if isinstance(one, list | tuple) else repeat(one) for one in args), strict=False):
+            check(operands)
+
+    return checked
 
 
 def _targets(args: Sequence[Any]) -> None:
@@ -339,6 +358,8 @@ CHECKS: Final[Mapping[Any, Check]] = {
     **dict.fromkeys((_aten.add_.Tensor, _aten.sub_.Tensor, _aten.mul_.Tensor), _in_place),
     **dict.fromkeys((_aten.add_.Scalar, _aten.sub_.Scalar, _aten.mul_.Scalar), _in_place),
     **dict.fromkeys((_aten.div_.Tensor, _aten.div_.Scalar), _divided),
+    **dict.fromkeys((_aten.lerp_.Scalar, _aten.lerp_.Tensor), _lerp),
+    **dict.fromkeys((_aten._foreach_lerp_.Scalar, _aten._foreach_lerp_.List), _of_each(_lerp)),
     **dict.fromkeys((_aten.max.default, _aten.max.dim), _none_of("max")),
     **dict.fromkeys((_aten.min.default, _aten.min.dim), _none_of("min")),
     _aten.amax.default: _none_of("amax"),

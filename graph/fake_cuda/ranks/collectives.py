@@ -152,9 +152,7 @@ class Collectives:
         if late:
             self._settle_late(operators, waits)
         else:
-            self._held = [
-                one for one in self._held if one.asked or not one.settlings or operators - one.since < OPERATORS_A_LOOK
-            ]
+            self._look(operators)
         for one in self._held:
             one.since = one.since if one.asked or one.settlings else operators
             one.settlings += 1
@@ -177,9 +175,16 @@ class Collectives:
         elif operators - self._waited >= OPERATORS_A_LOOK:
             self._held = [one for one in self._held if not one.finished]
 
+    def _look(self, operators: int) -> None:
+        """The watchdog looks, if it is time, and drops what the program did not ask for and that has ended."""
+        self._held = [
+            one for one in self._held if one.asked or not one.settlings or operators - one.since < OPERATORS_A_LOOK
+        ]
+
     def _begin(self) -> None:
         """A collective begins: what the program asked for and the watchdog has seen complete is dropped."""
         if not self.runtime.late:
+            self._look(self.recorder.operators)
             seen = self.recorder.operators - OPERATORS_A_LOOK
             self._held = [
                 one for one in self._held if not one.asked or (one.settlings < SETTLINGS and one.since > seen)

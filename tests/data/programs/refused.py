@@ -28,6 +28,8 @@ for call in (
     lambda: functional.fold(f(1, 5, 4), (4, 4), (2, 2)), lambda: torch.linalg.inv(f(2, 3)), lambda: i(3).float().long().mean(),
     lambda: torch._foreach_add([f(2)], [f(3)]), lambda: torch.lerp(f(2), f(2).half(), 0.5), lambda: functional.gelu(i(3)),
     lambda: f(2) & 1, lambda: torch.clamp(f(2)), lambda: functional.embedding(f(3), f(4, 4)),
+    lambda: f(2).lerp_(f(2).half(), 0.5), lambda: f(2).lerp_(f(2), f(2).double()), lambda: f(2).lerp_(f(2), f(1).double()[0]),
+    lambda: torch._foreach_lerp_([f(2)], [f(2).bfloat16()], 0.5), lambda: torch._foreach_lerp_([f(2)], [f(2)], [f(2).long()]),
 ):
     try:
         print(call())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -231,6 +232,45 @@ def test_a_part_of_a_router_s_choice_has_its_share(runtime: fake_cuda.Runtime) -
     expert = torch.tensor([3], device="cuda")
     for part in (mask[3], mask[expert].squeeze(0), mask.index_select(0, expert)[0], mask[3].clone()):
         assert len(torch.where(part)[0]) == 64 * 2 // 8
+
+
+def ways_to_count(logits: torch.Tensor, chosen: torch.Tensor, experts: int) -> list[list[int]]:
+    """How often each expert is chosen, as torchtitan, Megatron-LM, DeepSeek and others count."""
+    flat, blank = chosen.view(-1), torch.zeros_like(logits)
+    tokens = torch.arange(len(logits), device=logits.device)
+    one_hot = torch.nn.functional.one_hot(chosen, experts)
+    routed = blank.int().scatter(1, chosen, 1).bool()
+    return [
+        torch.histc(chosen, bins=experts, min=0, max=experts).tolist(),
+        torch.histc(flat.float(), bins=experts, min=0, max=experts).tolist(),
+        flat.bincount(minlength=experts).tolist(),
+        one_hot.sum((0, 1)).tolist(),
+        [len(torch.where(chosen == expert)[0]) for expert in range(experts)],
+        [len(logits[(chosen == expert).any(-1)]) for expert in range(experts)],
+        [len(torch.where(part)[0]) for part in one_hot.permute(2, 1, 0)],
+        [len(tokens.masked_select(part)) for part in routed.T.contiguous()],
+        routed.sum(0).tolist(),
+        blank.scatter_(1, chosen, 1).sum(0).tolist(),
+        flat.new_zeros(experts).scatter_add_(0, flat, torch.ones_like(flat)).tolist(),
+        torch.searchsorted(flat.sort()[0], torch.arange(experts + 1, device=flat.device)).diff().tolist(),
+    ]
+
+
+def test_a_router_s_choice_is_the_same_however_it_is_counted(runtime: fake_cuda.Runtime) -> None:
+    """Nobody knows it: each is chosen as often. None is chosen twice for a token, so the parts have 2 of 8 each."""
+    runtime.assumptions.clear()
+    logits = torch.rand(64, 8, device="cuda")
+    assert ways_to_count(logits, logits.topk(2)[1], 8) == [[16] * 8] * 12
+    assert ways_to_count(logits, logits.max(1, keepdim=True)[1], 8) == [[8] * 8] * 12
+    assert [len(logits[logits.argmax(-1) == expert]) for expert in range(8)] == [8] * 8
+    assert any("which of a few places are chosen" in what for what in runtime.assumptions)
+    real = torch.rand(64, 8)
+    histc = mock.Mock(side_effect=lambda x, bins, **limits: x.flatten().long().bincount(minlength=bins))
+    with mock.patch.object(torch, "histc", histc):  # the CPU has none of integers
+        counts = ways_to_count(real, real.topk(2)[1], 8)
+    assert counts == [counts[0]] * 12
+    few, many = torch.rand(4, 8, device="cuda"), torch.rand(2048, 600, device="cuda")
+    assert runtime.values.of(few.argmax(-1)) is runtime.values.of(many.argmax(-1)) is None
 
 
 def test_an_order_of_unknown_numbers_is_some_order(runtime: fake_cuda.Runtime) -> None:

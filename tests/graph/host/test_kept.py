@@ -11,6 +11,8 @@ import pytest
 
 pytest.importorskip("torch")
 
+import torch.fx
+
 import traces
 from graph.fake_cuda.device import fake_cuda
 from graph.hardware.profile import profile
@@ -77,6 +79,18 @@ def test_a_second_run_shows_what_the_first_did(tmp_path: Path, width: int, mode:
     assert np.array_equal(first.op, second.op)
     assert np.array_equal(first.ints("bytes"), second.ints("bytes"))
     assert np.array_equal(first.ints("id"), second.ints("id"))
+
+
+def test_patterns_are_made_on_the_device_of_what_a_graph_makes_where_nothing_goes_in() -> None:
+    """As PyTorch makes them: with that of the first input, else of the first tensor made, once for each device."""
+    graph = torch.fx.Graph()
+    for device in ("meta", "cpu", "meta"):
+        graph.call_function(torch.ones, (2,)).meta["example_value"] = torch.empty(2, device=device)
+    model = torch.fx.GraphModule(torch.nn.Module(), graph)
+    assert kept._devices(model, [8])[:1] == [torch.device("cpu")]
+    with fake_cuda(profile("A100", "2.13")):
+        inputs = [8, torch.empty(2, device="cuda")]
+        assert kept._devices(model, inputs) == [torch.device("cuda", 0), torch.device("cpu")]
 
 
 #: The first layer's input needs no gradient, so that the two are different graphs with kernels in common.

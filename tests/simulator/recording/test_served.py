@@ -12,6 +12,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from torch.utils.data import DataLoader  # noqa: E402
+
 from graph.errors import CaptureError  # noqa: E402
 from graph.fake_cuda import sdpa, stubs  # noqa: E402
 from graph.fake_cuda.device import Runtime, fake_cuda  # noqa: E402
@@ -350,6 +352,22 @@ def test_pinned_memory_says_so(runtime: Runtime) -> None:
     pinned = torch.ones(4).pin_memory()
     assert pinned.is_pinned()
     assert pinned.tolist() == [1, 1, 1, 1]
+
+
+def test_only_what_was_asked_for_is_pinned(runtime: Runtime) -> None:
+    """As of a CUDA build, also where a pinned tensor lay before."""
+    on_gpu = torch.ones(300, 300, device="cuda")
+    pinned = [on_gpu.to("cpu", non_blocking=True), torch.empty(9, pin_memory=True), torch.ones(4).pin_memory()[1:]]
+    assert [one.is_pinned() for one in pinned] == [True] * 3
+    loaded = next(iter(DataLoader(torch.ones(8, 4), batch_size=4, pin_memory=True)))
+    assert loaded.is_pinned()
+    others = [on_gpu.cpu(), loaded.clone(), torch.empty_like(pinned[0]), pinned[1] * 2, torch.ones(300, 300)]
+    assert [one.is_pinned() for one in others] == [False] * 5
+    assert pinned[0].pin_memory() is pinned[0]
+    where = {torch.ones(1000, pin_memory=True).untyped_storage().data_ptr() for _ in range(9)}
+    again = [torch.ones(1000) for _ in range(99)]
+    assert not any(one.is_pinned() for one in again)
+    assert where.isdisjoint(one.untyped_storage().data_ptr() for one in again)
 
 
 def test_snapshot_has_the_blocks(runtime: Runtime) -> None:
