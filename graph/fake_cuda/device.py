@@ -474,8 +474,7 @@ def _hooks(runtime: Runtime) -> Iterator[None]:
     get.restype = ctypes.c_void_p
     hooks = ctypes.cast(get(), ctypes.POINTER(ctypes.c_void_p))
     before = hooks[0]
-    count = max(slots.values()) + 1
-    table = (ctypes.c_void_p * count)(*(ctypes.c_void_p * count).from_address(before))
+    table = _functions(before, max(slots.values()) + 1)
     answers = _answers(runtime.profile)
     if runtime.allocators and platform.machine() == "x86_64":
         pinned = _Pinned()
@@ -521,6 +520,19 @@ def _changed(hooks: int, index: int) -> int:
 _changing = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_void_p, ctypes.c_int8)(_changed)
 
 
+def _functions(table: int | None, count: int) -> ctypes.Array[ctypes.c_void_p]:
+    """A copy of the first of a table of virtual functions."""
+    kind = ctypes.c_void_p * count
+    return kind(*kind.from_address(table or 0))
+
+
+def _cpu_allocator() -> Any:
+    """c10::GetCPUAllocator."""
+    found = _symbol("c10", "_ZN3c1015GetCPUAllocatorEv")
+    found.restype = ctypes.c_void_p
+    return found
+
+
 class _Pinned:
     """Memory of the host that counts as pinned: what PyTorch asked of the allocator for it, and nothing else.
 
@@ -535,12 +547,10 @@ class _Pinned:
     ALLOCATE, FUNCTIONS = 2, 8
 
     def __init__(self) -> None:
-        get = _symbol("c10", "_ZN3c1015GetCPUAllocatorEv")
-        get.restype = ctypes.c_void_p
-        plain = ctypes.cast(get(), ctypes.POINTER(ctypes.c_void_p))
-        functions = (ctypes.c_void_p * self.FUNCTIONS).from_address(plain[0] or 0)
+        plain = ctypes.cast(_cpu_allocator()(), ctypes.POINTER(ctypes.c_void_p))
+        self._table = _functions(plain[0], self.FUNCTIONS)
         kind = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
-        allocate = kind(functions[self.ALLOCATE] or 0)
+        allocate = kind(self._table[self.ALLOCATE] or 0)
         addresses: set[int] = set()
 
         def shifted(result: int, allocator: int, size: int) -> int:
@@ -551,7 +561,6 @@ class _Pinned:
                 addresses.add(address.value)
             return result
 
-        self._table = (ctypes.c_void_p * self.FUNCTIONS)(*functions)
         self._called = kind(shifted)
         self._table[self.ALLOCATE] = ctypes.cast(self._called, ctypes.c_void_p).value
         self._object = ctypes.c_void_p(ctypes.addressof(self._table))
@@ -564,8 +573,6 @@ class _Pinned:
 
 def _answers(profile: Profile) -> dict[str, Any]:
     """What each of the hooks answers. A c10::Device is its type, then its index, a byte each: cuda:0 is 1."""
-    cpu_allocator = _symbol("c10", "_ZN3c1015GetCPUAllocatorEv")
-    cpu_allocator.restype = ctypes.c_void_p
     cpu_generator = _symbol("torch_cpu", "_ZN2at6detail22getDefaultCPUGeneratorEv")
     cpu_generator.restype = ctypes.c_void_p
     yes = "isBuilt isAvailable hasPrimaryContext deviceCount getDeviceFromPtr hasCUDA hasCUDART hasCuDNN hasCuBLASLt "
@@ -579,7 +586,7 @@ def _answers(profile: Profile) -> dict[str, Any]:
         "batchnormMinEpsilonCuDNN": _no_epsilon,
         "versionCuDNN": _cudnn_version,
         "versionRuntimeCuDNN": _cudnn_version,
-        "getPinnedMemoryAllocator": cpu_allocator,
+        "getPinnedMemoryAllocator": _cpu_allocator(),
         "isPinnedPtr": _zero,
         "getDefaultGenerator": cpu_generator,
     }

@@ -18,13 +18,13 @@ from torch.nn.parameter import is_lazy
 
 from graph.fake_cuda.memory import Layout, contiguous, empty_layout, set_storage
 from graph.fake_cuda.operators import fits, iterated, places
-from graph.fake_cuda.operators.composed import COMPOSED, differing
+from graph.fake_cuda.operators.composed import COMPOSED, differing, evenly
 from graph.fake_cuda.operators.native import operator
 from graph.fake_cuda.operators.refused import CHECKS
 from graph.fake_cuda.sdpa import corrected
 from graph.fake_cuda.shapes import Shapes
 from graph.fake_cuda.torch_private import BY_CPU_KERNEL, is_dense, tree_leaves
-from graph.fake_cuda.values import alike, evenly, knowable, may_have_values
+from graph.fake_cuda.values import alike, knowable, may_have_values
 from graph.workspaces import rules
 from traces.release import version_of
 

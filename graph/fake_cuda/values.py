@@ -94,13 +94,6 @@ def may_have_values(tensor: torch.Tensor) -> bool:
     return tensor.dtype in COUNTED or tensor.numel() <= MOST_MASK_BYTES // 4
 
 
-def evenly(count: int, places: int) -> torch.Tensor:
-    """So many things over places, as evenly as can be."""
-    each = full((places,), count // max(1, places))
-    each[: count % max(1, places)] += 1
-    return each
-
-
 class _UnknownError(Exception):
     """A tensor has no values."""
 

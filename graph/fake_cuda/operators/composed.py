@@ -7,6 +7,7 @@ the runtime before its arguments; the file that it follows is named (below aten/
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
@@ -19,7 +20,7 @@ from graph.fake_cuda.operators.least_squares import LEAST_SQUARES
 from graph.fake_cuda.operators.quantized import QUANTIZED
 from graph.fake_cuda.operators.rnn import RECURRENT
 from graph.fake_cuda.torch_private import BY_CPU_KERNEL
-from graph.fake_cuda.values import evenly, has_room
+from graph.fake_cuda.values import has_room
 
 if TYPE_CHECKING:
     from graph.fake_cuda.device import Runtime
@@ -137,17 +138,13 @@ def _choose(runtime: Runtime, places: torch.Tensor, dim: int | None, extent: int
 
     Only where as many are chosen as there are, as for tokens: fewer may be a text's end.
     """
-    each = 1 if dim is None else places.shape[dim]
-    rows = places.numel() // max(1, each)
     given = runtime.nonzero is not torch.Tensor.numel  # shares of experts
     if given or places.numel() < extent or runtime.values.of(places) is not None:
         return
-    others = list(places.shape)
-    if dim is not None:
-        del others[dim]
-    turn = torch.arange(rows).reshape(others)
-    if dim is not None:
-        turn = turn.unsqueeze(dim) + torch.arange(each).reshape(-1, *[1] * (places.ndim - 1 - dim % places.ndim))
+    rows = list(places.shape)
+    each = 1 if dim is None else rows.pop(dim)
+    turn = torch.arange(math.prod(rows)).unsqueeze(1) + torch.arange(each)
+    turn = turn.reshape(rows) if dim is None else turn.reshape(*rows, each).movedim(-1, dim)
     runtime.values.suppose(places, turn % extent)
     runtime.assume("which of a few places are chosen", "each as often")
 
@@ -240,6 +237,13 @@ def _bincount(runtime: Runtime, source: torch.Tensor, weights: torch.Tensor | No
         counts = evenly(source.numel(), len(bins)) if known is None else torch.bincount(known, minlength=minlength)
         runtime.values.put(bins, counts)
     return bins
+
+
+def evenly(count: int, places: int) -> torch.Tensor:
+    """So many things over places, as evenly as can be."""
+    each = torch.full((places,), count // places)
+    each[: count % places] += 1
+    return each
 
 
 def _result(shape: Sequence[int], dtype: torch.dtype, out: torch.Tensor | None) -> torch.Tensor:

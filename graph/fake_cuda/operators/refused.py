@@ -171,10 +171,11 @@ def _kept(target: torch.Tensor, common: torch.dtype) -> None:
 
 
 def _lerp(args: Sequence[Any]) -> None:
+    """A weight without dimensions may be of another dtype."""
     first, end, weight = args[:3]
-    for name, one in (("end", end), ("weight", weight)):
-        of_elements = isinstance(one, torch.Tensor) and (one is end or one.dim())
-        if of_elements and one.dtype != first.dtype:
+    others = {"end": end} | ({"weight": weight} if isinstance(weight, torch.Tensor) and weight.dim() else {})
+    for name, one in others.items():
+        if one.dtype != first.dtype:
             raise RuntimeError(f"expected dtype {_type(first)} for `{name}` but got dtype {_type(one)}")
 
 

@@ -314,6 +314,34 @@ def test_works_keep_what_they_keep_until_they_are_waited_for_or_seen(rank: int, 
     ]
 
 
+BUCKETS = """
+import time
+import torch
+import torch.distributed as dist
+
+dist.init_process_group("nccl")
+layers = torch.nn.Sequential(*[torch.nn.Linear(512, 512) for _ in range(12)]).cuda()
+model = torch.nn.parallel.DistributedDataParallel(layers, device_ids=[0])
+optimizer = torch.optim.AdamW(model.parameters())
+for step in range(3):
+    model(torch.ones(4, 512, device="cuda")).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    x = torch.ones(8, device="cuda")
+    for _ in range(2500):
+        x.add_(1)
+    time.sleep(0.3)  # more than the watchdog's 100 ms, where time passes
+    print(torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated())
+"""
+
+
+def test_the_first_buckets_of_ddp_go_before_the_next_step_where_it_begins_late(tmp_path: Path) -> None:
+    """As PyTorch 2.13.0+cu130 did on one rank, without DDP's check of shapes, which reads what others sent."""
+    folder_of(tmp_path, {"train.py": BUCKETS})
+    done = record(tmp_path, "-q", "--steps", "all", "--", "torchrun", "--nproc-per-node", "1", "train.py")
+    assert done.stdout.splitlines() == ["58950144 84164608", *["58950144 84165120"] * 2], done.stderr
+
+
 WARNED = """
 import torch
 import torch.distributed as dist
