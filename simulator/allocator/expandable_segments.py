@@ -164,7 +164,9 @@ def allocate_expandable(m: Memory, which: int, size: int) -> int:
     while m[block + at.SIZE] < size:
         following = m[block + at.NEXT]
         missing = size - m[block + at.SIZE]
-        if following == 0 or not map_block(m, following, min(missing, m[following + at.SIZE])):
+        if following == 0 or m[following + at.FLAGS] & at.UNMAPPED == 0:  # mapped only in an odd initial state
+            return at.OUT
+        if not map_block(m, following, min(missing, m[following + at.SIZE])):
             return at.OUT
         block = following
     return block

@@ -213,6 +213,26 @@ def test_any_value_in_any_column(seed: int, column: str, value: Any) -> None:
         run(folder)
 
 
+def test_free_blocks_side_by_side_in_an_expandable_segment_come_to_an_end() -> None:
+    """No allocator leaves them so: it merges them. The replay looked for the second among unmapped ones, for ever."""
+    sizes = (512, 1 << 20)
+    segment = {
+        "address": (1 << 40) + 512,
+        "bytes": sum(sizes),
+        "blocks": [[None, size, 0, "inactive"] for size in sizes],
+        "stream": 0,
+        "pool": "large",
+        "expandable": True,
+        "va_address": 1 << 40,
+        "va_bytes": 1 << 45,
+    }
+    rank = {"rank": 0, "initial": {"segments": [segment]}, "events": [{"op": "alloc", "id": 1, "bytes": 20 << 20}]}
+    allocator = {"release": "2.10", "conf": "expandable_segments:True"}
+    document = {"format": "memory-trace", "version": 1, "allocator": allocator, "ranks": [rank]}
+    (found,) = replay(as_trace(document)).ranks
+    assert (found.oom, found.peak_allocated) == (None, 20 << 20)
+
+
 def test_kernels_stay_inside_their_memory() -> None:
     """As plain Python, with every access checked."""
     done = subprocess.run(
