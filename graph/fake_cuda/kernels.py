@@ -573,7 +573,7 @@ class Kernels:
         runtime, kinds = self.runtime, dict[Any, Kind]()
 
         def kernel(tensor: torch.Tensor, **out: torch.Tensor) -> torch.Tensor:
-            known = runtime.values.of(tensor)
+            known = runtime.values.places(tensor)
             found = None if known is None else torch.nonzero(known)
             rows = runtime.ones(tensor) if found is None else len(found)
             key = (rows, _kind((tensor,), True))

@@ -10,12 +10,12 @@ from __future__ import annotations
 import contextlib
 import functools
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import torch
-from torch import zeros  # not what a program puts in its place
+from torch import float64, full, zeros  # not what a program puts in their place
 
 if TYPE_CHECKING:
     from graph.fake_cuda.torch_private import Operator
@@ -24,7 +24,7 @@ _K = TypeVar("_K")
 _T = TypeVar("_T")
 
 #: Operators in place that make masks, and what masks are made of.
-_MAKING: Final = frozenset({"fill_", "zero_", "scatter_", "copy_"})
+MAKING: Final = frozenset({"fill_", "zero_", "scatter_", "copy_"})
 #: Comparisons.
 COMPARING: Final = frozenset({"lt", "le", "gt", "ge", "eq", "ne"})
 #: So many storages are known to be of one number, the last of them.
@@ -32,7 +32,9 @@ _NEWEST: Final = 64
 #: So many masks are kept: a program asks the one that it has made.
 _MASKS: Final = 4
 #: Masks of more elements are not kept.
-_MOST: Final = 1 << 25
+_MOST: Final = 1 << 28
+#: What of a mask of ones follows from its places: sums, and parts of it.
+_FOLLOWING: Final = frozenset({"sum", "cumsum", "any", "index", "index_select"})
 #: So many storages are known to be no masks, the last of them.
 _DATA: Final = 1 << 10
 #: Tensors on the host with larger storages may not have been written, and are not looked at.
@@ -44,12 +46,17 @@ _SAMPLE: Final = 1 << 8
 @dataclass(frozen=True)
 class _Mask:
     """What a storage is: `on` where `places`, of its elements, are true, else `off`. `version` is that of the tensor's
-    counter as long as nobody writes it again."""
+    counter as long as nobody writes it again. `on` is None, and `off` 0, where nobody knows what was scattered."""
 
     version: int
     off: float
-    on: float
+    on: float | None
     places: torch.Tensor
+
+    @property
+    def is_zero(self) -> bool:
+        """Whether it is zero but for its places."""
+        return self.off == 0 != self.on
 
 
 class Marks:
@@ -73,63 +80,130 @@ class Marks:
         self._masks.clear()
         self._data.clear()
 
+    def forget(self, *tensors: torch.Tensor) -> None:
+        """Somebody writes these tensors."""
+        for tensor in tensors if self._filled or self._masks else ():
+            self._filled.pop(self._key(tensor), None)
+            self._masks.pop(self._key(tensor), None)
+
+    def known(self, tensors: Iterable[torch.Tensor]) -> None:
+        """These tensors have values: as masks they would be there twice."""
+        for tensor in tensors if self._masks else ():
+            self._masks.pop(self._key(tensor), None)
+
     def told(self, func: Operator) -> Callable[[tuple[Any, ...]], None] | None:
         """What is to be told the arguments of an operator in place, before it writes them; None: nothing."""
-        return functools.partial(self._written, func) if func._opname in _MAKING else None
+        return functools.partial(self._written, func) if func._opname in MAKING else None
 
     def _written(self, func: Operator, args: tuple[Any, ...]) -> None:
-        target = args[0]
+        target, number = args[0], self._number(args[0])
+        self.forget(target)
         if func._opname == "copy_":
             self._copied(target, args[1])
-            return
-        if target.is_inference() or not target.is_floating_point():
-            return
-        if func._opname == "scatter_":  # others (`reduce`) compute with what is there
-            if func._overloadname in ("src", "value"):
-                self._scattered(target, *args[1:4])
-            return
-        number = args[1] if func._opname == "fill_" else 0.0
-        whole = target.numel() * target.itemsize == self._size(target)
-        if isinstance(number, int | float) and whole and target._version == 0:
+        elif func._opname == "scatter_":
+            self._scattered(func, (number, *args[1:]), target, self._version(target) + _is_versioned(target))
+        else:
+            self._fill(target, args[1] if func._opname == "fill_" else 0.0)
+
+    def _fill(self, target: torch.Tensor, number: object) -> None:
+        if isinstance(number, int | float) and self._is_whole(target) and not self._version(target):
             remember(self._filled, self._key(target), float(number), _NEWEST)
+
+    def _version(self, target: torch.Tensor) -> int:
+        """How often it has been written, if that counts: of integers, whatever writes them makes us forget them."""
+        return (-1 if target.is_inference() else target._version) if _is_versioned(target) else 0
+
+    def _is_whole(self, target: torch.Tensor) -> bool:
+        return target.numel() * target.itemsize == self._size(target)
 
     def _copied(self, target: torch.Tensor, source: torch.Tensor) -> None:
         data = source.is_floating_point() and (not _may_be_mask(source) if source.is_cpu else self.is_data(source))
         key = self._key(target)
         if not data:
             self._data.pop(key, None)
-        elif target.is_floating_point() and target.numel() * target.itemsize == self._size(target):
+        elif target.is_floating_point() and self._is_whole(target):
             remember(self._data, key, None, _DATA)
+        if not source.is_cpu and target.shape == source.shape:
+            self._converted(target, source)
+
+    def _converted(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """A new tensor is one number, or a mask, where it is a copy of such, as another dtype has it."""
+        number, mask = self._number(source), self._mask(source)
+        if number is not None:
+            self._fill(target, full((), number, dtype=float64).to(target.dtype).item())
+        elif mask is not None and mask.is_zero and self._is_whole(target) and not self._version(target):
+            on = 1.0 if target.dtype is torch.bool else mask.on
+            if on is None and not target.is_floating_point():
+                return
+            places = zeros(target.numel(), dtype=torch.bool)
+            _seen(places, target).copy_(_seen(mask.places, source))
+            remember(self._masks, self._key(target), _Mask(0, 0.0, on, places), _MASKS)
 
     def is_data(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor came from the host and is no mask."""
         return self._key(tensor) in self._data
 
-    def _scattered(self, target: torch.Tensor, dim: int, index: torch.Tensor, source: object) -> None:
-        off, places = self._number(target), self._values(index)
+    def made(self, func: Operator, args: tuple[Any, ...], made: torch.Tensor) -> None:
+        """`scatter` has made this of its arguments."""
+        self._scattered(func, (self._number(args[0]), *args[1:]), made, 0)
+
+    def _scattered(self, func: Operator, args: tuple[Any, ...], target: torch.Tensor, version: int) -> None:
+        """`target` is one number, but where others are scattered; with `reduce` it is computed."""
+        if func._overloadname not in ("src", "value"):
+            return
+        off, dim, index, source = args
+        places = self._values(index)
         on = self._number(source) if isinstance(source, torch.Tensor) else source
         size = self._size(target) // target.itemsize
-        if off is None or places is None or not isinstance(on, int | float) or size > _MOST:
+        if off is None or places is None or size > _MOST or (on is None and off):
             return
         mask = zeros(size, dtype=torch.bool)
         _seen(mask, target).scatter_(dim, places, True)
-        remember(self._masks, self._key(target), _Mask(target._version + 1, off, float(on), mask), _MASKS)
+        remember(self._masks, self._key(target), _Mask(version, off, None if on is None else float(on), mask), _MASKS)
 
     def _number(self, tensor: torch.Tensor) -> float | None:
         """The one number of a tensor that nobody has written since it was made."""
-        return self._filled.get(self._key(tensor)) if not tensor.is_inference() and tensor._version == 0 else None
+        return None if self._version(tensor) else self._filled.get(self._key(tensor))
+
+    def _mask(self, tensor: object) -> _Mask | None:
+        """What mask a tensor is, if it is one that has not been written since."""
+        if not self._masks or not isinstance(tensor, torch.Tensor):
+            return None
+        mask = self._masks.get(self._key(tensor))
+        return mask if mask is not None and self._version(tensor) == mask.version else None
 
     def compared(self, func: Operator, args: tuple[Any, ...]) -> torch.Tensor | None:
-        """How a mask compares with a number; None where the first argument is none, or has been written since."""
-        if func._opname not in COMPARING or not isinstance(args[0], torch.Tensor):
-            return None
-        mask = self._masks.get(self._key(args[0]))
+        """How a mask compares with a number; None where the first argument is none, or has been written since. What
+        was scattered and nobody knows counts as more than 0, as weights are, and compares with nothing else."""
+        mask = self._mask(args[0]) if func._opname in COMPARING else None
         number = args[1] if len(args) > 1 else None
-        if mask is None or not isinstance(number, int | float) or args[0]._version != mask.version:
+        if mask is None or not isinstance(number, int | float) or (mask.on is None and number):
             return None
         answer = getattr(operator, func._opname)
-        on, off = bool(answer(mask.on, number)), bool(answer(mask.off, number))
+        on, off = bool(answer(1.0 if mask.on is None else mask.on, number)), bool(answer(mask.off, number))
         return torch.where(_seen(mask.places, args[0]), on, off)
+
+    def places(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """Where a tensor is other than zero, on the host; None if it is no mask, or none of zeros."""
+        mask = self._mask(tensor)
+        return _seen(mask.places, tensor) if mask is not None and mask.is_zero else None
+
+    def numbers(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """What a tensor is that is one number, or zeros and ones; None if it is neither."""
+        number, mask = self._number(tensor), self._mask(tensor)
+        if number is not None:
+            return full((), number, dtype=float64).expand(tensor.shape)
+        return self.places(tensor) if mask is not None and mask.on == 1 else None
+
+    def ones(self, func: Operator, args: tuple[Any, ...]) -> torch.Tensor | None:
+        """The first argument as booleans of which an operator makes what it makes of the mask; None if it is none."""
+        mask = self._mask(args[0]) if args and func._opname in _FOLLOWING else None
+        whole = mask is not None and mask.off == 0 and (mask.on == 1 or func._opname == "any")
+        return self.places(args[0]) if whole else None
+
+
+def _is_versioned(tensor: torch.Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
 
 
 def _may_be_mask(source: torch.Tensor) -> bool:

@@ -23,7 +23,7 @@ from torch import empty, full, randperm  # not those that a program puts in thei
 from torch.autograd.function import BackwardCFunction
 from torch.overrides import TorchFunctionMode
 
-from graph.fake_cuda.marks import COMPARING, Marks, remember
+from graph.fake_cuda.marks import COMPARING, MAKING, Marks, remember
 from graph.fake_cuda.shapes import numbers_as_tensors
 from graph.fake_cuda.torch_private import TorchDispatchMode, current_node, tree_leaves
 
@@ -37,6 +37,9 @@ MOST_BYTES: Final = 1 << 25
 MOST_FLOAT_BYTES: Final = 1 << 13
 #: The same of those that are a mask: all the same number, converted from what has values, or several such in a row.
 MOST_MASK_BYTES: Final = 1 << 18
+#: The same of booleans and long integers, which weights never are.
+MOST_INDEX_BYTES: Final = 1 << 27
+_NO_WEIGHTS: Final = frozenset({torch.bool, torch.int64})
 #: Floating-point numbers in larger storages on the host may not have been written.
 _UNWRITTEN: Final = 1 << 20
 #: So many storages are known to be unwritten.
@@ -72,13 +75,16 @@ _CPU: Final = torch.device("cpu")
 
 def has_room(dtype: torch.dtype, size: int, *, mask: bool = False) -> bool:
     """Whether a storage of `size` bytes can have values; `mask`: if it has floating-point numbers, they are a mask."""
+    if dtype in _NO_WEIGHTS:
+        return size <= MOST_INDEX_BYTES
     return size <= (MOST_BYTES if dtype in COUNTED else MOST_MASK_BYTES if mask else MOST_FLOAT_BYTES)
 
 
 def knowable(func: Operator | None, made: torch.Tensor | Layout) -> bool:
-    """The same of what `func` makes, or whether it may be known that all booleans of it are one."""
-    mask = func is not None and func._opname in CARRYING
-    return made.dtype is torch.bool or has_room(made.dtype, made.nbytes, mask=mask)
+    """The same of what `func` makes, or whether it may be known that all booleans of it are one, or that it is a
+    mask."""
+    mask, scattered = (func is not None and func._opname in kinds for kinds in (CARRYING, ("scatter",)))
+    return scattered or made.dtype is torch.bool or has_room(made.dtype, made.nbytes, mask=mask)
 
 
 def alike(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -158,6 +164,7 @@ class Values:
         for tensor, _ in there:
             parts[self.key(tensor)] += tensor.nbytes
         unknown = {self.key(tensor) for tensor, host in there if host is None}
+        self.marks.forget(*[tensor for tensor, _ in there])
         self._begin(tuple(tensor for tensor, _ in there))
         self.forget(tensor for tensor, _ in there if self.key(tensor) in unknown)
         for tensor, _ in there:
@@ -179,7 +186,12 @@ class Values:
             self._comparing = None
 
     def forget(self, tensors: Iterable[torch.Tensor]) -> None:
-        """The storages of `tensors` have no values any more."""
+        """The storages of `tensors` have no values any more, and are no masks."""
+        written = list(tensors)
+        self.marks.forget(*written)
+        self._forget(*written)
+
+    def _forget(self, *tensors: torch.Tensor) -> None:
         for tensor in tensors:
             key = self.key(tensor)
             for known in (self.known, self._shares, self._bounds, self._uniform, self._unwritten):
@@ -228,6 +240,11 @@ class Values:
         share = self._shares.get(self.key(tensor))
         return None if share is None else round(share * tensor.numel())
 
+    def places(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """What is zero or not where the tensor is, on the host; None if nobody knows."""
+        known = self.of(tensor)
+        return self.marks.places(tensor) if known is None else known
+
     def _scattered(self, func: Operator, args: tuple[Any, ...]) -> float | None:
         """The share of elements that this operator makes other than zero, if it scatters a number into zeros."""
         if func._opname != "scatter_" or func._overloadname != "value" or not args[3]:
@@ -261,11 +278,13 @@ class Values:
             self._large(func, args, made)
             return
         result = self.computed(func, args, kwargs)
+        if func._opname == "scatter":
+            self.marks.made(func, args, made[0])
         if result is not None and self._assumed and self._is_assumed(args):
             result = self._checked(func, made) or result
             self._assume(made)
         if result is None:
-            result = self.marks.compared(func, args)
+            result = self._marked(func, args, kwargs)
         if result is None and (result := self._counted(func, args, made[0])) is not None:
             self._assume(made)
         if result is None and made[0].dtype is torch.bool and (truth := self._truth(func, args)) is not None:
@@ -276,6 +295,17 @@ class Values:
                     self.put(tensor, host, mask=func._opname in CARRYING)
         elif func._opname in _TAKING and (share := self._shares.get(self.key(args[0]))) is not None:
             self._shares[self.key(made[0])] = share
+
+    def _marked(self, func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
+        """What follows from where a mask is on."""
+        ones = self.marks.ones(func, args)
+        return self.marks.compared(func, args) if ones is None else self._of_places(func, ones, args[1:], kwargs)
+
+    def _of_places(self, func: Operator, ones: torch.Tensor, rest: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        try:
+            return func(ones, *self._host(rest), **self._host(kwargs))
+        except _UnknownError:
+            return None
 
     def _assume(self, made: Iterable[torch.Tensor]) -> None:
         """What is known of these tensors follows from what was assumed."""
@@ -393,6 +423,8 @@ class Values:
         self, func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], targets: tuple[torch.Tensor, ...]
     ) -> None:
         """`func` has written its arguments `targets`."""
+        if func._opname not in MAKING:
+            self.marks.forget(*targets)
         share = self._scattered(func, args)
         read = args[1:] if func._opname in _OVERWRITING else args
         if not self._is_unknown(read):
@@ -401,8 +433,9 @@ class Values:
                 mask = func._opname in CARRYING and self._fit_as_mask(targets) and all(map(self._is_mask, args[1:2]))
                 self._make_room(targets, read, mask)
             if self.computed(func, args, kwargs) is not None:
+                self.marks.known(targets)
                 return
-        self.forget(targets)
+        self._forget(*targets)
         if share is not None:
             self._shares[self.key(args[0])] = share
         if func._opname == "copy_" and not args[1].is_cpu:
@@ -411,9 +444,13 @@ class Values:
             self._drawn(func, args)
 
     def _copied(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """The target is a copy of booleans without values, or of integers, of which is known what they are among."""
+        """The target is a copy of booleans without values, of a mask, or of integers, of which is known what they are
+        among."""
         if target.numel() * target.itemsize != self.size(target):
             return
+        if has_room(target.dtype, self.size(target)) and (host := self.marks.numbers(target)) is not None:
+            self.put(target, host)
+            self.marks.known([target])
         if (share := self._shares.get(self.key(source))) is not None:
             self._shares[self.key(target)] = share
         among = self._bounds.get(self.key(source))

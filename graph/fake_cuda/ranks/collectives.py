@@ -11,6 +11,7 @@ kept until the next settling. Functional collectives and other code of torch's o
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -28,6 +29,7 @@ from torch.distributed import c10d_logger
 from torch.distributed import distributed_c10d as c10d
 
 from graph.fake_cuda.device import Runtime
+from graph.fake_cuda.ranks.checks import checked
 from graph.fake_cuda.ranks.futures import callbacks_on_streams
 from graph.fake_cuda.ranks.messages import Messages
 from graph.fake_cuda.torch_private import OPERATOR_CALLS, fake_store, finished_work
@@ -117,6 +119,7 @@ class Collectives:
         self._streams: dict[str, int] = {}
         self.messages: Messages | None = None  # where other ranks have processes, or may have
         self.on_host: Callable[[dist.ProcessGroup], bool] = lambda group: True  # whether a group has a backend there
+        self.by_nccl: Callable[[dist.ProcessGroup], bool] = lambda group: False  # whether NCCL checks what it is given
 
     @contextlib.contextmanager
     def unrecorded(self) -> Iterator[None]:
@@ -132,8 +135,8 @@ class Collectives:
         """Inside, a work that somebody waits for keeps no tensors but its result, and that has come."""
         plain: Callable[..., bool] = dist.Work.wait
 
-        def wait(work: dist.Work, *args: object, **kwargs: object) -> bool:
-            done = plain(work, *args, **kwargs)
+        def wait(work: dist.Work, timeout: object = None) -> bool:
+            done = plain(work)
             self._held = [one for one in self._held if one.work is not work]
             if self.messages is not None:
                 self.messages.waited()
@@ -206,7 +209,7 @@ class Collectives:
         for name in KINDS:
             schema = schemas.get(f"c10d::{name}")
             if schema is not None:
-                self.runtime.override(schema.name, self._kernel(name, schema), ("CUDA",))
+                self.runtime.override(schema.name, self._kernel(name, schema), ("CUDA", "SparseCUDA"))
             if schema is not None and self.messages is not None:
                 self.runtime.override(schema.name, self._host_kernel(name, schema), ("CPU",))
 
@@ -226,6 +229,11 @@ class Collectives:
 
         return kernel
 
+    def _check(self, name: str, given: Mapping[str, Any]) -> None:
+        group = dist.ProcessGroup.unbox(given["process_group"])
+        if self.messages is not None and self.by_nccl(group):
+            checked(name, given, group.size(), group.rank(), functools.partial(self.messages.asked, given))
+
     def _move(self, name: str, given: Mapping[str, Any], args: Sequence[Any]) -> None:
         if self.messages is not None:
             self.messages.moved(name, KINDS[name], given, args)
@@ -235,8 +243,9 @@ class Collectives:
         results = len(schema.returns)
 
         def kernel(*args: object) -> Any:
-            self._begin()
             given = dict(zip(names, args, strict=False))
+            self._check(name, given)
+            self._begin()
             result = list(metadata.tensors(args[0]))
             whole: list[torch.Tensor] = []
             self._tell(name, given, args)

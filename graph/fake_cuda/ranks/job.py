@@ -66,6 +66,7 @@ def joined(
     plain: Callable[..., None] = dist.init_process_group
     backends = _Backends()
     collectives.on_host = lambda group: backends.of(group) != _OF_DEVICE
+    collectives.by_nccl = lambda group: backends.of(group) not in _OF_HOST
 
     def start(
         backend: object = None,

@@ -78,7 +78,7 @@ class _Call:
     size: int
     values: Callable[[Iterable[torch.Tensor]], list[torch.Tensor | None]]
     asked: object
-    """The reduction that the program asked for, where the operator does not say it."""
+    """The reduction that the program asked for."""
 
     @property
     def root(self) -> int:
@@ -145,7 +145,7 @@ class Messages:
                 self._write([(target, None) for target in tensors(args[0])])
             return
         group = dist.ProcessGroup.unbox(given["process_group"])
-        plan = _PLANS[name](_Call(args, given, group.rank(), group.size(), self._values, self._asked))
+        plan = _PLANS[name](_Call(args, given, group.rank(), group.size(), self._values, self.asked(given)))
         pair = {"send": (group.rank(), given.get("dst", 0)), "recv": (given.get("src", 0), group.rank())}.get(kind)
         topic = self._topic(group, pair or range(group.size()), "" if pair is None else f"{pair[0]}>{pair[1]}")
         if kind == "recv":
@@ -162,6 +162,10 @@ class Messages:
         ranks = range(1, group.size()) if group.rank() == 0 else (0,)
         self._exchanged(group, given, b"", ())
         self._pending.takes.append(functools.partial(self._exchanged, group, awaited, b"", ranks))
+
+    def asked(self, given: Mapping[str, Any]) -> object:
+        """Which reduction a collective of these arguments asks for, if it is one."""
+        return given["reduce_op"].op() if _SAID and "reduce_op" in given else self._asked
 
     @contextlib.contextmanager
     def asking(self) -> Iterator[None]:
@@ -292,8 +296,7 @@ def _row(kind: torch.dtype, data: bytes) -> torch.Tensor:
 def _reduction(call: _Call) -> Callable[[Sequence[torch.Tensor]], torch.Tensor | None]:
     """What a reduction makes of everybody's numbers, where it is known which. NCCL's mean of integers is rounded
     down."""
-    asked = call.given["reduce_op"].op() if _SAID else call.asked
-    name = next((name for name in _REDUCTIONS if asked == getattr(dist.ReduceOp, name)), "")
+    name = next((name for name in _REDUCTIONS if call.asked == getattr(dist.ReduceOp, name)), "")
 
     def made(given: Sequence[torch.Tensor]) -> torch.Tensor | None:
         if not name:

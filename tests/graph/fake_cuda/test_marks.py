@@ -81,6 +81,81 @@ def test_what_was_written_before_is_no_mask(runtime: fake_cuda.Runtime) -> None:
     assert runtime.values.of(zeros == 1.0) is None
 
 
+def weights_on(device: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """A router's weights of the two experts in eight that it chose for each token, in turn; 0 of the others."""
+    tokens = torch.arange(40000, device=device).unsqueeze(1)
+    chosen = (tokens + torch.arange(2, device=device)) % 8
+    weights = torch.rand(40000, 2, device=device).add(0.1).to(dtype)
+    return torch.zeros(40000, 8, dtype=dtype, device=device, requires_grad=True).scatter(1, chosen, weights)
+
+
+def dispatched(weights: torch.Tensor) -> list[list[int]]:
+    """How the well-known sparsely-gated mixture of experts finds each expert's tokens, and other ways."""
+    experts = weights.nonzero()[:, 1]
+    parts = (weights > 0).sum(0).tolist()
+    return [
+        [len(part) for part in torch.split(experts, parts)],
+        experts.bincount(minlength=8).tolist(),
+        weights.bool().sum(0).tolist(),
+        weights.bool().int().T.contiguous().sum(1).tolist(),
+        [len(torch.where(part)[0]) for part in weights.T],
+        weights.detach().double().count_nonzero(0).tolist(),
+        [len(part[part != 0]) for part in weights.unbind(1)],
+    ]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_of_experts_are_where_they_are_on_the_cpu(runtime: fake_cuda.Runtime, dtype: torch.dtype) -> None:
+    """Which numbers they are nobody knows: they count as more than 0, and how they compare with others is open."""
+    here, there = (weights_on(device, dtype) for device in ("cpu", "cuda"))
+    assert dispatched(there) == dispatched(here) == [[10000] * 8] * 7
+    assert there.nonzero().tolist() == here.nonzero().tolist()
+    assert runtime.values.of(there > 0.5) is None
+    assert runtime.values.of(there.sum(0)) is None
+
+
+def one_hot_on(device: str) -> torch.Tensor:
+    """A hundred experts' choices by transformers' way, of more numbers than have values."""
+    chosen = (torch.arange(50000, device=device).unsqueeze(1) + torch.arange(4, device=device)) % 100
+    return torch.nn.functional.one_hot(chosen, 100)
+
+
+def test_large_choices_are_counted_as_on_the_cpu(runtime: fake_cuda.Runtime) -> None:
+    here, there = one_hot_on("cpu"), one_hot_on("cuda")
+    assert runtime.values.of(there) is None
+    for mask in (here, there):
+        assert mask.sum((0, 1)).tolist() == [2000] * 100
+        experts = mask.permute(2, 1, 0)
+        expert = torch.tensor([7], device=mask.device)
+        for part in (experts[7], experts[expert].squeeze(0), experts.index_select(0, expert)[0], experts[7].bool()):
+            assert len(torch.where(part)[0]) == 2000
+        assert experts.any(2).shape == (100, 4)
+        assert experts.any(2).all().item()
+    there[0] += 1
+    assert runtime.values.of(there.sum((0, 1))) is None
+
+
+def test_choices_of_zeros_made_of_a_router_s_scores(runtime: fake_cuda.Runtime) -> None:
+    """Megatron-LM's: zeros of the scores' dtype, as integers, then booleans."""
+
+    def counts(device: str) -> list[int]:
+        scores = torch.rand(100000, 8, device=device)
+        chosen = (torch.arange(100000, device=device).unsqueeze(1) + torch.arange(2, device=device)) % 8
+        routed = torch.zeros_like(scores).int().scatter(1, chosen, 1).bool()
+        return [*routed.sum(0).tolist(), len(scores.masked_select(routed))]
+
+    assert counts("cuda") == counts("cpu")
+
+
+def test_integers_that_are_written_again_are_no_mask(runtime: fake_cuda.Runtime) -> None:
+    first, unknown = torch.zeros(20000, 1, dtype=torch.int64, device="cuda"), torch.rand(20000, 1000, device="cuda")
+    for copied in (False, True):
+        zeros = torch.zeros(20000, 1000, dtype=torch.int64, device="cuda").scatter_(1, first, 1)
+        assert zeros.sum().item() == 20000
+        zeros = zeros.copy_(unknown) if copied else zeros.add_(1)
+        assert runtime.values.of(zeros.sum()) is None
+
+
 def pictures(dtype: torch.dtype) -> torch.Tensor:
     return torch.rand(2, 3, 100, 100, generator=torch.Generator().manual_seed(1)).add(0.5).to(dtype)
 

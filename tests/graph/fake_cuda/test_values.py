@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from graph.fake_cuda import device as fake_cuda
-from graph.fake_cuda.values import MOST_BYTES, MOST_FLOAT_BYTES, MOST_MASK_BYTES, on_meta
+from graph.fake_cuda.values import MOST_BYTES, MOST_FLOAT_BYTES, MOST_INDEX_BYTES, MOST_MASK_BYTES, on_meta
 from graph.hardware.profile import profile
 
 Program = Callable[[torch.Tensor], Any]
@@ -180,8 +180,9 @@ def test_one_side_may_decide(runtime: fake_cuda.Runtime) -> None:
 
 
 def test_large_tensors_have_no_values(runtime: fake_cuda.Runtime) -> None:
-    assert runtime.values.of(torch.zeros(MOST_BYTES, dtype=torch.bool, device="cuda")) is not None
-    assert runtime.values.of(torch.zeros(MOST_BYTES + 1, dtype=torch.bool, device="cuda")) is None
+    for dtype, most in ((torch.uint8, MOST_BYTES), (torch.bool, MOST_INDEX_BYTES)):
+        assert runtime.values.of(torch.zeros(most, dtype=dtype, device="cuda")) is not None
+        assert runtime.values.of(torch.zeros(most + 1, dtype=dtype, device="cuda")) is None
 
 
 def test_values_go_with_their_storage(runtime: fake_cuda.Runtime) -> None:
@@ -279,7 +280,7 @@ def test_an_order_of_unknown_numbers_is_some_order(runtime: fake_cuda.Runtime) -
         assert sorted(order.tolist()) == list(range(30))
         assert group[order].bincount().tolist() == [10] * 3
     assert runtime.values.of(score.topk(5)[1]) is None
-    assert runtime.values.of(torch.rand(MOST_BYTES // 8 + 1, device="cuda").argsort()) is None
+    assert runtime.values.of(torch.rand(MOST_INDEX_BYTES // 8 + 1, device="cuda").argsort()) is None
 
 
 @pytest.mark.filterwarnings("ignore:Anomaly Detection")
@@ -287,7 +288,7 @@ def test_large_masks_of_finite_numbers_are_one_thing(runtime: fake_cuda.Runtime)
     """What is asked of numbers that count as finite, where the answer has no room for values."""
     runtime.values.finite = True
     try:
-        large = torch.empty(MOST_BYTES + 1, device="cuda")
+        large = torch.empty(MOST_INDEX_BYTES + 1, device="cuda")
         unusual = large.isnan()
         whole = large.isfinite().all(), (~unusual).all()
         found = [unusual.any(), *whole, torch._is_any_true(unusual), large.isinf().any()]

@@ -15,6 +15,7 @@ from simulator.recording.request import Request
 from tests.places import DATA
 from tests.simulator.recording.test_record import answer, folder_of, record
 from traces.errors import ConfigError
+from traces.release import DEFAULT_RELEASE, installed_release
 
 FSDP = """
 compute_environment: LOCAL_MACHINE
@@ -293,6 +294,15 @@ def test_collectives_take_what_they_take(rank: int, tmp_path: Path) -> None:
         line for line in program.with_suffix(".txt").read_text().splitlines() if line.startswith(f"rank{rank} ")
     ]
     assert done.stdout.splitlines() == expected, done.stderr
+
+
+@pytest.mark.skipif(installed_release() != DEFAULT_RELEASE, reason="recorded with one release")
+def test_what_nccl_refuses_has_pytorchs_words(tmp_path: Path) -> None:
+    """Tensors that are not contiguous, sizes and splits that do not fit, dtypes and reductions that NCCL has not."""
+    program = DATA / "programs" / "refused_collectives.py"
+    done = record(tmp_path, "-q", "--", "torchrun", "--nproc-per-node", "2", str(program))
+    said = sorted(done.stdout.splitlines(), key=lambda line: line.split()[1])
+    assert said == program.with_suffix(".txt").read_text().splitlines(), done.stderr
 
 
 @pytest.mark.parametrize("rank", [0, 1])
