@@ -36,6 +36,7 @@ __all__ = [
     "MODE_KEYS",
     "NVTX",
     "OBJECT_DEVICE",
+    "OBJECT_OF_BYTES",
     "OPERATOR_CALLS",
     "RAW_STREAM",
     "RUN_BACKWARD",
@@ -203,7 +204,9 @@ NVTX: Final[tuple[ModuleType, str]] = (torch.cuda.nvtx, "_nvtx")
 
 #: Where torch.distributed asks on which device a group's barriers and messages are, and its name.
 OBJECT_DEVICE: Final[tuple[ModuleType, str]] = (distributed_c10d, "_get_object_coll_device")
-#: The same of where a group's tensors are, which saving and loading of distributed models ask for.
+#: Where it makes an object of the bytes that a collective has brought, and its name.
+OBJECT_OF_BYTES: Final[tuple[ModuleType, str]] = (distributed_c10d, "_tensor_to_object")
+#: In the same module: where a group's tensors are, which saving and loading of distributed models ask for.
 DEFAULT_DEVICE: Final = "_get_pg_default_device"
 
 

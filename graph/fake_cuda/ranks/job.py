@@ -31,6 +31,7 @@ from graph.fake_cuda.ranks.objects import Group, Objects
 from graph.fake_cuda.torch_private import (
     DEFAULT_DEVICE,
     OBJECT_DEVICE,
+    OBJECT_OF_BYTES,
     fake_store,
     fsdp_states,
     functional_collectives,
@@ -101,21 +102,20 @@ def joined(
             messages.met(met)
             messages.waited()
 
-    objects = Objects(backends.device, messages)
+    objects = Objects(messages)
     changes: dict[str, Callable[..., Any]] = {
         "init_process_group": start,
         "new_group": backends.making(dist.new_group),
         "split_group": _split(dist.split_group),
-        "all_gather_object": objects.all_gather,
-        "gather_object": objects.gather,
-        "scatter_object_list": objects.scatter,
-        "broadcast_object_list": objects.broadcast,
+        **objects.functions(),
         "monitored_barrier": monitored,
         "_store_based_barrier": _passed,  # with TORCH_DIST_INIT_BARRIER=1
     }
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(dist, "get_backend", backends.of))  # torch's own code asks another
         stack.enter_context(mock.patch.object(*OBJECT_DEVICE, backends.device))
+        module, name = OBJECT_OF_BYTES
+        stack.enter_context(mock.patch.object(module, name, objects.restoring(getattr(module, name))))
         stack.enter_context(mock.patch.object(c10d, DEFAULT_DEVICE, backends.default))
         stack.enter_context(mock.patch.object(dist.ProcessGroup, "monitored_barrier", monitored))
         for name, function in changes.items():

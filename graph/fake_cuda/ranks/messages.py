@@ -112,10 +112,11 @@ class _Topic(NamedTuple):
 
 
 class _Pending(threading.local):
-    """What each thread has still to receive."""
+    """What each thread has still to receive; `known`: what its next collective brings, where that is known already."""
 
     def __init__(self) -> None:
         self.takes: list[Callable[[], object]] = []
+        self.known: torch.Tensor | None = None
 
 
 class Messages:
@@ -140,6 +141,9 @@ class Messages:
         if kind == "barrier":
             self.met(dist.ProcessGroup.unbox(given["process_group"]))
             return
+        if self._pending.known is not None:
+            self._bring(self._pending.known, list(tensors(args[0])))
+            return
         if not _travels(kind, args):
             if kind not in ("send", "broadcast"):
                 self._write([(target, None) for target in tensors(args[0])])
@@ -153,6 +157,25 @@ class Messages:
             self._pending.takes.append(functools.partial(self._take, kind, group, topic, plan))
         else:
             self._take(kind, group, topic, plan)
+
+    @contextlib.contextmanager
+    def known(self, numbers: Sequence[int]) -> Iterator[None]:
+        """Inside, this thread's first collective brings these numbers, and nothing is asked of what others bring."""
+        self._pending.known = torch.tensor(numbers, dtype=torch.int64, device="cpu")
+        try:
+            yield
+        finally:
+            self._pending.known = None
+
+    def _bring(self, known: torch.Tensor, targets: Sequence[torch.Tensor]) -> None:
+        self._pending.known = known.new_empty(0)
+        parts = [target.numel() for target in targets]
+        whole = known.numel() == sum(parts)
+        hosts = torch.split(known, parts) if whole else [None] * len(parts)
+        shaped = [
+            (one, None if host is None else host.view(one.shape)) for one, host in zip(targets, hosts, strict=True)
+        ]
+        self._write(shaped)
 
     def met(self, group: dist.ProcessGroup) -> None:
         """This rank has come to a barrier: when it waits there, it goes on once the group's first has come too, which

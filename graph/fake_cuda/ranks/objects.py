@@ -1,13 +1,18 @@
 """Collectives of Python objects, whose bytes and sizes lie on a device meanwhile (torch.distributed.distributed_c10d).
 
-Objects of other ranks come from their processes. Who has none, or has ended, is taken to have this rank's.
+PyTorch's own functions run, so that they take there what they take. What they would read from the device, how long the
+objects are and the objects themselves, comes from the other ranks' processes beside it. Who has none, or has ended, is
+taken to have this rank's.
 """
 
 from __future__ import annotations
 
+import functools
+import inspect
 import pickle
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Final, TypeAlias
 
 import msgspec
 import torch
@@ -16,103 +21,96 @@ import torch.distributed as dist
 from graph.fake_cuda.ranks.messages import Messages
 
 Group: TypeAlias = dist.ProcessGroup | None
+Function: TypeAlias = Callable[..., Any]
+#: How many bytes the objects have, as the function's first collective brings it, and the objects that it gives.
+_Come: TypeAlias = tuple[Sequence[int], Sequence[object]]
+_Given: TypeAlias = Mapping[str, Any]
+
+
+class _Restored(threading.local):
+    """The objects that come next, of each thread; None outside of such a collective."""
+
+    objects: Iterator[object] | None = None
 
 
 class Objects:
-    """The collectives of one rank; `device` says where those of a group lie."""
+    """The collectives of one rank."""
 
-    def __init__(self, device: Callable[[Group], str], messages: Messages) -> None:
-        self._device = device
+    def __init__(self, messages: Messages) -> None:
         self._messages = messages
+        self._restored = _Restored()
 
-    def all_gather(self, object_list: list[Any], obj: object, group: Group = None) -> None:
-        """torch.distributed.all_gather_object."""
-        if _takes_part(group):
-            object_list[:] = self._gathered(obj, group, everywhere=True)
+    def functions(self) -> dict[str, Function]:
+        """What to put in the place of torch.distributed's functions."""
+        exchanged: dict[str, Callable[[_Given], _Come]] = {
+            "all_gather_object": self._gathered,
+            "gather_object": self._gathered,
+            "scatter_object_list": self._scattered,
+            "broadcast_object_list": self._broadcast,
+        }
+        return {name: self._running(getattr(dist, name), come) for name, come in exchanged.items()}
 
-    def gather(
-        self,
-        obj: object,
-        object_gather_list: list[Any] | None = None,
-        dst: int | None = None,
-        group: Group = None,
-        group_dst: int | None = None,
-    ) -> None:
-        """torch.distributed.gather_object."""
-        if not _takes_part(group):
-            return
-        there = _place(dst, group_dst, group) == dist.get_rank(group)
-        found = self._gathered(obj, group, everywhere=there)
-        if there and object_gather_list is not None:
-            object_gather_list[:] = found
+    def restoring(self, plain: Function) -> Function:
+        """PyTorch's function that makes an object of its bytes on the device: it gives the one that has come."""
 
-    def scatter(
-        self,
-        scatter_object_output_list: list[Any],
-        scatter_object_input_list: list[Any] | None = None,
-        src: int | None = None,
-        group: Group = None,
-        group_src: int | None = None,
-    ) -> None:
-        """torch.distributed.scatter_object_list."""
-        if not _takes_part(group):
-            return
-        source, own = _place(src, group_src, group), dist.get_rank(group)
-        given = [_pickled(one) for one in scatter_object_input_list or ()] if source == own else []
-        found = self._from(source, given, group)
-        sent = [self._sent(one, group) for one in given]
-        told = None if sent else self._bytes(8, group)
-        received = self._bytes(max(map(len, found), default=0), group), self._bytes(8, group)
-        del received, told, sent
-        scatter_object_output_list[0] = pickle.loads(found[own]) if own < len(found) and found[own] else None
+        def to_object(tensor: torch.Tensor, *rest: object) -> Any:
+            objects = self._restored.objects
+            if objects is None:
+                return plain(tensor, *rest)
+            if tensor.is_cuda:
+                self._messages.runtime.synchronized()  # it is copied to the host, which waits
+            return next(objects)
 
-    def broadcast(
-        self,
-        object_list: list[Any],
-        src: int | None = None,
-        group: Group = None,
-        device: object = None,
-        group_src: int | None = None,
-    ) -> None:
-        """torch.distributed.broadcast_object_list."""
-        if not _takes_part(group):
-            return
-        source = _place(src, group_src, group)
-        given = [_pickled(one) for one in object_list]
-        gives = given if source == dist.get_rank(group) else []
-        found = self._from(source, gives, group) or given
-        sent = [self._sent(one, group, device) for one in gives]
-        sizes = self._bytes(8 * len(found), group, device)
-        whole = self._bytes(sum(map(len, found)), group, device) if len(sent) != 1 else None
-        del whole, sizes, sent
-        if found is not given:
-            object_list[:] = [pickle.loads(one) if one else own for one, own in zip(found, object_list, strict=False)]
+        return to_object
 
-    def _from(self, source: int, given: Sequence[bytes], group: Group) -> list[bytes]:
+    def _running(self, plain: Function, exchanged: Callable[[_Given], _Come]) -> Function:
+        signature: Final = inspect.signature(plain)
+
+        @functools.wraps(plain)
+        def function(*args: object, **kwargs: object) -> Any:
+            given = signature.bind(*args, **kwargs).arguments
+            if not _takes_part(given.get("group")):
+                return plain(*args, **kwargs)
+            sizes, objects = exchanged(given)
+            with self._messages.known(sizes):
+                self._restored.objects = iter(objects)
+                try:
+                    return plain(*args, **kwargs)
+                finally:
+                    self._restored.objects = None
+
+        return function
+
+    def _gathered(self, given: _Given) -> _Come:
+        """Every rank's object."""
+        group, own, mine = given.get("group"), _pickled(given["obj"]), dist.get_rank(given.get("group"))
+        ranks = range(dist.get_world_size(group))
+        come = self._messages.objects(group, own, ranks)
+        found = [come.get(rank) or own for rank in ranks]
+        others = [given["obj"] if rank == mine or not come.get(rank) else pickle.loads(come[rank]) for rank in ranks]
+        return [len(one) for one in found], others
+
+    def _scattered(self, given: _Given) -> _Come:
+        """This rank's of the source's objects; the largest is how long all are on the device."""
+        found = self._from(given, given.get("scatter_object_input_list"))
+        own = dist.get_rank(given.get("group"))
+        mine = pickle.loads(found[own]) if own < len(found) and found[own] else None
+        return [max(map(len, found), default=0)], [mine]
+
+    def _broadcast(self, given: _Given) -> _Come:
+        """The source's objects; where it has no process, this rank's."""
+        own = given["object_list"]
+        found = self._from(given, own) or [_pickled(one) for one in own]
+        come = [pickle.loads(one) if one else mine for one, mine in zip(found, own, strict=False)]
+        return [len(one) for one in found], come
+
+    def _from(self, given: _Given, objects: Sequence[object] | None) -> list[bytes]:
         """What the source gives; nothing where it has no process."""
-        found = self._messages.objects(group, msgspec.msgpack.encode(given), [source])
-        return msgspec.msgpack.decode(found[source], type=list[bytes]) if source in found else []
-
-    def _gathered(self, obj: object, group: Group, *, everywhere: bool) -> list[Any]:
-        """Every rank's object, whose bytes are gathered on this rank, or `everywhere` else."""
-        world, own = dist.get_world_size(group), _pickled(obj)
-        found: Mapping[int, bytes] = self._messages.objects(group, own, range(world))
-        largest = max(map(len, found.values()))
-        sent = self._sent(own, group)
-        sizes = self._bytes(8 * world, group)
-        resized = self._bytes(largest, group) if largest > len(own) else None
-        objects = self._bytes(largest * world, group) if everywhere else None
-        del objects, resized, sizes, sent
-        mine = dist.get_rank(group)
-        return [obj if rank == mine or not found.get(rank) else pickle.loads(found[rank]) for rank in range(world)]
-
-    def _sent(self, data: bytes, group: Group, device: object = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """An object's bytes, and their number."""
-        return self._bytes(len(data), group, device), self._bytes(8, group, device)
-
-    def _bytes(self, size: int, group: Group, device: object = None) -> torch.Tensor:
-        place: Any = device or self._device(group)
-        return torch.empty(size, dtype=torch.uint8, device=place)
+        group = given.get("group")
+        source = _place(given.get("src"), given.get("group_src"), group)
+        gives = [_pickled(one) for one in objects or ()] if source == dist.get_rank(group) else []
+        come = self._messages.objects(group, msgspec.msgpack.encode(gives), [source])
+        return msgspec.msgpack.decode(come[source], type=list[bytes]) if source in come else []
 
 
 def _takes_part(group: object) -> bool:
@@ -130,7 +128,7 @@ def _place(rank: int | None, place: int | None, group: Group) -> int:
 
 
 def _pickled(obj: object) -> bytes:
-    """An object's bytes; of what cannot be pickled here, none."""
+    """An object's bytes; of what cannot be pickled, none: PyTorch says so."""
     try:
         return pickle.dumps(obj)
     except Exception:

@@ -269,20 +269,33 @@ import torch
 import torch.distributed as dist
 
 dist.init_process_group("nccl")
-found = [None] * dist.get_world_size()
-dist.all_gather_object(found, "x" * 1_000_000)
-print(len(found), {len(one) for one in found}, torch.cuda.max_memory_allocated() // 1_000_000)
-dist.gather_object(found[0], [None] * 4, dst=0)
-mine = [None]
-dist.scatter_object_list(mine, found, src=0)
-print(mine == found[:1])
+rank = dist.get_rank()
+text, found, everywhere, mine = "x" * 5000, [None] * 4, [None] * 4, [None]
+sent = [text]
+for what in (
+    lambda: dist.all_gather_object(found, text),
+    lambda: dist.gather_object(text, everywhere if rank == 0 else None),
+    lambda: dist.broadcast_object_list(sent),
+    lambda: dist.scatter_object_list(mine, found if rank == 0 else None),
+):
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_stats()["allocation.all.allocated"]
+    what()
+    print(torch.cuda.max_memory_allocated(), torch.cuda.memory_stats()["allocation.all.allocated"] - before)
+print(found == [text] * 4, everywhere == found, mine == sent)
 """
+#: Of the first and any other rank: peak and allocations of `all_gather_object`, `gather_object` and
+#: `broadcast_object_list`, as PyTorch 2.13.0+cu130 said where what it read was put right.
+OF_OBJECTS = {0: ["47104 9", "26624 8", "6144 3"], 2: ["47104 9", "6656 7", "6144 5"]}
 
 
-def test_objects_of_all_ranks_lie_on_the_device_together(tmp_path: Path) -> None:
+@pytest.mark.parametrize("rank", OF_OBJECTS)
+def test_objects_take_on_the_device_what_they_take(rank: int, tmp_path: Path) -> None:
     folder_of(tmp_path, {"train.py": GATHERED})
-    done = record(tmp_path, "-q", "--ranks", "0", "--", "torchrun", "--nproc-per-node", "4", "train.py")
-    assert done.stdout == "4 {1000000} 5\nTrue\n", done.stderr
+    done = record(tmp_path, "-q", "--ranks", str(rank), "--", "torchrun", "--nproc-per-node", "4", "train.py")
+    lines = done.stdout.splitlines()
+    assert lines[:3] == OF_OBJECTS[rank], done.stderr
+    assert lines[4] == f"True {rank == 0} {rank == 0}"
 
 
 @pytest.mark.parametrize("rank", [0, 1])
