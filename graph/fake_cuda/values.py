@@ -48,6 +48,8 @@ _NEWEST: Final = 64
 _PAGES: Final = 1 << 20
 #: The dtypes that have values up to `MOST_BYTES`.
 COUNTED: Final = frozenset({torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64})
+#: So many numbers are looked at whether they all differ.
+_MOST_DIFFERENT: Final = 1 << 14
 #: Operators in place after which nothing is left of what was there.
 _OVERWRITING: Final = frozenset({"copy_", "fill_", "zero_"})
 
@@ -285,8 +287,9 @@ class Values:
             self._assume(made)
         if result is None:
             result = self._marked(func, args, kwargs)
-        if result is None and (result := self._counted(func, args, made[0])) is not None:
-            self._assume(made)
+        for assumed in (self._one_of, self._counted):
+            if result is None and (result := assumed(func, args, made[0])) is not None:
+                self._assume(made)
         if result is None and made[0].dtype is torch.bool and (truth := self._truth(func, args)) is not None:
             result = [full(one.shape, truth) for one in made]
         if result is not None:
@@ -326,6 +329,23 @@ class Values:
     def _demanded(self) -> bool | None:
         """How a comparison has to come out for the program to go on, if it has to."""
         return self.wanted() if self._comparing is None else self._comparing
+
+    def _one_of(self, func: Operator, args: tuple[Any, ...], made: torch.Tensor) -> torch.Tensor | None:
+        """Where unknown numbers are equal to known ones that all differ, as time steps to those of a schedule: each is
+        one of them, in turn."""
+        if (
+            func._opname not in ("eq", "ne")
+            or not self.finite
+            or not all(isinstance(arg, torch.Tensor) for arg in args)
+        ):
+            return None
+        given = [self.of(arg) for arg in args]
+        known, other = given[0] if given[1] is None else given[1], args[1] if given[1] is None else args[0]
+        if known is None or not _differ(known) or made.numel() != known.numel() * other.numel():
+            return None
+        self.assume("which of different numbers others are", "each as often")
+        turn = known.reshape(-1)[torch.arange(other.numel(), device=_CPU) % known.numel()].reshape(other.shape)
+        return func(*[turn if one is None else one for one in given])  # type: ignore[no-any-return]
 
     def _counted(self, func: Operator, args: tuple[Any, ...], made: torch.Tensor) -> torch.Tensor | None:
         """Sums of booleans without values; None where nothing says them, or `func` makes none."""
@@ -536,6 +556,11 @@ def _of_autograd(func: Operator, args: tuple[Any, ...]) -> bool | None:
         return None
     node = current_node()
     return None if node is None or isinstance(node, BackwardCFunction) else func._opname == "ne"
+
+
+def _differ(known: torch.Tensor) -> bool:
+    """Whether these numbers all differ, and are enough for a schedule: a few may be the tokens that end a text."""
+    return 16 <= known.numel() <= _MOST_DIFFERENT and len(torch.unique(known)) == known.numel()
 
 
 @functools.cache

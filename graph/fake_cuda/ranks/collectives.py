@@ -3,9 +3,9 @@
 `process_group(runtime, recorder, rank, world)` starts torch's own `fake` process group (which knows rank and world, and
 never waits) and puts kernels of ours under its collectives on CUDA tensors. They tell the recorder of each collective
 and keep what ProcessGroupNCCL keeps (torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp): the tensors of an asynchronous
-collective stay referenced by its work until somebody waits for the work, or its watchdog has seen it complete and the
-next collective begins. Waiting for a work's future, as DDP's reducer does, lets go of nothing: the reducer's works are
-kept until the next settling. Functional collectives and other code of torch's own wait at once.
+collective stay referenced by its work until somebody waits for the work (of a functional collective: for its result),
+or its watchdog has seen it complete and the next collective begins. Waiting for a work's future, as DDP's reducer does,
+lets go of nothing: the reducer's works are kept until the next settling. Other code of torch's own waits at once.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from graph.fake_cuda.device import Runtime
 from graph.fake_cuda.ranks.checks import checked
 from graph.fake_cuda.ranks.futures import callbacks_on_streams
 from graph.fake_cuda.ranks.messages import Messages
-from graph.fake_cuda.torch_private import OPERATOR_CALLS, fake_store, finished_work
+from graph.fake_cuda.torch_private import OPERATOR_CALLS, fake_store, finished_work, wait_tensor
 from graph.fake_cuda.torch_private import schemas as torch_schemas
 from graph.recorder.list_sharding import equal_entries_once
 from graph.workspaces import metadata
@@ -79,6 +79,8 @@ _DISTRIBUTED: Final = (
     c10d_logger.__file__,
     os.path.join(os.path.dirname(dist.__file__), "pipelining", "schedules.py"),
 )
+#: Who calls an operator that is no functional collective, and waits itself: DTensor's all-to-all.
+_WAITING: Final = os.path.join(os.path.dirname(dist.__file__), "tensor", "_collective_utils.py")
 #: Functions whose messages go as one. Newer pipelines send what goes one way alone: taken as in 2.11, as recorded.
 _BATCHES: Final = (dist.batch_isend_irecv.__name__, "_batch_p2p")
 #: Whether works keep tensors for the allocator's sake: before 2.8 it knew the streams that use them (record_stream).
@@ -96,6 +98,8 @@ class _Kept:
     asked: bool
     since: int
     """Operators that had run when it was issued; of what the program did not ask for, at the first settling."""
+    results: frozenset[int] = frozenset()
+    """The storages of a functional collective's tensors, its results among them."""
     settlings: int = 0
     """Since it was issued."""
     finished: bool = False
@@ -197,11 +201,14 @@ class Collectives:
         """What an asynchronous work keeps until it is waited for."""
         if not given.get("async_op", True):
             return
-        asked = self._told and _asked()
+        functional = self._told and _by_operator()
+        asked = functional or (self._told and _asked())
         stashes = _STASHED and name not in _PAIRS  # of messages the work alone knows
         if stashes if asked else KINDS[name] in self.kept and self.keeps():
             self.issued += 1
-            self._held.append(_Kept(work, tensors, asked, self.recorder.operators))
+            made = metadata.tensors(tensors) if functional else ()
+            results = frozenset(self.runtime.values.key(one) for one in made if one.is_cuda)
+            self._held.append(_Kept(work, tensors, asked, self.recorder.operators, results))
 
     def install(self) -> None:
         """Put our kernels under torch.distributed's operators on CUDA tensors."""
@@ -212,6 +219,13 @@ class Collectives:
                 self.runtime.override(schema.name, self._kernel(name, schema), ("CUDA", "SparseCUDA"))
             if schema is not None and self.messages is not None:
                 self.runtime.override(schema.name, self._host_kernel(name, schema), ("CPU",))
+        self.runtime.override("_c10d_functional::wait_tensor", self._waited_for)
+
+    def _waited_for(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The result of a functional collective is waited for: its work keeps nothing any more."""
+        storage = self.runtime.values.key(tensor)  # asked of itself, it would count as in use
+        self._held = [one for one in self._held if storage not in one.results]
+        return wait_tensor(tensor)
 
     def _host_kernel(self, name: str, schema: torch.FunctionSchema) -> Callable[..., Any]:
         """Of tensors on the host nothing is kept, and nothing told. RuntimeError, as PyTorch's
@@ -318,6 +332,15 @@ def _flattened(lists: Iterable[Sequence[torch.Tensor]]) -> list[torch.Tensor]:
 def _asked() -> bool:
     """Whether torch.distributed's functions, which give the work to the program, ask for a collective."""
     return caller().f_code.co_filename == c10d.__file__
+
+
+def _by_operator() -> bool:
+    """Whether an operator of functional collectives asks for a collective."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith(_OURS):
+        frame = frame.f_back
+    called = frame is not None and frame.f_code.co_filename.startswith(OPERATOR_CALLS)
+    return called and caller().f_code.co_filename != _WAITING
 
 
 def _together() -> bool:

@@ -274,6 +274,23 @@ def test_a_router_s_choice_is_the_same_however_it_is_counted(runtime: fake_cuda.
     assert runtime.values.of(few.argmax(-1)) is runtime.values.of(many.argmax(-1)) is None
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int64])
+def test_an_unknown_time_step_is_one_of_the_schedule(
+    runtime: fake_cuda.Runtime, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+) -> None:
+    """As diffusers' programs look up the noise of time steps that were drawn on the GPU (`get_sigmas`)."""
+    schedule = torch.linspace(0, 999, 1000).flip(0).to(dtype).cuda()
+    steps = torch.randint(0, 1000, (2,), device="cuda")
+    drawn = torch.rand(3, 1, device="cuda").to(dtype)
+    monkeypatch.setattr(runtime.values, "finite", True)
+    assert [int((schedule == step).nonzero().item()) for step in steps] == [0, 0]
+    assert (drawn == schedule).sum(1).tolist() == (schedule == drawn).sum(1).tolist() == [1, 1, 1]
+    assert (drawn == schedule).int().argmax(1).tolist() == [0, 1, 2]
+    assert (schedule != drawn).sum().item() == 3 * 999
+    for few in (schedule[:4], schedule // 10):
+        assert runtime.values.of(few == drawn) is None
+
+
 def test_an_order_of_unknown_numbers_is_some_order(runtime: fake_cuda.Runtime) -> None:
     score, group = torch.rand(30, device="cuda"), torch.arange(3).repeat_interleave(10).to("cuda")
     for order in (score.argsort(), torch.sort(score, stable=True)[1], score.topk(30)[1]):
