@@ -130,7 +130,7 @@ def test_a_program_that_spawns_its_ranks_is_the_first_of_them(runtime: Runtime) 
         total = torch.ones(2, device=rank)
         dist.all_reduce(total)
         given: list[object] = [None]
-        dist.scatter_object_list(scatter_object_output_list=given, scatter_object_input_list=["plan"], src=0)
+        dist.scatter_object_list(scatter_object_output_list=given, scatter_object_input_list=["plan"] * world, src=0)
         assert given == ["plan"]
         seen.append((rank, dist.get_rank(), dist.get_world_size(), total.device))
 
