@@ -13,16 +13,12 @@ import contextlib
 import functools
 import math
 import operator
-import os
-import zlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import torch
-from torch import Generator, float64, full, randperm, zeros  # not what a program puts in their place
-
-from graph.user_code import reader
+from torch import arange, float64, full, zeros  # not what a program puts in their place
 
 if TYPE_CHECKING:
     from graph.fake_cuda.torch_private import Operator
@@ -138,7 +134,7 @@ class Marks:
         else:
             version += _is_versioned(target)
         if 0 <= share <= 1 and self._finite() and self._is_whole(target) and target.numel() <= _MOST:
-            remember(self._masks, self._key(target), _Mask(version, 0.0, 1.0, _drawn_by(share, target.numel())), _MASKS)
+            remember(self._masks, self._key(target), _Mask(version, 0.0, 1.0, _evenly(share, target.numel())), _MASKS)
 
     def _version(self, target: torch.Tensor) -> int:
         """How often it has been written, if that counts: of integers, whatever writes them makes us forget them."""
@@ -223,7 +219,7 @@ class Marks:
             return None
         low, high = limits
         share = min(1.0, max(0.0, (number - low) / (high - low)))
-        return _drawn_by(share if func._opname in ("lt", "le") else 1 - share, made.numel()).view(made.shape)
+        return _evenly(share if func._opname in ("lt", "le") else 1 - share, made.numel()).view(made.shape)
 
     def places(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """Where a tensor is other than zero, on the host; None if it is no mask, or none of zeros."""
@@ -244,19 +240,12 @@ class Marks:
         return self.places(args[0]) if whole else None
 
 
-def _drawn_by(share: float, count: int) -> torch.Tensor:
-    """So many booleans, of which this share is true, and which ones follows from the line of the program that draws:
-    so steps are alike, and what different lines draw goes together as chance has it."""
-    line = reader().rpartition(os.sep)[2]
-    found = _shuffled(min(count, _PERIOD), share, zlib.crc32(line.encode()))
+def _evenly(share: float, count: int) -> torch.Tensor:
+    """So many booleans, of which this share is true, spread evenly over any part of them: multiples of the golden ratio
+    are, and go with no other period."""
+    golden = (math.sqrt(5) - 1) / 2
+    found = (arange(min(count, _PERIOD), dtype=float64, device="cpu") * golden).frac() < share
     return found.repeat(-(-count // _PERIOD))[:count]
-
-
-@functools.lru_cache(maxsize=8)
-def _shuffled(count: int, share: float, seed: int) -> torch.Tensor:
-    """As many as are to be expected."""
-    order = randperm(count, generator=Generator("cpu").manual_seed(seed), device="cpu")
-    return order < round(share * count)
 
 
 def _is_versioned(tensor: torch.Tensor) -> bool:

@@ -171,12 +171,12 @@ def test_random_masks_are_on_as_often_as_is_to_be_expected(
         torch.empty(shape, dtype=torch.bool, device="cuda").bernoulli_(0.15),
     ]
     for mask in drawn:
-        count = round(0.15 * 8 * 4096)
-        assert len(tokens[mask]) == sum(mask.sum(1).tolist()) == count
-        assert max(mask.sum(1).tolist()) < 2 * min(mask.sum(1).tolist())
+        count = len(tokens[mask])
+        assert abs(count - 0.15 * 8 * 4096) <= 2
+        assert sum(mask.sum(1).tolist()) == count
+        assert max(mask.sum(1).tolist()) - min(mask.sum(1).tolist()) <= 4
         assert (~mask).sum().item() == 8 * 4096 - count
-        assert int((mask & half).sum()) == pytest.approx(count / 2, rel=0.1)
-    assert int((drawn[0] & drawn[1]).sum()) == pytest.approx(0.15 * count, rel=0.2)
+        assert abs(int((mask & half).sum()) - count / 2) <= 4
     assert runtime.values.of(torch.rand(shape, device="cuda").mul_(2) < 0.15) is None
     assert runtime.values.of(torch.randn(shape, device="cuda") < 0.15) is None
 
