@@ -134,7 +134,7 @@ class Values:
         self._uniform: dict[int, bool] = {}  # what all booleans of large storages are, of the last of those
         self._assumed: dict[int, None] = {}  # storages whose values follow from what was assumed, the last of them
         self._shares: dict[int, float] = {}  # of elements that are not zero, of storages scattered into
-        self.marks = Marks(key, size, self.of, lambda: self.finite)
+        self.marks = Marks(key, size, self.of)
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """The values of `tensor` on the host, as a view of what is kept; None if it has none."""
@@ -287,7 +287,7 @@ class Values:
             self._assume(made)
         if result is None:
             result = self._marked(func, args, kwargs)
-        for assumed in (self._one_of, self._drawn_below, self._counted):
+        for assumed in (self._one_of, self._counted):
             if result is None and (result := assumed(func, args, made[0])) is not None:
                 self._assume(made)
         if result is None and made[0].dtype is torch.bool and (truth := self._truth(func, args)) is not None:
@@ -303,13 +303,6 @@ class Values:
         """What follows from where a mask is on."""
         ones = self.marks.ones(func, args)
         return self.marks.compared(func, args) if ones is None else self._of_places(func, ones, args[1:], kwargs)
-
-    def _drawn_below(self, func: Operator, args: tuple[Any, ...], made: torch.Tensor) -> torch.Tensor | None:
-        """How random numbers compare with one number."""
-        found = self.marks.below(func, args, made)
-        if found is not None:
-            self.assume("how random numbers compare", "as many as are to be expected")
-        return found
 
     def _of_places(self, func: Operator, ones: torch.Tensor, rest: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         try:
@@ -469,21 +462,15 @@ class Values:
             self._copied(*args[:2])
         elif func._opname == "random_" and len(args) > 1:
             self._drawn(func, args)
-        elif func._opname == "bernoulli_":
-            self._marked_whole(args[0])
-
-    def _marked_whole(self, target: torch.Tensor) -> None:
-        """The target is one number, or a mask, which says its values."""
-        if has_room(target.dtype, self.size(target)) and (host := self.marks.numbers(target)) is not None:
-            self.put(target, host)
-            self.marks.known([target])
 
     def _copied(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """The target is a copy of booleans without values, of a mask, or of integers, of which is known what they are
         among."""
         if target.numel() * target.itemsize != self.size(target):
             return
-        self._marked_whole(target)
+        if has_room(target.dtype, self.size(target)) and (host := self.marks.numbers(target)) is not None:
+            self.put(target, host)
+            self.marks.known([target])
         if (share := self._shares.get(self.key(source))) is not None:
             self._shares[self.key(target)] = share
         among = self._bounds.get(self.key(source))
