@@ -202,14 +202,6 @@ RUN_BACKWARD: Final[tuple[tuple[ModuleType, str], ...]] = (
 #: Where `torch.cuda.nvtx` has what it calls in C++, and its name; builds for the CPU have something that fails.
 NVTX: Final[tuple[ModuleType, str]] = (torch.cuda.nvtx, "_nvtx")
 
-
-def wait_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """PyTorch's own `_c10d_functional::wait_tensor`, which is the same for each device, where another is put before."""
-    host = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
-    waited: torch.Tensor = torch.ops._c10d_functional.wait_tensor.default.redispatch(host, tensor)
-    return waited
-
-
 #: Where torch.distributed asks on which device a group's barriers and messages are, and its name.
 OBJECT_DEVICE: Final[tuple[ModuleType, str]] = (distributed_c10d, "_get_object_coll_device")
 #: Where it makes an object of the bytes that a collective has brought, and its name.
@@ -269,6 +261,13 @@ def fake_store() -> Any:
     with _needed():
         from torch.testing._internal.distributed.fake_pg import FakeStore
     return FakeStore()
+
+
+def wait_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """PyTorch's own `_c10d_functional::wait_tensor`, which is the same for each device, where another is put before."""
+    host = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
+    waited: torch.Tensor = torch.ops._c10d_functional.wait_tensor.default.redispatch(host, tensor)
+    return waited
 
 
 def grouped_mm_output() -> Callable[..., torch.Tensor]:

@@ -3,8 +3,8 @@
 What comes from the host has values: token ids, masks, sizes of images, lengths, schedules of noise. They and what
 operators make of them alone are computed on the host beside the shapes, so that shapes that depend on them are what
 they are (`nonzero`, masks among indices, lists of lengths). What derives from weights or from chance has no values, nor
-has what is larger than `MOST_BYTES`, of floating-point numbers than `MOST_FLOAT_BYTES`, of masks of those than
-`MOST_MASK_BYTES`.
+has what is larger than `MOST_BYTES`, of booleans and long integers than `MOST_INDEX_BYTES`, of floating-point numbers
+than `MOST_FLOAT_BYTES`, of masks of those than `MOST_MASK_BYTES`.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _UNWRITTEN: Final = 1 << 20
 _NEWEST: Final = 64
 #: Values of as many bytes have pages of their own, which go back to the system with them; malloc would keep them.
 _PAGES: Final = 1 << 20
-#: The dtypes that have values up to `MOST_BYTES`.
+#: The dtypes that have values up to `MOST_BYTES` at least.
 COUNTED: Final = frozenset({torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64})
 #: So many numbers are looked at whether they all differ.
 _MOST_DIFFERENT: Final = 1 << 14
@@ -168,7 +168,7 @@ class Values:
         unknown = {self.key(tensor) for tensor, host in there if host is None}
         self.marks.forget(*[tensor for tensor, _ in there])
         self._begin(tuple(tensor for tensor, _ in there))
-        self.forget(tensor for tensor, _ in there if self.key(tensor) in unknown)
+        self._forget(*[tensor for tensor, _ in there if self.key(tensor) in unknown])
         for tensor, _ in there:
             whole = parts[self.key(tensor)] >= self.size(tensor)
             if whole and self.key(tensor) not in unknown and self.of(tensor) is None:
@@ -280,8 +280,6 @@ class Values:
             self._large(func, args, made)
             return
         result = self.computed(func, args, kwargs)
-        if func._opname == "scatter":
-            self.marks.made(func, args, made[0])
         if result is not None and self._assumed and self._is_assumed(args):
             result = self._checked(func, made) or result
             self._assume(made)
@@ -298,6 +296,8 @@ class Values:
                     self.put(tensor, host, mask=func._opname in CARRYING)
         elif func._opname in _TAKING and (share := self._shares.get(self.key(args[0]))) is not None:
             self._shares[self.key(made[0])] = share
+        if func._opname == "scatter" and self.of(made[0]) is None:
+            self.marks.made(func, args, made[0])
 
     def _marked(self, func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
         """What follows from where a mask is on."""

@@ -7,7 +7,7 @@ After torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp (`check_gpu_single_tensor
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -34,8 +34,10 @@ _COMPLEX: Final = frozenset({"allreduce_", "broadcast_", "reduce_", "allgather_"
 #: Reductions that NCCL does not have.
 _BITWISE: Final = ("BAND", "BOR", "BXOR")
 
-Given = Mapping[str, Any]
-Tensors = Sequence[torch.Tensor]
+Given: TypeAlias = Mapping[str, Any]
+Tensors: TypeAlias = Sequence[torch.Tensor]
+#: What looks at a collective's arguments, the group's size and this rank's place: it gives the tensors that are moved.
+Check: TypeAlias = Callable[[Given, int, int], Tensors]
 
 
 def checked(name: str, given: Given, members: int, rank: int, asked: Callable[[], object]) -> None:
@@ -92,34 +94,29 @@ def _scattered_whole(given: Given, members: int, rank: int) -> Tensors:
     return [source]
 
 
-def _gathered_list(given: Given, members: int, rank: int) -> Tensors:
-    sources: Tensors = given["input_tensors"]
-    _plain(*sources)
-    return sources
+def _each(side: str) -> Check:
+    """Of lists, those of which a rank has its own."""
+
+    def check(given: Given, members: int, rank: int) -> Tensors:
+        tensors: Tensors = given[side]
+        _plain(*tensors)
+        return tensors
+
+    return check
 
 
-def _scattered_list(given: Given, members: int, rank: int) -> Tensors:
-    outputs: Tensors = given["output_tensors"]
-    _plain(*outputs)
-    return outputs
+def _at_root(name: str, side: str, own: str) -> Check:
+    """Of the root's tensors, a list at `side`, and of those that each rank has, at `own`."""
 
+    def check(given: Given, members: int, rank: int) -> Tensors:
+        tensors: Tensors = given[own]
+        _rooted(name, given, members)
+        _plain(*tensors)
+        if rank == given["root_rank"]:
+            _of_each(name, side, given[f"{side.lower()}_tensors"][0], tensors[0], members)
+        return tensors
 
-def _gathered_at_root(given: Given, members: int, rank: int) -> Tensors:
-    sources: Tensors = given["input_tensors"]
-    _rooted("gather", given, members)
-    _plain(*sources)
-    if rank == given["root_rank"]:
-        _of_each("gather", "Output", given["output_tensors"][0], sources[0], members)
-    return sources
-
-
-def _scattered_from_root(given: Given, members: int, rank: int) -> Tensors:
-    outputs: Tensors = given["output_tensors"]
-    _rooted("scatter", given, members)
-    _plain(*outputs)
-    if rank == given["root_rank"]:
-        _of_each("scatter", "Input", given["input_tensors"][0], outputs[0], members)
-    return outputs
+    return check
 
 
 def _rooted(name: str, given: Given, members: int) -> None:
@@ -187,16 +184,16 @@ def _movable(name: str, moved: Tensors) -> None:
             raise TypeError(f"Input tensor data type is not supported for NCCL process group: {said}")
 
 
-_CHECKS: Final[Mapping[str, Callable[[Given, int, int], Tensors]]] = {
+_CHECKS: Final[Mapping[str, Check]] = {
     "allreduce_": _alone,
     "broadcast_": _alone,
     "reduce_": _alone,
     "_allgather_base_": _gathered_whole,
     "_reduce_scatter_base_": _scattered_whole,
-    "allgather_": _gathered_list,
-    "reduce_scatter_": _scattered_list,
-    "gather_": _gathered_at_root,
-    "scatter_": _scattered_from_root,
+    "allgather_": _each("input_tensors"),
+    "reduce_scatter_": _each("output_tensors"),
+    "gather_": _at_root("gather", "Output", own="input_tensors"),
+    "scatter_": _at_root("scatter", "Input", own="output_tensors"),
     "alltoall_base_": _exchanged_whole,
     "alltoall_": _exchanged_list,
 }

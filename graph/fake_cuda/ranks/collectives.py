@@ -202,7 +202,7 @@ class Collectives:
         if not given.get("async_op", True):
             return
         functional = self._told and _by_operator()
-        asked = functional or (self._told and _asked())
+        asked = self._told and (functional or _asked())
         stashes = _STASHED and name not in _PAIRS  # of messages the work alone knows
         if stashes if asked else KINDS[name] in self.kept and self.keeps():
             self.issued += 1
