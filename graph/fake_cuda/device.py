@@ -223,19 +223,29 @@ class Runtime:
     def boolean(self) -> bool:
         """What a boolean without a value is: a program's own checks pass, and a loop that goes on by it ends."""
         wanted = passing()
-        return self._of_loop() if wanted is None else wanted
+        return self.looped(self.truth) if wanted is None else wanted
 
-    def _of_loop(self) -> bool:
-        """The same where no check wants it."""
-        loop, end = ending() or (None, self.truth)
-        if end == self.truth:
-            return self.truth
+    def looped(self, value: bool) -> bool:
+        """What a boolean is that would be `value`, by what was assumed: a loop that goes on by it ends."""
+        loop, end = ending() or (None, value)
+        if end == value:
+            return value
         rounds = self._rounds.pop(loop, 0) + 1
         if rounds < _ROUNDS:
             remember(self._rounds, loop, rounds, _ROUNDS)
-            return self.truth
+            return value
         self.note(f"{reader()} goes on by what is on the device: that it ends after {_ROUNDS} rounds is assumed")
         return end
+
+    def read(self, tensor: torch.Tensor) -> bool | float | complex:
+        """What the program reads of a tensor of one element."""
+        known, boolean = self.values.of(tensor), tensor.dtype is torch.bool
+        if known is not None:
+            value: bool | float | complex = known.item()
+            return self.looped(bool(value)) if boolean and self.values.is_assumed(tensor) else value
+        value = self.boolean() if boolean else self.unread(tensor)
+        self.assume(f"the value of a {str(tensor.dtype).removeprefix('torch.')}", value)
+        return value
 
     def unread(self, tensor: torch.Tensor) -> float:
         """What a number of `tensor`, which has no values, is."""

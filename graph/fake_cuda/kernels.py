@@ -537,13 +537,7 @@ class Kernels:
         runtime = self.runtime
 
         def kernel(tensor: torch.Tensor) -> Any:
-            dtype = tensor.dtype
-            known = runtime.values.of(tensor)
-            if known is not None:
-                value: Any = known.item()
-            else:
-                value = runtime.boolean() if dtype is torch.bool else runtime.unread(tensor)
-                runtime.assume(f"the value of a {_named(dtype)}", value)
+            value = runtime.read(tensor)
             if runtime.observer is not None:
                 runtime.observer.operator(func, (tensor,), {}, value, [], Kind(()))
             runtime.synchronized()

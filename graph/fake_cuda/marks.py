@@ -2,20 +2,27 @@
 
 A mask is one number, but for places where another was scattered. It is asked where it is 1 (`torch.where(mask == 1.0)`
 in PEFT's SHiRA), and how many places that are decides shapes. What comes from the host and is no mask, as pictures, is
-asked where it is 0 (Idefics3 leaves out those that are padding): nowhere, for it hits no number exactly.
+asked where it is 0 (Idefics3 leaves out those that are padding): nowhere, for it hits no number exactly. What was drawn
+evenly and is asked where it is below a number (`torch.rand(...) < 0.15`, `bernoulli`: the tokens that a model is to
+guess) is so at as many places as are to be expected.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import operator
+import os
+import zlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import torch
-from torch import float64, full, zeros  # not what a program puts in their place
+from torch import Generator, float64, full, randperm, zeros  # not what a program puts in their place
+
+from graph.user_code import reader
 
 if TYPE_CHECKING:
     from graph.fake_cuda.torch_private import Operator
@@ -24,7 +31,7 @@ _K = TypeVar("_K")
 _T = TypeVar("_T")
 
 #: Operators in place that make masks, and what masks are made of.
-MAKING: Final = frozenset({"fill_", "zero_", "scatter_", "copy_"})
+MAKING: Final = frozenset({"fill_", "zero_", "scatter_", "copy_", "uniform_", "bernoulli_"})
 #: Comparisons.
 COMPARING: Final = frozenset({"lt", "le", "gt", "ge", "eq", "ne"})
 #: So many storages are known to be of one number, the last of them.
@@ -39,6 +46,8 @@ _FOLLOWING: Final = frozenset({"sum", "cumsum", "any", "index", "index_select"})
 _DATA: Final = 1 << 10
 #: Tensors on the host with larger storages may not have been written, and are not looked at.
 _LOOKED_AT: Final = 1 << 20
+#: After so many elements those that are drawn begin again.
+_PERIOD: Final = 1 << 20
 #: So many elements are looked at.
 _SAMPLE: Final = 1 << 8
 
@@ -61,30 +70,34 @@ class _Mask:
 
 class Marks:
     """The masks of one device, by storage. `key(tensor)` says which storage a tensor has, `size(tensor)` how many bytes
-    it has, `values(tensor)` what its values are, if it has any."""
+    it has, `values(tensor)` what its values are, if it has any, `finite()` whether numbers without values count as
+    finite: what is drawn is as is to be expected then, and else nobody knows."""
 
     def __init__(
         self,
         key: Callable[[torch.Tensor], int],
         size: Callable[[torch.Tensor], int],
         values: Callable[[torch.Tensor], torch.Tensor | None],
+        finite: Callable[[], bool],
     ) -> None:
-        self._key, self._size, self._values = key, size, values
+        self._key, self._size, self._values, self._finite = key, size, values, finite
         self._filled: dict[int, float] = {}  # the one number of storages that are new
         self._masks: dict[int, _Mask] = {}
+        self._drawn: dict[int, tuple[float, float]] = {}  # between what numbers storages were drawn evenly
         self._data: dict[int, None] = {}  # storages of what came from the host and is no mask
 
     def restart(self) -> None:
         """Storages are counted from 1 again."""
         self._filled.clear()
         self._masks.clear()
+        self._drawn.clear()
         self._data.clear()
 
     def forget(self, *tensors: torch.Tensor) -> None:
         """Somebody writes these tensors."""
-        for tensor in tensors if self._filled or self._masks else ():
-            self._filled.pop(self._key(tensor), None)
-            self._masks.pop(self._key(tensor), None)
+        for tensor in tensors if self._filled or self._masks or self._drawn else ():
+            for known in (self._filled, self._masks, self._drawn):
+                known.pop(self._key(tensor), None)
 
     def known(self, tensors: Iterable[torch.Tensor]) -> None:
         """These tensors have values: as masks they would be there twice."""
@@ -100,6 +113,10 @@ class Marks:
         self.forget(target)
         if func._opname == "copy_":
             self._copied(target, args[1])
+        elif func._opname == "uniform_":
+            self._draw(target, *args[1:])
+        elif func._opname == "bernoulli_":
+            self._draw_mask(target, *args[1:])
         elif func._opname == "scatter_":
             self._scattered(func, (number, *args[1:]), target, self._version(target) + _is_versioned(target))
         else:
@@ -108,6 +125,20 @@ class Marks:
     def _fill(self, target: torch.Tensor, number: object) -> None:
         if isinstance(number, int | float) and self._is_whole(target) and not self._version(target):
             remember(self._filled, self._key(target), float(number), _NEWEST)
+
+    def _draw(self, target: torch.Tensor, low: float = 0.0, high: float = 1.0) -> None:
+        if self._finite() and self._is_whole(target) and low < high and not self._version(target):
+            remember(self._drawn, self._key(target), (low, high), _NEWEST)
+
+    def _draw_mask(self, target: torch.Tensor, share: torch.Tensor | float = 0.5) -> None:
+        """Each element is 1 with this probability, or else 0."""
+        version = self._version(target)
+        if isinstance(share, torch.Tensor):  # torch.bernoulli's result is new, and its counter stays where it was
+            share = math.nan if (number := self._number(share)) is None else number
+        else:
+            version += _is_versioned(target)
+        if 0 <= share <= 1 and self._finite() and self._is_whole(target) and target.numel() <= _MOST:
+            remember(self._masks, self._key(target), _Mask(version, 0.0, 1.0, _drawn_by(share, target.numel())), _MASKS)
 
     def _version(self, target: torch.Tensor) -> int:
         """How often it has been written, if that counts: of integers, whatever writes them makes us forget them."""
@@ -183,6 +214,17 @@ class Marks:
         on, off = bool(answer(1.0 if mask.on is None else mask.on, number)), bool(answer(mask.off, number))
         return torch.where(_seen(mask.places, args[0]), on, off)
 
+    def below(self, func: Operator, args: tuple[Any, ...], made: torch.Tensor) -> torch.Tensor | None:
+        """How evenly drawn numbers compare with a number: as many as are to be expected, evenly. None of others."""
+        if func._opname not in COMPARING or not isinstance(args[0], torch.Tensor) or self._version(args[0]):
+            return None
+        limits, number = self._drawn.get(self._key(args[0])), args[1]
+        if limits is None or not isinstance(number, int | float) or func._opname in ("eq", "ne"):
+            return None
+        low, high = limits
+        share = min(1.0, max(0.0, (number - low) / (high - low)))
+        return _drawn_by(share if func._opname in ("lt", "le") else 1 - share, made.numel()).view(made.shape)
+
     def places(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """Where a tensor is other than zero, on the host; None if it is no mask, or none of zeros."""
         mask = self._mask(tensor)
@@ -200,6 +242,21 @@ class Marks:
         mask = self._mask(args[0]) if args and func._opname in _FOLLOWING else None
         whole = mask is not None and mask.off == 0 and (mask.on == 1 or func._opname == "any")
         return self.places(args[0]) if whole else None
+
+
+def _drawn_by(share: float, count: int) -> torch.Tensor:
+    """So many booleans, of which this share is true, and which ones follows from the line of the program that draws:
+    so steps are alike, and what different lines draw goes together as chance has it."""
+    line = reader().rpartition(os.sep)[2]
+    found = _shuffled(min(count, _PERIOD), share, zlib.crc32(line.encode()))
+    return found.repeat(-(-count // _PERIOD))[:count]
+
+
+@functools.lru_cache(maxsize=8)
+def _shuffled(count: int, share: float, seed: int) -> torch.Tensor:
+    """As many as are to be expected."""
+    order = randperm(count, generator=Generator("cpu").manual_seed(seed), device="cpu")
+    return order < round(share * count)
 
 
 def _is_versioned(tensor: torch.Tensor) -> bool:

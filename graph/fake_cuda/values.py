@@ -134,7 +134,7 @@ class Values:
         self._uniform: dict[int, bool] = {}  # what all booleans of large storages are, of the last of those
         self._assumed: dict[int, None] = {}  # storages whose values follow from what was assumed, the last of them
         self._shares: dict[int, float] = {}  # of elements that are not zero, of storages scattered into
-        self.marks = Marks(key, size, self.of)
+        self.marks = Marks(key, size, self.of, lambda: self.finite)
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """The values of `tensor` on the host, as a view of what is kept; None if it has none."""
@@ -280,12 +280,13 @@ class Values:
             self._large(func, args, made)
             return
         result = self.computed(func, args, kwargs)
-        if result is not None and self._assumed and self._is_assumed(args):
+        if result is not None and self.is_assumed(*args):
             result = self._checked(func, made) or result
             self._assume(made)
-        if result is None:
-            result = self._marked(func, args, kwargs)
-        for assumed in (self._one_of, self._counted):
+        if result is None and (result := self._marked(func, args, kwargs)) is not None and self.is_assumed(*args):
+            self._drawn_alike()
+            self._assume(made)
+        for assumed in (self._one_of, self._drawn_below, self._counted):
             if result is None and (result := assumed(func, args, made[0])) is not None:
                 self._assume(made)
         if result is None and made[0].dtype is torch.bool and (truth := self._truth(func, args)) is not None:
@@ -304,6 +305,16 @@ class Values:
         ones = self.marks.ones(func, args)
         return self.marks.compared(func, args) if ones is None else self._of_places(func, ones, args[1:], kwargs)
 
+    def _drawn_below(self, func: Operator, args: tuple[Any, ...], made: torch.Tensor) -> torch.Tensor | None:
+        """How random numbers compare with one number."""
+        found = self.marks.below(func, args, made)
+        if found is not None:
+            self._drawn_alike()
+        return found
+
+    def _drawn_alike(self) -> None:
+        self.assume("how random numbers compare", "as many as are to be expected")
+
     def _of_places(self, func: Operator, ones: torch.Tensor, rest: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         try:
             return func(ones, *self._host(rest), **self._host(kwargs))
@@ -315,7 +326,10 @@ class Values:
         for tensor in made:
             remember(self._assumed, self.key(tensor), None, _NEWEST)
 
-    def _is_assumed(self, args: Iterable[object]) -> bool:
+    def is_assumed(self, *args: object) -> bool:
+        """Whether the values of one of these, on the device, follow from what was assumed."""
+        if not self._assumed:
+            return False
         there = (arg for arg in args if isinstance(arg, torch.Tensor) and arg.device.type != "cpu")
         return any(self.key(arg) in self._assumed for arg in there)
 
@@ -454,6 +468,8 @@ class Values:
                 self._make_room(targets, read, mask)
             if self.computed(func, args, kwargs) is not None:
                 self.marks.known(targets)
+                if self.is_assumed(*read):
+                    self._assume(targets)
                 return
         self._forget(*targets)
         if share is not None:
@@ -462,15 +478,26 @@ class Values:
             self._copied(*args[:2])
         elif func._opname == "random_" and len(args) > 1:
             self._drawn(func, args)
+        elif func._opname == "bernoulli_" and self.marks.numbers(args[0]) is not None:
+            self._assume(targets)
+            self._marked_whole(args[0])
+
+    def _marked_whole(self, target: torch.Tensor) -> None:
+        """The target is one number, or a mask, which says its values."""
+        if has_room(target.dtype, self.size(target)) and (host := self.marks.numbers(target)) is not None:
+            self.put(target, host)
+            self.marks.known([target])
+            if self.is_assumed(target):
+                self._drawn_alike()
 
     def _copied(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """The target is a copy of booleans without values, of a mask, or of integers, of which is known what they are
         among."""
         if target.numel() * target.itemsize != self.size(target):
             return
-        if has_room(target.dtype, self.size(target)) and (host := self.marks.numbers(target)) is not None:
-            self.put(target, host)
-            self.marks.known([target])
+        if self.is_assumed(source):
+            self._assume([target])
+        self._marked_whole(target)
         if (share := self._shares.get(self.key(source))) is not None:
             self._shares[self.key(target)] = share
         among = self._bounds.get(self.key(source))

@@ -156,6 +156,31 @@ def test_integers_that_are_written_again_are_no_mask(runtime: fake_cuda.Runtime)
         assert runtime.values.of(zeros.sum()) is None
 
 
+def test_random_masks_are_on_as_often_as_is_to_be_expected(
+    runtime: fake_cuda.Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tokens that a model is to guess, drawn on the GPU: of each row alike, and not where a mask of tokens says no."""
+    monkeypatch.setattr(runtime.values, "finite", True)
+    shape, tokens = (8, 4096), torch.arange(8 * 4096).view(8, 4096).cuda()
+    half, known = tokens % 2 == 0, torch.full(shape, 0.15, device="cuda")
+    drawn = [
+        torch.rand(shape, device="cuda") < 0.15,
+        torch.rand_like(known) >= 0.85,
+        torch.bernoulli(known).bool(),
+        torch.empty(shape, device="cuda").bernoulli_(0.15) > 0,
+        torch.empty(shape, dtype=torch.bool, device="cuda").bernoulli_(0.15),
+    ]
+    for mask in drawn:
+        count = round(0.15 * 8 * 4096)
+        assert len(tokens[mask]) == sum(mask.sum(1).tolist()) == count
+        assert max(mask.sum(1).tolist()) < 2 * min(mask.sum(1).tolist())
+        assert (~mask).sum().item() == 8 * 4096 - count
+        assert int((mask & half).sum()) == pytest.approx(count / 2, rel=0.1)
+    assert int((drawn[0] & drawn[1]).sum()) == pytest.approx(0.15 * count, rel=0.2)
+    assert runtime.values.of(torch.rand(shape, device="cuda").mul_(2) < 0.15) is None
+    assert runtime.values.of(torch.randn(shape, device="cuda") < 0.15) is None
+
+
 def pictures(dtype: torch.dtype) -> torch.Tensor:
     return torch.rand(2, 3, 100, 100, generator=torch.Generator().manual_seed(1)).add(0.5).to(dtype)
 

@@ -215,7 +215,7 @@ def test_unknown_booleans_count_as_many_as_they_select(
     """As of `x[mask] = y[: mask.sum()]`: what is selected, counted, added up and converted is one number."""
     assert runtime.values.of((torch.rand(4, device="cuda") < 0.5).sum()) is None
     monkeypatch.setattr(runtime.values, "finite", True)
-    mask = torch.rand(4, 6, device="cuda") < 0.5
+    mask = torch.randn(4, 6, device="cuda") < 0.5
     assert runtime.values.of(mask) is None
     counts = mask.sum(), mask.count_nonzero(), mask.long().sum(), mask.float().sum(), mask.nonzero().shape[0]
     assert [int(one) for one in counts] == [24] * 5

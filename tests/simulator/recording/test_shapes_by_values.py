@@ -114,6 +114,25 @@ def test_a_programs_own_checks_of_floating_point_numbers_pass(tmp_path: Path) ->
     assert ["False is assumed" in text for text in answer(tmp_path)["assumptions"]] == [True, False]
 
 
+DRAWN = """
+import torch
+mask = torch.bernoulli(torch.full((8, 1000), 0.15, device="cuda")).bool()
+print(len(torch.zeros(8, 1000, 64, device="cuda")[mask]))
+rounds = 0
+while (torch.rand(10, device="cuda") < 0.9).any():
+    rounds += 1
+print(rounds)
+"""
+
+
+def test_random_masks_are_told_and_loops_that_go_on_by_them_end(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(DRAWN)
+    done = record(tmp_path, "train.py")
+    assert (done.returncode, done.stdout) == (0, "1200\n99\n"), done.stderr
+    told = [text for text in answer(tmp_path)["assumptions"] if "how random numbers compare" in text]
+    assert [text.partition(" ")[0].rpartition("/")[2] for text in told] == ["train.py:3", "train.py:6"]
+
+
 COMPARED = """
 import torch
 mask, number = torch.rand(10, device="cuda") > 0.5, torch.rand(1, device="cuda")
