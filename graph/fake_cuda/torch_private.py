@@ -31,11 +31,10 @@ __all__ = [
     "BY_CPU_KERNEL",
     "BY_CPU_KERNEL_OF",
     "CHECKED",
-    "DEFAULT_DEVICE",
+    "DEVICE_TYPES",
     "JITTED",
     "MODE_KEYS",
     "NVTX",
-    "OBJECT_DEVICE",
     "OBJECT_OF_BYTES",
     "OPERATOR_CALLS",
     "RAW_STREAM",
@@ -202,12 +201,10 @@ RUN_BACKWARD: Final[tuple[tuple[ModuleType, str], ...]] = (
 #: Where `torch.cuda.nvtx` has what it calls in C++, and its name; builds for the CPU have something that fails.
 NVTX: Final[tuple[ModuleType, str]] = (torch.cuda.nvtx, "_nvtx")
 
-#: Where torch.distributed asks on which device a group's barriers and messages are, and its name.
-OBJECT_DEVICE: Final[tuple[ModuleType, str]] = (distributed_c10d, "_get_object_coll_device")
-#: Where it makes an object of the bytes that a collective has brought, and its name.
+#: What a group tells of the devices that its backends serve: where barriers, messages and checkpoints have their tensors.
+DEVICE_TYPES: Final = "_device_types"
+#: Where torch.distributed makes an object of the bytes that a collective has brought, and its name.
 OBJECT_OF_BYTES: Final[tuple[ModuleType, str]] = (distributed_c10d, "_tensor_to_object")
-#: In the same module: where a group's tensors are, which saving and loading of distributed models ask for.
-DEFAULT_DEVICE: Final = "_get_pg_default_device"
 
 
 @contextlib.contextmanager

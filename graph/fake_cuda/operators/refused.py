@@ -293,6 +293,21 @@ def _scaled_mm(args: Sequence[Any]) -> None:
         )
 
 
+def _grouped_mm(args: Sequence[Any]) -> None:
+    """Rows or columns begin at multiples of 16 bytes (`check_valid_strides_and_return_transposed`, GroupedMMUtils.h)."""
+    for one in args[:2]:
+        (rows, columns), (down, along) = one.shape[-2:], one.stride()[-2:]
+        if down == 1 and along >= max(1, rows):
+            between = along
+        elif along == 1 and down >= max(1, columns):
+            between = down
+        else:
+            strides, sizes = list(one.stride()), list(one.shape)
+            raise RuntimeError(f"Invalid strides/sizes, got {strides} for strides and {sizes} for sizes")
+        if between * one.itemsize % 16:
+            raise RuntimeError("strides should be multiple of 16 bytes")
+
+
 def _softmax(args: Sequence[Any]) -> None:
     source, dim = args[:2]
     most = max(source.dim(), 1)
@@ -330,6 +345,7 @@ def _of_bits(name: str) -> Check:
 CHECKS: Final[Mapping[Any, Check]] = {
     **dict.fromkeys((_aten.mm.default, _aten.mm.out), _mm),
     **dict.fromkeys((_aten._scaled_mm.default, _aten._scaled_mm.out), _scaled_mm),
+    **({_aten._grouped_mm.default: _grouped_mm} if hasattr(_aten, "_grouped_mm") else {}),  # from 2.8 on
     **dict.fromkeys((_aten.addmm.default, _aten.addmm.out), _addmm),
     _aten.addmm_.default: _addmm,
     _aten.bmm.default: _bmm,

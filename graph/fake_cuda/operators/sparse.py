@@ -85,8 +85,11 @@ def _sum(runtime: Runtime, one: torch.Tensor, other: torch.Tensor, *, alpha: flo
 
 def _sum_with_dense(dense: torch.Tensor, sparse: torch.Tensor, alpha: float, out: torch.Tensor) -> torch.Tensor:
     """`add_out_dense_sparse_cuda`: where elements may be there twice they are added by their places."""
+    if not sparse._nnz():
+        return out if out is dense else out.resize_(dense.shape).copy_(dense)
     common = torch.result_type(dense, sparse)
     result = out if out.dtype == common else torch.empty_like(dense, dtype=common)
+    dense = dense.to(common)  # there until the end
     if result is not dense:
         result.resize_(dense.shape)
         result.copy_(dense)

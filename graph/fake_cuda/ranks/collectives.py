@@ -370,7 +370,10 @@ def _group_name(group: Any) -> str:
 
 
 def _finished(tensors: list[torch.Tensor]) -> Any:
-    """A work that is done, with `tensors` as its result."""
+    """A work that is done, with `tensors` as its result: as a list of C++'s, which DDP's own hooks read, if there are
+    any."""
+    if tensors:
+        return finished_work(torch.jit.fork(lambda: tensors))
     future: Any = torch.futures.Future()
     future.set_result(tensors)
     return finished_work(future)

@@ -29,8 +29,7 @@ from graph.fake_cuda.ranks.collectives import Collectives, caller, lone_replicas
 from graph.fake_cuda.ranks.messages import Alone, Messages, Peers, ranks_of
 from graph.fake_cuda.ranks.objects import Group, Objects
 from graph.fake_cuda.torch_private import (
-    DEFAULT_DEVICE,
-    OBJECT_DEVICE,
+    DEVICE_TYPES,
     OBJECT_OF_BYTES,
     fake_store,
     fsdp_states,
@@ -92,7 +91,6 @@ def joined(
 
         # plans of the other ranks are taken to be this one's, and leave gaps
         stack.enter_context(mock.patch.object(default_planner, "_validate_global_plan", return_value=[]))
-        stack.enter_context(mock.patch.object(fsdp_states(), DEFAULT_DEVICE, backends.default))
         stack.enter_context(mock.patch.object(fsdp_states(), *_with_keys_of_others(fsdp_states())))
 
     def monitored(group: Group = None, *args: object, **kwargs: object) -> None:
@@ -108,15 +106,15 @@ def joined(
         "new_group": backends.making(dist.new_group),
         "split_group": _split(dist.split_group),
         **objects.functions(),
+        "get_backend_config": lambda group=None: str(backends.config(group)),
         "monitored_barrier": monitored,
         "_store_based_barrier": _passed,  # with TORCH_DIST_INIT_BARRIER=1
     }
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(dist, "get_backend", backends.of))  # torch's own code asks another
-        stack.enter_context(mock.patch.object(*OBJECT_DEVICE, backends.device))
+        stack.enter_context(mock.patch.object(dist.ProcessGroup, DEVICE_TYPES, property(backends.devices)))
         module, name = OBJECT_OF_BYTES
         stack.enter_context(mock.patch.object(module, name, objects.restoring(getattr(module, name))))
-        stack.enter_context(mock.patch.object(c10d, DEFAULT_DEVICE, backends.default))
         stack.enter_context(mock.patch.object(dist.ProcessGroup, "monitored_barrier", monitored))
         for name, function in changes.items():
             for module in (dist, c10d, device_mesh):  # the last has some of them by name
@@ -312,11 +310,11 @@ class _Backends:
         group = group or dist.group.WORLD
         return self.world if group is None else self._of.get(group.group_name, self.world)
 
-    def device(self, group: Group = None) -> str:
-        """Where a group's barriers and messages are: on the host where that has a backend."""
-        backend = self.of(group)
-        return "cpu" if backend in _OF_HOST or "cpu:" in backend else "cuda"
+    def config(self, group: Group = None) -> c10d.BackendConfig:
+        """Which of PyTorch's backends a group has, by device."""
+        return c10d.BackendConfig(c10d.Backend(self.of(group)))
 
-    def default(self, group: Group = None) -> torch.device:
-        """Where a group's tensors are; those that have a backend for the host and one for GPUs say the host."""
-        return torch.device("cpu" if self.of(group) == _UNDEFINED else self.device(group))
+    def devices(self, group: Group) -> list[torch.device]:
+        """The devices that a group's backends serve, as it tells them: messages and barriers are on the host where that
+        is one of them."""
+        return [torch.device(name) for name in sorted(self.config(group).get_device_backend_map(), reverse=True)]

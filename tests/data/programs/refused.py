@@ -29,6 +29,9 @@ for call in (
     lambda: torch._foreach_add([f(2)], [f(3)]), lambda: torch.lerp(f(2), f(2).half(), 0.5), lambda: functional.gelu(i(3)),
     lambda: f(2) & 1, lambda: torch.clamp(f(2)), lambda: functional.embedding(f(3), f(4, 4)),
     lambda: f(2).lerp_(f(2).half(), 0.5), lambda: f(2).lerp_(f(2), f(2).double()), lambda: f(2).lerp_(f(2), f(1).double()[0]),
+    lambda: functional.grouped_mm(f(8, 36).half(), f(2, 36, 64).half(), offs=i(2).int()),
+    lambda: functional.grouped_mm(f(8, 64), f(2, 64, 34), offs=i(2).int()),
+    lambda: functional.grouped_mm(f(64).expand(8, 64), f(2, 64, 32), offs=i(2).int()),
     lambda: torch._foreach_lerp_([f(2)], [f(2).bfloat16()], 0.5), lambda: torch._foreach_lerp_([f(2)], [f(2)], [f(2).long()]),
 ):
     try:

@@ -28,6 +28,11 @@ WORK: dict[str, tuple[Callable[[Any], object], list[int]]] = {
     "with itself": (lambda of: of.coo + of.coo, [6400, 1600]),
     "to dense": (lambda of: of.dense + of.coo, [12000]),
     "to dense by places": (lambda of: of.dense + of.loose, [12000, 1600]),
+    "to dense of half": (lambda of: of.short + of.coo, [12000, 12000]),
+    "to dense of half by places": (lambda of: of.short + of.loose, [12000, 12000, 1600]),
+    "into dense of half by places": (lambda of: of.short.add_(of.loose), [12000, 12000, 1600]),
+    "nothing to dense of half": (lambda of: of.short + of.none, [12000]),
+    "nothing into dense of half": (lambda of: of.short.add_(of.none), []),
     "dense": (lambda of: of.loose.to_dense(), [12000, 1600]),
     "by dense": (lambda of: of.coo * of.dense, [800, 3200, 800]),
     "by a row": (lambda of: of.coo * of.dense[0], [800, 3200, 800]),
@@ -61,7 +66,9 @@ class Matrices:
         self.loose = torch.sparse_coo_tensor(places, values, (50, 60))
         self.coo = torch.sparse_coo_tensor(places, values, (50, 60), is_coalesced=True)
         self.csr = self.coo.to_sparse_csr()
+        self.none = torch.sparse_coo_tensor(places[:, :0], values[:0], (50, 60))
         self.dense = torch.ones(50, 60, device="cuda")
+        self.short = self.dense.bfloat16()
 
 
 @pytest.fixture(scope="module")
