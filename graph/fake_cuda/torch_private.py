@@ -201,7 +201,7 @@ RUN_BACKWARD: Final[tuple[tuple[ModuleType, str], ...]] = (
 #: Where `torch.cuda.nvtx` has what it calls in C++, and its name; builds for the CPU have something that fails.
 NVTX: Final[tuple[ModuleType, str]] = (torch.cuda.nvtx, "_nvtx")
 
-#: What a group tells of the devices that its backends serve: where barriers, messages and checkpoints have their tensors.
+#: What a group tells of the devices that its backends serve: where barriers, messages and checkpoints go.
 DEVICE_TYPES: Final = "_device_types"
 #: Where torch.distributed makes an object of the bytes that a collective has brought, and its name.
 OBJECT_OF_BYTES: Final[tuple[ModuleType, str]] = (distributed_c10d, "_tensor_to_object")

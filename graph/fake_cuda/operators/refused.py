@@ -294,7 +294,7 @@ def _scaled_mm(args: Sequence[Any]) -> None:
 
 
 def _grouped_mm(args: Sequence[Any]) -> None:
-    """Rows or columns begin at multiples of 16 bytes (`check_valid_strides_and_return_transposed`, GroupedMMUtils.h)."""
+    """Rows or columns begin at multiples of 16 bytes (`check_valid_strides_and_return_transposed`)."""
     for one in args[:2]:
         (rows, columns), (down, along) = one.shape[-2:], one.stride()[-2:]
         if down == 1 and along >= max(1, rows):

@@ -373,7 +373,7 @@ def _finished(tensors: list[torch.Tensor]) -> Any:
     """A work that is done, with `tensors` as its result: as a list of C++'s, which DDP's own hooks read, if there are
     any."""
     if tensors:
-        return finished_work(torch.jit.fork(lambda: tensors))
+        return finished_work(torch.jit.fork(lambda: tensors))  # type: ignore[no-untyped-call]
     future: Any = torch.futures.Future()
     future.set_result(tensors)
     return finished_work(future)

@@ -312,7 +312,7 @@ def test_collectives_take_what_they_take(rank: int, name: str, tmp_path: Path) -
 
 @pytest.mark.skipif(installed_release() != DEFAULT_RELEASE, reason="recorded with one release")
 def test_groups_tell_of_the_backends_that_were_asked_for(tmp_path: Path) -> None:
-    """Their devices decide what checkpoints and optimizer states go by; DDP's own hook in C++ reads futures (groups.txt)."""
+    """Checkpoints and optimizer states go by their devices; DDP's own hook in C++ reads futures (groups.txt)."""
     program = DATA / "programs" / "groups.py"
     done = record(tmp_path, "-q", "--", "torchrun", "--nproc-per-node", "2", str(program))
     said = sorted(done.stdout.splitlines(), key=lambda line: line.split()[0])
