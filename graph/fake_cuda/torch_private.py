@@ -80,6 +80,7 @@ __all__ = [
     "tree_leaves",
     "tree_map",
     "tree_unflatten",
+    "typed_future",
     "unflatten_dense",
     "with_plain_parameters",
     "without_modes",
@@ -111,9 +112,10 @@ if version_of(torch.__version__) < (2, 6):
     raise UnsupportedTorch(f"PyTorch {torch.__version__} is too old: {CHECKED}")
 
 with _needed():
-    # In this order: a work of c10d that is done; shapes of results, as PyTorch's own rules say; parameters as one flat
-    # tensor and back; a mode that sees every operator; nested arguments and outputs, flat and back; whether Triton is
-    # installed.
+    # In this order: a typed future of what a function gives at once; a work of c10d that is done; shapes of results,
+    # as PyTorch's own rules say; parameters as one flat tensor and back; a mode that sees every operator; nested
+    # arguments and outputs, flat and back; whether Triton is installed.
+    from torch._C import fork as typed_future
     from torch._C._distributed_c10d import _create_work_from_future as finished_work  # type: ignore[attr-defined]
     from torch._prims_common import alert_not_deterministic
     from torch._subclasses import fake_tensor

@@ -32,7 +32,7 @@ from graph.fake_cuda.device import Runtime
 from graph.fake_cuda.ranks.checks import checked
 from graph.fake_cuda.ranks.futures import callbacks_on_streams
 from graph.fake_cuda.ranks.messages import Messages
-from graph.fake_cuda.torch_private import OPERATOR_CALLS, fake_store, finished_work, wait_tensor
+from graph.fake_cuda.torch_private import OPERATOR_CALLS, fake_store, finished_work, typed_future, wait_tensor
 from graph.fake_cuda.torch_private import schemas as torch_schemas
 from graph.recorder.list_sharding import equal_entries_once
 from graph.workspaces import metadata
@@ -373,7 +373,7 @@ def _finished(tensors: list[torch.Tensor]) -> Any:
     """A work that is done, with `tensors` as its result: as a list of C++'s, which DDP's own hooks read, if there are
     any."""
     if tensors:
-        return finished_work(torch.jit.fork(lambda: tensors))  # type: ignore[no-untyped-call]
+        return finished_work(typed_future(lambda: tensors))
     future: Any = torch.futures.Future()
     future.set_result(tensors)
     return finished_work(future)
