@@ -41,6 +41,7 @@ from graph.fake_cuda.torch_private import current_device, interpreted_groups, ne
 from graph.fake_cuda.values import Values
 from graph.hardware.profile import Profile
 from graph.user_code import ending, holding, passing, reader
+from graph.workspaces import metadata
 
 if TYPE_CHECKING:
     from graph.fake_cuda.served import Allocator
@@ -244,7 +245,7 @@ class Runtime:
             value: bool | float | complex = known.item()
             return self.looped(bool(value)) if boolean and self.values.is_assumed(tensor) else value
         value = self.boolean() if boolean else self.unread(tensor)
-        self.assume(f"the value of a {str(tensor.dtype).removeprefix('torch.')}", value)
+        self.assume(f"the value of a {metadata.dtype(tensor)}", value)
         return value
 
     def unread(self, tensor: torch.Tensor) -> float:

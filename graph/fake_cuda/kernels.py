@@ -25,7 +25,7 @@ from graph.fake_cuda.sdpa import corrected
 from graph.fake_cuda.shapes import Shapes
 from graph.fake_cuda.torch_private import BY_CPU_KERNEL, is_dense, tree_leaves
 from graph.fake_cuda.values import alike, knowable, may_have_values
-from graph.workspaces import rules
+from graph.workspaces import metadata, rules
 from traces.release import version_of
 
 if TYPE_CHECKING:
@@ -494,7 +494,7 @@ class Kernels:
                 target.copy_(known)
             elif target.nbytes <= _FILLED and not runtime.host_copies_keep:
                 value = runtime.truth if boolean else runtime.unread(source)
-                runtime.assume(f"the values of a {_named(target.dtype)} tensor", value)
+                runtime.assume(f"the values of a {metadata.dtype(target)} tensor", value)
                 target.fill_(value)
             on_device(target, sent, non_blocking)
             if not non_blocking:
@@ -678,10 +678,6 @@ class Kernels:
 
 
 @functools.lru_cache(4096)
-def _named(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
 def _unique_layouts(
     source: torch.Tensor, count: int, room: int, inverse: bool, counts: bool, outputs: int
 ) -> tuple[Layout, ...]:

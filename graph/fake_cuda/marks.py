@@ -215,7 +215,7 @@ class Marks:
         return torch.where(_seen(mask.places, args[0]), on, off)
 
     def below(self, func: Operator, args: tuple[Any, ...], made: torch.Tensor) -> torch.Tensor | None:
-        """How evenly drawn numbers compare with a number: as many as are to be expected, evenly. None of others."""
+        """How evenly drawn numbers compare with a number: as many as are to be expected. None of others."""
         if func._opname not in COMPARING or not isinstance(args[0], torch.Tensor) or self._version(args[0]):
             return None
         limits, number = self._drawn.get(self._key(args[0])), args[1]

@@ -21,6 +21,7 @@ import torch
 from graph.fake_cuda.operators import refused
 from graph.fake_cuda.torch_private import sdpa_order
 from graph.hardware.profile import Profile
+from graph.workspaces import metadata
 
 
 class Backend(IntEnum):
@@ -51,7 +52,7 @@ class Operand:
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Operand:
         """The operand that a tensor is. Of a nested one the lengths that differ count as any."""
-        dtype = str(tensor.dtype).removeprefix("torch.")
+        dtype = metadata.dtype(tensor)
         shape, stride = (
             [size if isinstance(size, int) else _ANY for size in of()] for of in (tensor.size, tensor.stride)
         )

@@ -311,20 +311,15 @@ def test_collectives_take_what_they_take(rank: int, name: str, tmp_path: Path) -
 
 
 @pytest.mark.skipif(installed_release() != DEFAULT_RELEASE, reason="recorded with one release")
-def test_groups_tell_of_the_backends_that_were_asked_for(tmp_path: Path) -> None:
-    """Checkpoints and optimizer states go by their devices; DDP's own hook in C++ reads futures (groups.txt)."""
-    program = DATA / "programs" / "groups.py"
+@pytest.mark.parametrize(("name", "word"), [("groups", 0), ("refused_collectives", 1)])
+def test_groups_say_what_pytorchs_say(name: str, word: int, tmp_path: Path) -> None:
+    """Of their backends, by whose devices checkpoints and optimizer states go; of what NCCL refuses: tensors that are
+    not contiguous, sizes and splits that do not fit, dtypes and reductions that it has not. A line has its rank as this
+    word.
+    """
+    program = DATA / "programs" / f"{name}.py"
     done = record(tmp_path, "-q", "--", "torchrun", "--nproc-per-node", "2", str(program))
-    said = sorted(done.stdout.splitlines(), key=lambda line: line.split()[0])
-    assert said == program.with_suffix(".txt").read_text().splitlines(), done.stderr
-
-
-@pytest.mark.skipif(installed_release() != DEFAULT_RELEASE, reason="recorded with one release")
-def test_what_nccl_refuses_has_pytorchs_words(tmp_path: Path) -> None:
-    """Tensors that are not contiguous, sizes and splits that do not fit, dtypes and reductions that NCCL has not."""
-    program = DATA / "programs" / "refused_collectives.py"
-    done = record(tmp_path, "-q", "--", "torchrun", "--nproc-per-node", "2", str(program))
-    said = sorted(done.stdout.splitlines(), key=lambda line: line.split()[1])
+    said = sorted(done.stdout.splitlines(), key=lambda line: line.split()[word])
     assert said == program.with_suffix(".txt").read_text().splitlines(), done.stderr
 
 
