@@ -60,7 +60,12 @@ class _Mask:
     version: int
     off: float
     on: float | None
-    places: torch.Tensor
+    found: Callable[[], torch.Tensor]
+
+    @functools.cached_property
+    def places(self) -> torch.Tensor:
+        """Found when they are asked for: dropout draws masks that nobody asks."""
+        return self.found()
 
     @property
     def is_zero(self) -> bool:
@@ -138,7 +143,8 @@ class Marks:
         else:
             version += _is_versioned(target)
         if 0 <= share <= 1 and self._finite() and self._is_whole(target) and target.numel() <= _MOST:
-            remember(self._masks, self._key(target), _Mask(version, 0.0, 1.0, _drawn_by(share, target.numel())), _MASKS)
+            found = functools.partial(_drawn_by, share, target.numel(), reader())
+            remember(self._masks, self._key(target), _Mask(version, 0.0, 1.0, found), _MASKS)
 
     def _version(self, target: torch.Tensor) -> int:
         """How often it has been written, if that counts: of integers, whatever writes them makes us forget them."""
@@ -168,7 +174,7 @@ class Marks:
                 return
             places = zeros(target.numel(), dtype=torch.bool)
             _seen(places, target).copy_(_seen(mask.places, source))
-            remember(self._masks, self._key(target), _Mask(0, 0.0, on, places), _MASKS)
+            remember(self._masks, self._key(target), _Mask(0, 0.0, on, lambda: places), _MASKS)
 
     def is_data(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor came from the host and is no mask."""
@@ -190,7 +196,8 @@ class Marks:
             return
         mask = zeros(size, dtype=torch.bool)
         _seen(mask, target).scatter_(dim, places, True)
-        remember(self._masks, self._key(target), _Mask(version, off, None if on is None else float(on), mask), _MASKS)
+        on = None if on is None else float(on)
+        remember(self._masks, self._key(target), _Mask(version, off, on, lambda: mask), _MASKS)
 
     def _number(self, tensor: torch.Tensor) -> float | None:
         """The one number of a tensor that nobody has written since it was made."""
@@ -223,7 +230,8 @@ class Marks:
             return None
         low, high = limits
         share = min(1.0, max(0.0, (number - low) / (high - low)))
-        return _drawn_by(share if func._opname in ("lt", "le") else 1 - share, made.numel()).view(made.shape)
+        share = share if func._opname in ("lt", "le") else 1 - share
+        return _drawn_by(share, made.numel(), reader()).view(made.shape)
 
     def places(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """Where a tensor is other than zero, on the host; None if it is no mask, or none of zeros."""
@@ -244,11 +252,10 @@ class Marks:
         return self.places(args[0]) if whole else None
 
 
-def _drawn_by(share: float, count: int) -> torch.Tensor:
+def _drawn_by(share: float, count: int, place: str) -> torch.Tensor:
     """So many booleans, of which this share is true, and which ones follows from the line of the program that draws:
     so steps are alike, and what different lines draw goes together as chance has it."""
-    line = reader().rpartition(os.sep)[2]
-    found = _shuffled(min(count, _PERIOD), share, zlib.crc32(line.encode()))
+    found = _shuffled(min(count, _PERIOD), share, zlib.crc32(place.rpartition(os.sep)[2].encode()))
     return found.repeat(-(-count // _PERIOD))[:count]
 
 
