@@ -88,7 +88,7 @@ class Marks:
         self._key, self._size, self._values, self._finite = key, size, values, finite
         self._filled: dict[int, float] = {}  # the one number of storages that are new
         self._masks: dict[int, _Mask] = {}
-        self._drawn: dict[int, tuple[float, float]] = {}  # between what numbers storages were drawn evenly
+        self._drawn: dict[int, tuple[int, float, float]] = {}  # the version, and between what numbers, drawn evenly
         self._data: dict[int, None] = {}  # storages of what came from the host and is no mask
 
     def restart(self) -> None:
@@ -119,7 +119,7 @@ class Marks:
         if func._opname == "copy_":
             self._copied(target, args[1])
         elif func._opname == "uniform_":
-            self._draw(target, *args[1:])
+            self._draw(target, number is not None, *args[1:])
         elif func._opname == "bernoulli_":
             self._draw_mask(target, *args[1:])
         elif func._opname == "scatter_":
@@ -131,9 +131,11 @@ class Marks:
         if isinstance(number, int | float) and self._is_whole(target) and not self._version(target):
             remember(self._filled, self._key(target), float(number), _NEWEST)
 
-    def _draw(self, target: torch.Tensor, low: float = 0.0, high: float = 1.0) -> None:
+    def _draw(self, target: torch.Tensor, filled: bool, low: float = 0.0, high: float = 1.0) -> None:
+        """What was `filled` before is drawn by the program, which the tensor's counter counts; in torch.rand, it stays
+        where it was."""
         if self._finite() and self._is_whole(target) and low < high and not self._version(target):
-            remember(self._drawn, self._key(target), (low, high), _NEWEST)
+            remember(self._drawn, self._key(target), (int(filled), low, high), _NEWEST)
 
     def _draw_mask(self, target: torch.Tensor, share: torch.Tensor | float = 0.5) -> None:
         """Each element is 1 with this probability, or else 0."""
@@ -223,12 +225,14 @@ class Marks:
 
     def below(self, func: Operator, args: tuple[Any, ...], made: torch.Tensor) -> torch.Tensor | None:
         """How evenly drawn numbers compare with a number: as many as are to be expected. None of others."""
-        if func._opname not in COMPARING or not isinstance(args[0], torch.Tensor) or self._version(args[0]):
+        if func._opname not in COMPARING or not isinstance(args[0], torch.Tensor):
             return None
-        limits, number = self._drawn.get(self._key(args[0])), args[1]
-        if limits is None or not isinstance(number, int | float) or func._opname in ("eq", "ne"):
+        drawn, number = self._drawn.get(self._key(args[0])), args[1]
+        if drawn is None or not isinstance(number, int | float) or func._opname in ("eq", "ne"):
             return None
-        low, high = limits
+        version, low, high = drawn
+        if version != self._version(args[0]):
+            return None
         share = min(1.0, max(0.0, (number - low) / (high - low)))
         share = share if func._opname in ("lt", "le") else 1 - share
         return _drawn_by(share, made.numel(), reader()).view(made.shape)

@@ -166,6 +166,7 @@ def test_random_masks_are_on_as_often_as_is_to_be_expected(
     drawn = [
         torch.rand(shape, device="cuda") < 0.15,
         torch.rand_like(known) >= 0.85,
+        torch.zeros_like(tokens).float().uniform_(-1, 1) < -0.7,
         torch.bernoulli(known).bool(),
         torch.empty(shape, device="cuda").bernoulli_(0.15) > 0,
         torch.empty(shape, dtype=torch.bool, device="cuda").bernoulli_(0.15),
@@ -178,6 +179,7 @@ def test_random_masks_are_on_as_often_as_is_to_be_expected(
         assert int((mask & half).sum()) == pytest.approx(count / 2, rel=0.1)
     assert int((drawn[0] & drawn[1]).sum()) == pytest.approx(0.15 * count, rel=0.2)
     assert runtime.values.of(torch.rand(shape, device="cuda").mul_(2) < 0.15) is None
+    assert runtime.values.of(torch.zeros(shape, device="cuda").uniform_().mul_(2) < 0.15) is None
     assert runtime.values.of(torch.randn(shape, device="cuda") < 0.15) is None
 
 
