@@ -16,6 +16,7 @@ import torch
 from torch.nn.functional import dropout, softmax
 from torch.overrides import TorchFunctionMode
 
+from graph.errors import CaptureError
 from graph.models.transformers_4_29.softmax import ScriptedSoftmax
 
 if TYPE_CHECKING:
@@ -42,6 +43,7 @@ def like_transformers_4_29(module: PreTrainedModel, *, cloned: bool = False) -> 
         if kind in CLAMPED:
             part.forward = types.MethodType(_forward(CLAMPED[kind]), part)
         elif kind in MASKED:
+            _require(part, "_attn")
             positions = len(part.embed_positions)
             mask = torch.empty(1, 1, positions, positions, dtype=torch.bool, device=part.embed_positions.device)
             part.register_buffer("causal_mask", mask, persistent=False)
@@ -61,6 +63,17 @@ def like_transformers_4_29(module: PreTrainedModel, *, cloned: bool = False) -> 
         for part in module.modules():
             if again := getattr(part, "_gradient_checkpointing_func", None):  # runs outside of the module's forward
                 part._gradient_checkpointing_func = _within_checkpoints(again)
+
+
+def _require(part: object, name: str) -> None:
+    """CaptureError where the installed transformers wrote a class anew, as 5.24 did CodeGen's attention."""
+    if not hasattr(part, name):
+        import transformers
+
+        raise CaptureError(
+            f"{type(part).__name__} of transformers {transformers.__version__} cannot take the form of 4.29: install "
+            '"transformers<5.24", or leave "loss": "transformers-4.29" out of the case'
+        )
 
 
 class _WholeSlices(TorchFunctionMode):

@@ -11,6 +11,7 @@ torch = pytest.importorskip("torch")
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
 import graph.fake_cuda  # noqa: E402, F401 - before any backward
+from graph.errors import CaptureError  # noqa: E402
 
 transformers = pytest.importorskip("transformers")
 
@@ -106,3 +107,12 @@ def test_indexing_of_torch_2_0_has_a_node_for_whole_dimensions() -> None:
     while type(last).__name__ == "SliceBackward0":
         last, nodes = last.next_functions[0][0], nodes + 1
     assert nodes == 4
+
+
+def test_a_class_that_transformers_wrote_anew_is_an_error() -> None:
+    """CodeGen's attention of 5.24 has nothing that could be replaced."""
+    from graph.models.transformers_4_29.attention import like_transformers_4_29
+
+    anew: Any = type("CodeGenAttention", (torch.nn.Module,), {})
+    with pytest.raises(CaptureError, match=r'CodeGenAttention of transformers .*: install "transformers<5.24"'):
+        like_transformers_4_29(anew())
