@@ -677,7 +677,6 @@ class Kernels:
         return lambda *args, **kwargs: False
 
 
-@functools.lru_cache(4096)
 def _unique_layouts(
     source: torch.Tensor, count: int, room: int, inverse: bool, counts: bool, outputs: int
 ) -> tuple[Layout, ...]:

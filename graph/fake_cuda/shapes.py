@@ -290,6 +290,12 @@ def _dropped(image: torch.Tensor, *rest: object) -> Any:
     return made, made.new_empty_strided(made.shape, made.stride(), dtype=torch.bool)
 
 
+def _lstm_cell(gates: torch.Tensor, hidden: torch.Tensor, cell: torch.Tensor, *biases: torch.Tensor | None) -> Any:
+    """PyTorch's rule asks biases that are not there for their device: others stand for them."""
+    given = [gates.new_empty(gates.shape[1:]) if bias is None else bias for bias in biases or (None, None)]
+    return _aten._thnn_fused_lstm_cell.default(gates, hidden, cell, *given)
+
+
 def _product(
     added: FakeTensor,
     first: FakeTensor,
@@ -326,6 +332,7 @@ _RULES: Final[dict[Any, Any]] = {
     _aten.batch_norm_backward_reduce.default: _reduced,
     _aten.batch_norm_backward_elemt.default: lambda grad, image, *rest: _like_input(image),
     _aten.native_dropout.default: _dropped,
+    _aten._thnn_fused_lstm_cell.default: _lstm_cell,
     _aten._scaled_dot_product_efficient_attention_backward.default: _attention_gradients,
     _aten.log_sigmoid_backward.default: lambda grad, *rest: torch.empty_like(grad),  # Activation.cpp
     _aten.glu_backward.default: lambda grad, source, dim: _plain(source),  # cuda/Activation.cpp

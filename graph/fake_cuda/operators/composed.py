@@ -74,6 +74,32 @@ def sought(func: Operator, kernel: Callable[..., Any]) -> Callable[..., Any]:
     return called
 
 
+#: Where operators of bags have their indices and offsets.
+_BAGS: Final[Mapping[str, int]] = {
+    "_embedding_bag": 1,
+    "_embedding_bag_forward_only": 1,
+    "_embedding_bag_backward": 1,
+    "_embedding_bag_per_sample_weights_backward": 2,
+}
+
+
+def widened(func: Operator, kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """The kernel of an operator of bags, which converts the narrower of its indices and offsets (EmbeddingBag.cpp,
+    `promoteIndicesAndOffsets`)."""
+    place = _BAGS.get(func._opname)
+    if place is None or func._overloadname != "default":
+        return kernel
+
+    @functools.wraps(kernel)
+    def called(*args: object, **kwargs: object) -> Any:
+        given: Any = args[place : place + 2]
+        if given[0].dtype != given[1].dtype:
+            args = (*args[:place], *[one.long() for one in given], *args[place + 2 :])
+        return kernel(*args, **kwargs)
+
+    return called
+
+
 def _sorted_together(elements: torch.Tensor, test: torch.Tensor, unique: bool, invert: bool) -> None:
     """TensorCompare.cpp, `isin_sorting`."""
     flat, others, order = elements.reshape(-1), test.reshape(-1), None

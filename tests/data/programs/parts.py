@@ -72,10 +72,37 @@ def quantization_while_training():
     torch.fake_quantize_per_channel_affine(kernel, weights.scale, weights.zero_point, 0, -128, 127).sum().backward()
 
 
+def cells_of_lstm():
+    for biases in (True, False):
+        cell, state = torch.nn.LSTMCell(32, 64, bias=biases).cuda(), None
+        for _ in range(3):
+            state = cell(made(8, 32), state)
+        state[0].mean().backward()
+
+
+def bags_of_two_kinds_of_integers():
+    for indices, offsets in (torch.int32, torch.int64), (torch.int64, torch.int32):
+        weights = made(6400)
+        bag = torch.nn.EmbeddingBag(5000, 32, mode="sum").cuda()
+        bag(torch.randint(0, 5000, (6400,)).to("cuda", indices), torch.arange(0, 6400, 10).to("cuda", offsets),
+            per_sample_weights=weights).mean().backward()
+
+
+def values_that_differ():
+    """Nothing keeps what they were sought in."""
+    torch.unique(made(100_000), return_inverse=True)
+    torch.unique_consecutive(made(300_000).detach(), return_counts=True)
+
+
+def nothing():
+    torch.empty(1, device="cuda")
+
+
 gc.disable()  # what transforms leave in cycles goes between the parts, not when the collector happens to come
 torch.nn.Linear(8, 8).cuda()(made(8, 8)).sum().backward()  # cuBLAS has its workspace
 for part in lazy_module, cell_of_gru, transform_of_functions, packed_attention, tangents, bags_of_embeddings, \
-        products_of_columns_and_rows, quantization_while_training:
+        products_of_columns_and_rows, quantization_while_training, cells_of_lstm, bags_of_two_kinds_of_integers, \
+        values_that_differ, nothing:
     gc.collect()
     torch.cuda.reset_peak_memory_stats()
     part()
