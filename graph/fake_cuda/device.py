@@ -99,7 +99,7 @@ class Runtime:
         self.allocators = () if allocator is None else (allocator, *others)  # of its GPUs, from the first on
         self.several = bool(others)
         self.count = count
-        self.initialized = False  # whether the program has asked for what initializes CUDA; its tensors do, too
+        self.initialized = True  # the program (`reset`) initializes CUDA anew, by what it asks for or by a tensor
         self._index = index
         self.memory = Memory()
         self.memory.index = None if others else index

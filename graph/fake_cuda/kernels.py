@@ -17,7 +17,7 @@ from torch import zeros
 from torch.nn.parameter import is_lazy
 
 from graph.fake_cuda.memory import Layout, contiguous, empty_layout, set_storage
-from graph.fake_cuda.operators import fits, iterated, places
+from graph.fake_cuda.operators import fits, implemented, iterated, places
 from graph.fake_cuda.operators.composed import COMPOSED, differing, evenly
 from graph.fake_cuda.operators.native import operator
 from graph.fake_cuda.operators.refused import CHECKS
@@ -252,7 +252,7 @@ class Kernels:
         if name in self._special:
             return self._special[name](func)
         if name in COMPOSED:
-            return places.checked(func, functools.partial(COMPOSED[name], self.runtime))
+            return places.checked(func, implemented.checked(func, functools.partial(COMPOSED[name], self.runtime)))
         if name in _METADATA_ONLY or name in _GENERIC:
             return functools.partial(func.redispatch, BY_CPU_KERNEL)
         return self._dynamic(func) if torch.Tag.dynamic_output_shape in func.tags else self._usual(func)
@@ -307,7 +307,8 @@ class Kernels:
         """A kernel that only writes its arguments; numbers count where they may decide what it takes meanwhile."""
         runtime, kinds, written = self.runtime, dict[Any, Kind](), schema.written
         first = written[0] if len(written) == 1 else None
-        told = [one for one in (CHECKS.get(func), runtime.values.marks.told(func)) if one is not None]
+        checks = CHECKS.get(func), implemented.check_of(func), runtime.values.marks.told(func)
+        told = [one for one in checks if one is not None]
         exact = str(func) in rules()
 
         def kernel(*args: object, **kwargs: object) -> Any:

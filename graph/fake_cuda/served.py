@@ -84,6 +84,9 @@ class Allocator(Protocol):
         """The pool has the blocks that it had: allocations that were freed, and those that lived then by their new
         numbers."""
 
+    def begin(self) -> object:
+        """CUDA is initialized: what the environment says of settings counts as it is now."""
+
     def empty_cache(self) -> None:
         """Give back to the driver what is cached."""
 

@@ -12,7 +12,7 @@ from torch import empty, zeros  # not those that a program puts in their place
 
 from graph.errors import CaptureError
 from graph.fake_cuda.memory import storage_bytes
-from graph.fake_cuda.operators import fits, places
+from graph.fake_cuda.operators import fits, implemented, places
 from graph.fake_cuda.operators.refused import CHECKS
 from graph.fake_cuda.torch_private import (
     MODE_KEYS,
@@ -77,7 +77,10 @@ class Shapes:
         CUDA's kernel does not take these arguments.
         """
         with self.lock:  # one thread at a time is in the mode
-            return self._infer(func, args, kwargs)
+            made = self._infer(func, args, kwargs)
+        if (check := implemented.check_of(func)) is not None:
+            check(args)
+        return made
 
     def _infer(self, func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         if self._mode is None:

@@ -335,7 +335,10 @@ _INITIALIZING: Final = (
 
 def _initializing(runtime: Runtime, function: Callable[..., Any]) -> Callable[..., Any]:
     def called(*args: object, **kwargs: object) -> Any:
-        runtime.initialized = True
+        if not runtime.initialized:
+            runtime.initialized = True
+            for allocator in runtime.allocators:
+                allocator.begin()
         return function(*args, **kwargs)
 
     return called

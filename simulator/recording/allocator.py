@@ -1,6 +1,6 @@
 """PyTorch's caching allocator while a program runs: each event is served at once, and kept for the trace.
 
-The allocator is made at its first use, as PyTorch's is: a program may set PYTORCH_ALLOC_CONF before that.
+The allocator is made at its first use: a program may set PYTORCH_ALLOC_CONF until CUDA is initialized.
 """
 
 from __future__ import annotations
@@ -168,12 +168,10 @@ class LiveAllocator:
     def machine(self) -> Machine:
         """The allocator's state; made when it is first asked for."""
         if self._machine is None:
-            if self.conf is None:
-                self.conf = conf_from_environment(os.environ, self.release) or ""
             self._machine = Machine(
                 _no_events(self._times is not None),
                 device=self._served,
-                settings=parse_conf(self.conf, self.release),
+                settings=parse_conf(self.begin(), self.release),
                 release=self.release,
                 capacity=self._served.total_bytes - self.device.context_bytes,
             )
@@ -181,6 +179,13 @@ class LiveAllocator:
             self._machine.memory[at.HOLD] = self.late
             self._machine.memory[at.NUM_POOLS] = 1
         return self._machine
+
+    def begin(self) -> str:
+        """The settings: the environment's are read when CUDA is initialized, or memory is first asked for, and then
+        stay (CUDACachingAllocator's `init`)."""
+        if self.conf is None:
+            self.conf = conf_from_environment(os.environ, self.release) or ""
+        return self.conf
 
     @property
     def history(self) -> Int64Array:

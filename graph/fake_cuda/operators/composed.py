@@ -445,10 +445,20 @@ def _longest(runtime: Runtime, lengths: Any) -> int:
 def _ctc_loss_backward(
     runtime: Runtime, gradient: torch.Tensor, scores: torch.Tensor, targets: object, *rest: Any
 ) -> torch.Tensor:
-    """cuda/LossCTC.cu, `ctc_loss_backward_gpu_template`: the likelihoods from behind, and the gradient."""
-    offsets = [torch.empty(scores.shape[1], dtype=torch.int64, device=scores.device) for _ in range(3)]
-    behind = torch.empty_like(rest[3])
+    """cuda/LossCTC.cu, `ctc_loss_backward_gpu_template`: the likelihoods from behind, and the gradient. Where there is
+    much, the sums of every other likelihood, those of blanks, and the zeros for losses that are infinite are operators
+    of their own."""
+    steps, batch, labels = scores.shape
+    offsets = [torch.empty(batch, dtype=torch.int64, device=scores.device) for _ in range(3)]
+    loss, before, finite = rest[2], rest[3], len(rest) > 5 and rest[5]
+    behind = torch.empty_like(before)
     out = torch.empty_like(scores, memory_format=torch.contiguous_format)
+    if 2 * steps + 24 * batch // 10 + 2 * labels // 10 > 450:
+        blanks = before[..., ::2] + behind[..., ::2]
+        _aten.logsumexp.default(blanks, [2], True)
+        del blanks
+        if finite:
+            out = torch.where(loss.view(1, batch, 1) == math.inf, out.new_zeros(()), out)
     del behind, offsets
     return out
 

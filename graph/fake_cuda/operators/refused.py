@@ -43,9 +43,14 @@ def _type(tensor: torch.Tensor) -> str:
     return _NAMES.get(tensor.dtype, ("", str(tensor.dtype)))[1]
 
 
+def not_implemented(kernel: str, tensor: torch.Tensor) -> NotImplementedError:
+    """What PyTorch says where a kernel does not take a tensor's dtype (aten/src/ATen/Dispatch.h)."""
+    return NotImplementedError(f"\"{kernel}\" not implemented for '{_scalar(tensor)}'")
+
+
 def _computed(kernel: str, tensor: torch.Tensor) -> None:
-    if not (tensor.is_floating_point() or tensor.is_complex()):
-        raise NotImplementedError(f"\"{kernel}\" not implemented for '{_scalar(tensor)}'")
+    if tensor.numel() and not (tensor.is_floating_point() or tensor.is_complex()):
+        raise not_implemented(kernel, tensor)
 
 
 def _mm(args: Sequence[Any]) -> None:
@@ -336,7 +341,7 @@ def _of_bits(name: str) -> Check:
     def check(args: Sequence[Any]) -> None:
         for one in args[:2]:
             if isinstance(one, torch.Tensor) and (one.is_floating_point() or one.is_complex()):
-                raise NotImplementedError(f"\"{name}_cuda\" not implemented for '{_scalar(one)}'")
+                raise not_implemented(f"{name}_cuda", one)
 
     return check
 

@@ -94,6 +94,15 @@ def values_that_differ():
     torch.unique_consecutive(made(300_000).detach(), return_counts=True)
 
 
+def losses_of_long_sequences():
+    """From a length on, CTC's derivative is made of other operators."""
+    for steps, batch, labels in (100, 5, 31), (500, 17, 203):
+        scores = made(steps, batch, labels).log_softmax(2)
+        targets, lengths = torch.randint(1, labels, (batch, 20)).cuda(), torch.full((batch,), steps)
+        torch.nn.functional.ctc_loss(
+            scores, targets, lengths, torch.full((batch,), 20), zero_infinity=steps > 100).backward()
+
+
 def nothing():
     torch.empty(1, device="cuda")
 
@@ -102,7 +111,7 @@ gc.disable()  # what transforms leave in cycles goes between the parts, not when
 torch.nn.Linear(8, 8).cuda()(made(8, 8)).sum().backward()  # cuBLAS has its workspace
 for part in lazy_module, cell_of_gru, transform_of_functions, packed_attention, tangents, bags_of_embeddings, \
         products_of_columns_and_rows, quantization_while_training, cells_of_lstm, bags_of_two_kinds_of_integers, \
-        values_that_differ, nothing:
+        values_that_differ, losses_of_long_sequences, nothing:
     gc.collect()
     torch.cuda.reset_peak_memory_stats()
     part()

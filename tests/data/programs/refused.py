@@ -32,6 +32,22 @@ for call in (
     lambda: functional.grouped_mm(f(8, 36).half(), f(2, 36, 64).half(), offs=i(2).int()),
     lambda: functional.grouped_mm(f(8, 64), f(2, 64, 34), offs=i(2).int()),
     lambda: functional.grouped_mm(f(64).expand(8, 64), f(2, 64, 32), offs=i(2).int()),
+    *(lambda call=call: call(f(4, 4).bfloat16()) for call in (
+        torch.nn.init.orthogonal_, torch.linalg.qr, torch.linalg.lu_factor, torch.linalg.svdvals, torch.linalg.cholesky,
+        torch.linalg.eigvalsh, torch.linalg.eigvals, torch.linalg.det, torch.geqrf, torch.special.erfcx, torch.angle,
+        lambda x: torch.cdist(x, x), lambda x: torch.linalg.solve(x, x), lambda x: torch.linalg.householder_product(x, x[0]),
+        lambda x: torch.linalg.solve_triangular(x, x, upper=True), lambda x: torch.cholesky_solve(x, x),
+        lambda x: torch.igamma(x, x), lambda x: torch.linalg.qr(x.half().expand(3, 4, 4)), torch.bitwise_not,
+        lambda x: torch.linalg.lu_factor(x.expand(3, 4, 4)), lambda x: torch.linalg.svdvals(x.repeat(20, 20)),
+        lambda x: functional.ctc_loss(x[:, None], i(1, 2), i(1) + 4, i(1) + 2))),
+    *(lambda call=call: call(i(1, 4, 6)) for call in (
+        functional.silu, functional.mish, functional.glu, functional.hardshrink, torch.frac, lambda x: functional.avg_pool1d(x, 2),
+        lambda x: functional.max_pool2d(x, 2), lambda x: functional.interpolate(x, scale_factor=2), lambda x: x.clone().normal_(),
+        lambda x: functional.mse_loss(x, x, reduction="none"), lambda x: functional.smooth_l1_loss(x, x, reduction="none"),
+        lambda x: functional.dropout(x, 0.5), lambda x: torch.lerp(x, x, 0.5), lambda x: x[0, 0] @ x[0, 0],
+        lambda x: x[0] @ x[0, 0], lambda x: x.clone().uniform_(), lambda x: functional.unfold(x[None].mT, 2),
+        lambda x: torch.hypot(x, x.float()).dtype, lambda x: functional.mse_loss(x, x.float(), reduction="none").dtype,
+        lambda x: functional.interpolate(x[None].byte(), scale_factor=2).shape, lambda x: torch.round(x > 0))),
     lambda: torch._foreach_lerp_([f(2)], [f(2).bfloat16()], 0.5), lambda: torch._foreach_lerp_([f(2)], [f(2)], [f(2).long()]),
 ):
     try:

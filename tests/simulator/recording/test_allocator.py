@@ -166,6 +166,15 @@ def test_settings_are_those_of_the_environment_at_the_first_use(monkeypatch: pyt
     assert live.conf == "expandable_segments:True"
 
 
+def test_settings_are_those_of_the_environment_when_the_device_was_initialized(monkeypatch: pytest.MonkeyPatch) -> None:
+    live = made(8 << 30, None)
+    live.begin()
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    live.malloc(3 * MIB)
+    assert not live.machine.settings.expandable_segments
+    assert live.conf == ""
+
+
 @pytest.mark.parametrize(
     ("size", "text"),
     [(0, "0 bytes"), (1024, "1024 bytes"), (1025, "1.00 KiB"), (36_720_640, "35.02 MiB"), (3_000_000_000, "2.79 GiB")],

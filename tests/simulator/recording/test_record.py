@@ -69,6 +69,32 @@ def test_rare_parts_of_programs_take_what_they_take(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("first", "expected"),
+    [
+        ("torch.cuda.init()", "83886080 96468992 False"),
+        ("torch.cuda.get_device_capability()", "83886080 96468992 False"),
+        ("torch.cuda.is_available(); torch.cuda.memory_stats(); torch.manual_seed(0)", "81788928 83886080 True"),
+    ],
+)
+def test_settings_of_the_allocator_count_until_cuda_is_initialized(tmp_path: Path, first: str, expected: str) -> None:
+    """As torchtune sets them, when other libraries have asked for the GPU; as PyTorch 2.13.0+cu130 said."""
+    program = tmp_path / "train.py"
+    program.write_text(f"""
+import os, torch
+{first}
+os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
+for _ in range(3):
+    some = [torch.empty(7 << 20, dtype=torch.uint8, device="cuda") for _ in range(4)]
+    large = torch.empty(25 << 20, dtype=torch.uint8, device="cuda")
+    del some
+segments = torch.cuda.memory_snapshot()
+print(torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved(), segments[0]["is_expandable"])
+""")
+    done = record(tmp_path, "-q", str(program))
+    assert done.stdout.strip() == expected, done.stderr
+
+
+@pytest.mark.parametrize(
     "name",
     [
         "fast_path",  # nn.TransformerEncoderLayer and nn.MultiheadAttention in evaluation without gradients
