@@ -26,6 +26,10 @@ from traces.forks import locking
 #: A storage has this much of the address space to itself (256 GiB); larger ones take several slots.
 ADDRESS_BITS: Final = 38
 
+#: PyTorch's allocator takes no more than 1 EB, and sizes have 63 bits.
+_EXA_BITS: Final = 60
+_SIZE_BITS: Final = 63
+
 _KDL_CUDA: Final = 2
 _CAPSULE: Final = b"dltensor"
 
@@ -203,6 +207,8 @@ class Memory:
         with self.lock:  # threads of a program: the number, and the layout's record, are one's own meanwhile
             nbytes = layout.nbytes
             if nbytes:
+                if nbytes >> _EXA_BITS:
+                    raise _too_much(layout)
                 number = self._next
                 self._next = number + 1 + (nbytes >> ADDRESS_BITS)
                 self.live[number] = nbytes
@@ -246,6 +252,13 @@ class _Again:
 
     def __del__(self) -> None:
         self.memory.freed(self.number)
+
+
+def _too_much(layout: Layout) -> RuntimeError:
+    """What PyTorch raises (aten/src/ATen/EmptyTensor.cpp, c10/cuda/CUDACachingAllocator.cpp)."""
+    if layout.nbytes >> _SIZE_BITS:
+        return RuntimeError(f"Storage size calculation overflowed with sizes={list(layout.shape)}")
+    return torch.OutOfMemoryError("CUDA out of memory. Tried to allocate more than 1EB memory.")
 
 
 def ignore(storage: int) -> None:

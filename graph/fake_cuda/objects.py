@@ -12,6 +12,7 @@ from graph.fake_cuda.torch_private import StorageBase, without_modes
 
 _CUDA: Final = torch.device("cuda")
 #: Bytes of the state of a generator on CUDA: a seed and an offset.
+_SEED: Final = 8
 _STATE: Final = 16
 #: Storages that go to the device have values if they have no more bytes: most larger ones are weights.
 _READ: Final = 1 << 20
@@ -54,6 +55,24 @@ class Generator(torch.Generator, metaclass=_Named):
     def set_state(self, new_state: torch.Tensor) -> Any:
         """The state is what `get_state` gave."""
         self._state = new_state.clone()
+        return self
+
+    def manual_seed(self, seed: int) -> Any:
+        """Begin anew."""
+        self.set_offset(0)
+        return super().manual_seed(seed)
+
+    def get_offset(self) -> int:
+        """Where in its sequence it was told to be, which stands behind the seed in the state; nothing is drawn."""
+        with without_modes():
+            return int(self._state[_SEED:].view(torch.int64))
+
+    def set_offset(self, offset: int) -> Any:
+        """RuntimeError, as PyTorch's, where it is no multiple of 4."""
+        if offset % 4:
+            raise RuntimeError("offset must be a multiple of 4")
+        with without_modes():
+            self._state[_SEED:].view(torch.int64).fill_(offset)
         return self
 
     def clone_state(self) -> Any:

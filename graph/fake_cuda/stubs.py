@@ -57,6 +57,11 @@ class Stream:
         self.priority = priority
         self._outside: list[_StreamContext] = []  # in which it is current
 
+    @staticmethod
+    def priority_range() -> tuple[int, int]:
+        """The least and the greatest priority (of CUDA's, those that PyTorch has pools of streams for)."""
+        return 0, -3
+
     def query(self) -> bool:
         """All is done."""
         return True

@@ -34,11 +34,16 @@ def may_write(path: object) -> bool:
 
 
 class Saving:
-    """`torch.save` in place of PyTorch's, which is `plain`; `values` says what is known of a tensor on the device."""
+    """`torch.save` in place of PyTorch's, which is `plain`; `values` says what is known of a tensor on the device.
+    `saved` are the bytes of storages so far."""
 
     def __init__(self, plain: Callable[..., Any], values: Callable[[torch.Tensor], torch.Tensor | None]) -> None:
         self.plain = plain
-        self.writer = type("Writer", (_Writer,), {"values": staticmethod(values)})
+        self.saved = 0
+        self.writer = type("Writer", (_Writer,), {"values": staticmethod(values), "count": staticmethod(self._count)})
+
+    def _count(self, size: int) -> None:
+        self.saved += size
 
     def __call__(self, obj: object, f: object, *args: object, **kwargs: object) -> None:
         """Save, but for the bytes of storages, and not over a file that the program has not made itself.
@@ -61,11 +66,13 @@ class _Writer(FileWriter):
     """PyTorch's writer, to be used under `skip_data`: small storages, and integers, are written all the same."""
 
     values: Callable[[torch.Tensor], torch.Tensor | None]
+    count: Callable[[int], None]
 
     def write_record_metadata(self, name: str, size: int) -> None:
         """Called for each storage; which one is known to the caller (`_save` of torch.serialization)."""
         caller = sys._getframe(1).f_locals
         storage: torch.UntypedStorage = caller["storage"]
+        self.count(size)
         dtype = caller["storage_dtypes"].get(storage.data_ptr())
         real = size < LARGE or not (dtype is None or dtype.is_floating_point)
         known = self.values(torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)) if real else None

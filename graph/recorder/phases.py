@@ -13,10 +13,11 @@ from __future__ import annotations
 import functools
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch.nn.modules import module as hooks
@@ -28,6 +29,9 @@ from graph.recorder.phase_names import BACKWARD, EVALUATION, FORWARD, GENERATION
 from graph.recorder.program import ProgramRecorder
 from graph.recorder.recorder import tensors
 from graph.recorder.regions import Regions
+
+#: Bytes of a checkpoint that a program writes in a second, about.
+_SAVED_A_SECOND: Final = 500e6
 
 
 class Finished(BaseException):
@@ -72,6 +76,7 @@ class Phases:
             stack.enter_context(
                 _around(torch, "save", lambda plain, *args, **named: self._saving(saving, *args, **named))
             )
+            stack.enter_context(_around(time, "sleep", self._sleep))
             stack.enter_context(Regions(self.recorder.region).followed())
             yield
 
@@ -124,13 +129,19 @@ class Phases:
         finally:
             self.recorder.backward = before
 
-    def _saving(self, plain: Callable[..., Any], *args: object, **kwargs: object) -> Any:
-        before = self.phase
+    def _saving(self, saving: Saving, *args: object, **kwargs: object) -> Any:
+        before, saved = self.phase, saving.saved
         self.begin(SAVING)
         try:
-            return plain(*args, **kwargs)
+            return saving(*args, **kwargs)
         finally:
+            self.recorder.pause((saving.saved - saved) / _SAVED_A_SECOND)
             self.begin(before)
+
+    def _sleep(self, plain: Callable[[float], None], seconds: float) -> None:
+        plain(seconds)
+        if threading.get_ident() == self._main:
+            self.recorder.pause(seconds)
 
     def _make(self, plain: Callable[..., Any], optimizer: torch.optim.Optimizer, *args: object, **kw: object) -> None:
         self._made.add(optimizer)

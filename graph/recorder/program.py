@@ -45,6 +45,8 @@ _MODULE: Final = (1 << _BITS) - 1
 #: Beside the sequences of a kind of call: what it takes in ns, and the code of its operator's name.
 _DURATION: Final = "ns"
 _CODE: Final = "code"
+#: That a host issues.
+OPERATORS_A_SECOND: Final = 20_000
 #: A thread that is neither the main one nor autograd's.
 _OWN: Final = 2
 
@@ -125,7 +127,7 @@ class ProgramRecorder:
         further = (Labels(self.labels.lines, self.labels.names) for _ in others)
         self.cards = [Card(0, allocator, self.labels)]  # by the number of the GPU, if there are several
         self.cards += [Card(*card) for card in zip(range(1, 1 + len(others)), others, further, strict=True)]
-        self.operators = 0  # that have run
+        self.operators = 0  # that have run, or would have in a pause
         self.stacks: dict[int, list[int]] = {}  # by thread: codes of the modules that run, outermost first
         self.origins = Origins(0, lambda near: near & _MODULE)  # packed, as `_place` has it
         self.backward = NONE  # the stack that called the backward that runs
@@ -185,6 +187,10 @@ class ProgramRecorder:
         else:
             kernel, module = told
             self._written = self.labels.code(kernel), self.labels.code(module) if module else -1
+
+    def pause(self, seconds: float) -> None:
+        """The host does something else for so long, as far as watchdogs are concerned."""
+        self.operators += int(seconds * OPERATORS_A_SECOND)
 
     # What the device tells -------------------------------------------------------------------------------------
 

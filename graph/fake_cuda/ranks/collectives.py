@@ -35,6 +35,7 @@ from graph.fake_cuda.ranks.messages import Messages
 from graph.fake_cuda.torch_private import OPERATOR_CALLS, fake_store, finished_work, typed_future, wait_tensor
 from graph.fake_cuda.torch_private import schemas as torch_schemas
 from graph.recorder.list_sharding import equal_entries_once
+from graph.recorder.program import OPERATORS_A_SECOND
 from graph.workspaces import metadata
 from traces.release import version_of
 
@@ -62,8 +63,8 @@ KINDS: Final[Mapping[str, str]] = {
     "recv_": "recv",
     "barrier": "barrier",
 }
-#: Operators that a host issues between two looks of NCCL's watchdog.
-OPERATORS_A_LOOK: Final = 2000
+#: Operators that a host issues between two looks of NCCL's watchdog (kWatchdogThreadSleepMillis).
+OPERATORS_A_LOOK: Final = OPERATORS_A_SECOND // 10
 #: Settlings after which a collective finds finished what a program issued: the step has ended in which it was.
 SETTLINGS: Final = 2
 #: Collectives over a list of tensors, which NCCL gathers into or takes from one flat tensor of the same stream.

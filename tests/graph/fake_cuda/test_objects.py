@@ -84,6 +84,22 @@ def test_generators_are_of_their_device(runtime: Runtime) -> None:
     assert torch.randn(4, device="cuda", generator=ours).is_cuda
     assert torch.randperm(9, device="cuda", generator=torch.cuda.default_generators[0]).shape == (9,)
     assert ours.set_state(ours.get_state()).initial_seed() == 3
+    ours.set_offset(8)
+    assert ours.get_offset() == 8
+    assert ours.manual_seed(4).get_offset() == 0
+    with pytest.raises(RuntimeError, match="offset must be a multiple of 4"):
+        ours.set_offset(3)
+
+
+def test_sizes_that_no_gpu_has_are_an_error(runtime: Runtime) -> None:
+    """The program goes on if it catches it."""
+    with pytest.raises(
+        RuntimeError, match=r"^Storage size calculation overflowed with sizes=\[4611686018427387904, 3\]$"
+    ):
+        torch.empty(1 << 62, 3, device="cuda")
+    with pytest.raises(torch.OutOfMemoryError, match="Tried to allocate more than 1EB memory"):
+        torch.empty(1 << 60, device="cuda")
+    assert torch.empty(3, device="cuda").shape == (3,)
 
 
 def test_tensors_by_the_names_of_types(births: Births) -> None:

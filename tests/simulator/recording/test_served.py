@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import gc
+import io
 import os
+import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -527,6 +530,24 @@ def test_phases_and_steps_are_found(runtime: Runtime) -> None:
     found = list(recorder.labels.category.values())
     assert found.count(categories["parameter"]) == 2
     assert found.count(categories["optimizer_state"]) == 4
+
+
+def test_checkpoints_and_sleep_take_time_for_watchdogs(runtime: Runtime) -> None:
+    """NCCL's lets go of what works keep: it looks every 100 ms, in which a host issues 2,000 operators."""
+    recorder = runtime.observer
+    assert isinstance(recorder, ProgramRecorder)
+    with Phases(recorder).followed():
+        before = recorder.operators
+        torch.save(torch.nn.Linear(4000, 4000, bias=False).state_dict(), io.BytesIO())  # 64 MB
+        saved = recorder.operators
+        time.sleep(0.01)
+        slept = recorder.operators
+        thread = threading.Thread(target=time.sleep, args=(0.01,))
+        thread.start()
+        thread.join()
+    assert saved - before > 2000
+    assert slept - saved == 200
+    assert recorder.operators == slept
 
 
 def test_what_is_saved_has_its_size_and_no_file_is_overwritten(tmp_path: Path, runtime: Runtime) -> None:
