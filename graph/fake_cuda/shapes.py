@@ -287,6 +287,12 @@ def _attention_gradients(
     return found[0], *like, found[3]
 
 
+def _attention_gradients_by_token(grad: object, query: object, *rest: object, **named: object) -> Any:
+    """Gradients lie by token, whatever the operands do (attention_backward.cu, `_efficient_attention_backward`)."""
+    *found, bias = _aten._efficient_attention_backward.default(grad, query, *rest, **named)
+    return *(one.new_empty(one.shape) for one in found), bias
+
+
 def _dropped(image: torch.Tensor, *rest: object) -> Any:
     """The result and the mask of `native_dropout`, which lie as the input does (cuda/Dropout.cu)."""
     made = _like_input(image)
@@ -337,6 +343,7 @@ _RULES: Final[dict[Any, Any]] = {
     _aten.native_dropout.default: _dropped,
     _aten._thnn_fused_lstm_cell.default: _lstm_cell,
     _aten._scaled_dot_product_efficient_attention_backward.default: _attention_gradients,
+    _aten._efficient_attention_backward.default: _attention_gradients_by_token,
     _aten.log_sigmoid_backward.default: lambda grad, *rest: torch.empty_like(grad),  # Activation.cpp
     _aten.glu_backward.default: lambda grad, source, dim: _plain(source),  # cuda/Activation.cpp
     _aten.mse_loss_backward.default: lambda grad, source, *rest: _plain(source),  # BinaryOps.cpp

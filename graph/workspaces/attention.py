@@ -306,13 +306,16 @@ def efficient_backward(call: Call) -> Plan | None:
 def efficient_by_token_backward(call: Call) -> Plan | None:
     """aten::_efficient_attention_backward of tensors (batch, rows, heads, head); of packed sequences (1, tokens, ...)
     each has a workspace as the longest."""
-    query, key, value, bias, out, starts = call.args[1:7]
+    gradient, query, key, value, bias, out, starts = call.args[:7]
     if bias is not None:
         return None
     dropout = float(argument(call, 11, "dropout_p", 0.0)) != 0.0
     batch, rows, heads, head = query.shape
     value_head = value.shape[3]
+    copied = ["grad_out"] * (not is_contiguous(gradient))
     steps = _Steps()
+    for name in copied:
+        steps.alloc(name, size(gradient))
     steps.out(0, 1, 2)
     _delta(steps, call, out, of=(heads, rows, max(head, value_head)), sums=batch * heads * rows * 4, dropout=dropout)
     sequences, longest, columns = batch, rows, key.shape[1]
@@ -321,7 +324,7 @@ def efficient_by_token_backward(call: Call) -> Plan | None:
     extents = (sequences, heads, longest, head)
     workspace = efficient_backward_workspace(call.profile, extents, columns, value_head, width(query) == 2, dropout)
     steps.alloc("workspace", workspace)
-    steps.free("delta", "workspace")
+    steps.free("delta", "workspace", *copied)
     return steps.plan()
 
 

@@ -6,6 +6,8 @@ import torch
 from torch.ao.quantization import MovingAverageMinMaxObserver, MovingAveragePerChannelMinMaxObserver
 from torch.ao.quantization.fake_quantize import FusedMovingAvgObsFakeQuantize
 from torch.func import functional_call, grad, hessian, jacfwd, jvp
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.bias import causal_lower_right
 from torch.nn.attention.varlen import varlen_attn
 
 
@@ -103,6 +105,14 @@ def losses_of_long_sequences():
             scores, targets, lengths, torch.full((batch,), 20), zero_infinity=steps > 100).backward()
 
 
+def attention_to_the_lower_right():
+    for size in 40, 64:
+        query, key, value = (made(2, 3, rows, size, dtype=torch.bfloat16) for rows in (37, 41, 41))
+        with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):
+            torch.nn.functional.scaled_dot_product_attention(
+                query, key, value, attn_mask=causal_lower_right(37, 41)).float().sum().backward()
+
+
 def nothing():
     torch.empty(1, device="cuda")
 
@@ -111,7 +121,7 @@ gc.disable()  # what transforms leave in cycles goes between the parts, not when
 torch.nn.Linear(8, 8).cuda()(made(8, 8)).sum().backward()  # cuBLAS has its workspace
 for part in lazy_module, cell_of_gru, transform_of_functions, packed_attention, tangents, bags_of_embeddings, \
         products_of_columns_and_rows, quantization_while_training, cells_of_lstm, bags_of_two_kinds_of_integers, \
-        values_that_differ, losses_of_long_sequences, nothing:
+        values_that_differ, losses_of_long_sequences, attention_to_the_lower_right, nothing:
     gc.collect()
     torch.cuda.reset_peak_memory_stats()
     part()
