@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 _ROOT: Final = str(Path(__file__).resolve().parents[2])
 #: Our folder comes first until our own modules are there: the program's may have their names. Ctrl-C, which is blocked
 #: when the process starts, ends it without a word until the program begins, unless it is ignored. torch comes before
-#: what else is ours: as much of the collector's work is the program's own.
+#: what else is ours: as much of the collector's work is the program's own. So does Dynamo, for when that imports it.
 _START: Final = """
 import gc, signal, sys
 gc.disable()  # until the program begins
@@ -45,8 +45,11 @@ left_at_exit()
 import torch
 gc.collect()
 objects = len(gc.get_objects())
+import torch._dynamo
+gc.collect()
+further = len(gc.get_objects()) - objects
 from simulator.recording.process import main
-sys.exit(main({text!r}, objects))
+sys.exit(main({text!r}, objects, further))
 """
 
 

@@ -53,7 +53,7 @@ from simulator.recording.repeats import Found, Progress, Repeats
 from simulator.recording.request import DEVICES, FACTS, FAULT, INTERRUPTED, REPEATS, TRACE, Request
 from simulator.recording.trace import together, trace_of
 from strategies.timing.clock import LAUNCH_NS, Clock
-from traces.collecting import as_if_on
+from traces.collecting import as_if_on, not_yet_imported
 from traces.model import Device
 from traces.release import installed_release
 
@@ -64,9 +64,9 @@ _DIE_WITH_PARENT: Final = 1
 _BASE: Final[types.CodeType] = runpy._run_code.__code__  # type: ignore[attr-defined]
 
 
-def main(text: str, objects: int) -> int:
+def main(text: str, objects: int, further: int) -> int:
     """Run what the request (`Request`, as JSON) asks for; the program's exit code. Importing torch made so many objects
-    that the collector looks at."""
+    that the collector looks at, and importing Dynamo, as the first optimizer does, so many further ones."""
     request = Request.parse(text)
     ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGTERM)
     if not faulthandler.is_enabled():
@@ -132,6 +132,7 @@ def main(text: str, objects: int) -> int:
             arguments.followed(keeper.arguments),
         ):
             phases.settle = _settling(job, recorder, request.late)
+            not_yet_imported("torch._dynamo", further)
             as_if_on(objects)
             code, error = _run(request)
             keeper.raised = "" if error is None else told(error)

@@ -27,6 +27,28 @@ assert gc.isenabled() and gc.get_count()[1:] == (4, 10) and not gc.collect()
 assert gc.get_freeze_count() > 1000  # what was there
 assert 1000 <= len(gc.get_objects()) < 1100  # what counts
 """
+NOT_YET_IMPORTED = """
+import colorsys
+import gc
+import sys
+from traces.collecting import not_yet_imported
+
+spec = colorsys.__spec__
+not_yet_imported("colorsys", 70_000)
+assert "colorsys" not in sys.modules
+finders, passes = len(sys.meta_path), sum(one["collections"] for one in gc.get_stats())
+
+
+def first():
+    import colorsys
+
+    return colorsys
+
+
+assert first() is first() is sys.modules["colorsys"] is colorsys
+assert colorsys.__spec__ is spec and len(sys.meta_path) == finders - 1
+assert sum(one["collections"] for one in gc.get_stats()) - passes in range(95, 105)  # one for each 700
+"""
 #: Files in cycles and without, the module's own and not, one of a class with a method that fails.
 LEFT_OPEN = """
 import gzip
@@ -72,6 +94,10 @@ def test_passes_are_rare_in_a_process_of_our_own() -> None:
 
 def test_a_program_begins_as_if_the_collector_had_looked_at_all() -> None:
     run(AS_IF_ON)
+
+
+def test_a_module_counts_as_not_imported_until_the_program_imports_it() -> None:
+    run(NOT_YET_IMPORTED)
 
 
 def test_what_was_written_is_in_files_that_a_program_left_open(tmp_path: Path) -> None:
