@@ -93,6 +93,8 @@ Operator: TypeAlias = "OpOverload[..., Any]"
 ShardedCall: TypeAlias = "OpSchema"
 
 
+#: PyTorch's compiler, which the first optimizer imports, and a recording before all.
+DYNAMO: Final = "torch._dynamo"
 #: What errors say of releases that there are others.
 CHECKED: Final = "captures were checked with PyTorch 2.6 to 2.15"
 

@@ -25,6 +25,7 @@ from torch.nn.modules import module as hooks
 from torch.optim import optimizer as optimizers
 from torch.utils.weak import WeakIdKeyDictionary
 
+from graph.fake_cuda.torch_private import DYNAMO
 from graph.recorder.checkpoints import Saving
 from graph.recorder.phase_names import BACKWARD, EVALUATION, FORWARD, GENERATION, LOAD, OPTIMIZER, SAVING
 from graph.recorder.program import ProgramRecorder
@@ -145,7 +146,7 @@ class Phases:
             self.recorder.pause(seconds)
 
     def _make(self, plain: Callable[..., Any], optimizer: torch.optim.Optimizer, *args: object, **kw: object) -> None:
-        importlib.import_module("torch._dynamo")  # as the first optimizer does: until then it counts as not imported
+        importlib.import_module(DYNAMO)  # as the first optimizer does: until then it counts as not imported
         self._made.add(optimizer)
         plain(optimizer, *args, **kw)
 

@@ -34,7 +34,7 @@ _ROOT: Final = str(Path(__file__).resolve().parents[2])
 #: when the process starts, ends it without a word until the program begins, unless it is ignored. torch comes before
 #: what else is ours: as much of the collector's work is the program's own. So does Dynamo, for when that imports it.
 _START: Final = """
-import gc, signal, sys
+import gc, importlib, signal, sys
 gc.disable()  # until the program begins
 if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -45,9 +45,10 @@ left_at_exit()
 import torch
 gc.collect()
 objects = len(gc.get_objects())
-import torch._dynamo
-gc.collect()
-further = len(gc.get_objects()) - objects
+from graph.fake_cuda.torch_private import DYNAMO
+further = -len(gc.get_objects())
+importlib.import_module(DYNAMO)
+further += len(gc.get_objects())
 from simulator.recording.process import main
 sys.exit(main({text!r}, objects, further))
 """

@@ -28,6 +28,7 @@ from graph.fake_cuda.device import Runtime, fake_cuda
 from graph.fake_cuda.ranks.collectives import Collectives
 from graph.fake_cuda.ranks.job import joined
 from graph.fake_cuda.served import OutOfMemoryError, has_triton
+from graph.fake_cuda.torch_private import DYNAMO
 from graph.hardware.profile import profile
 from graph.host import compiled, kept, triton_stand_in
 from graph.host.driver import smi
@@ -132,7 +133,7 @@ def main(text: str, objects: int, further: int) -> int:
             arguments.followed(keeper.arguments),
         ):
             phases.settle = _settling(job, recorder, request.late)
-            not_yet_imported("torch._dynamo", further)
+            not_yet_imported(DYNAMO, further)
             as_if_on(objects)
             code, error = _run(request)
             keeper.raised = "" if error is None else told(error)

@@ -68,28 +68,19 @@ def test_rare_parts_of_programs_take_what_they_take(tmp_path: Path) -> None:
     assert done.stdout == program.with_suffix(".txt").read_text(), done.stderr
 
 
-@pytest.mark.parametrize(
-    ("optimizer", "expected"),
-    [("torch.optim.AdamW([weight])", [10, 11, 21, 31, 41]), ("None", [10, 20, 30, 11, 21])],
-)
-def test_the_collector_runs_as_if_the_first_optimizer_had_imported_dynamo(
-    tmp_path: Path, optimizer: str, expected: list[int]
-) -> None:
-    """MiB that cycles keep alive, as PyTorch 2.13.0+cu130 said."""
+def test_the_first_optimizer_imports_dynamo_which_the_collector_sees(tmp_path: Path) -> None:
+    """PyTorch 2.13.0+cu130 had 302 passes of the young objects there."""
     program = tmp_path / "train.py"
-    program.write_text(f"""
-import torch
+    program.write_text("""
+import gc, sys, torch
 weight = torch.zeros(1, device="cuda", requires_grad=True)
-{optimizer}
-for number in range(50):
-    cycle = [torch.empty(1 << 18, device="cuda")]
-    cycle.append(cycle)
-    some = [[] for _ in range(40)]
-    if number % 10 == 9:
-        print(torch.cuda.memory_allocated() >> 20)
+for _ in range(2):
+    before = gc.get_stats()[0]["collections"]
+    torch.optim.AdamW([weight])
+    print(200 < gc.get_stats()[0]["collections"] - before < 400, "torch._dynamo" in sys.modules)
 """)
     done = record(tmp_path, "-q", str(program), run=warm.cold)
-    assert [int(line) for line in done.stdout.split()] == expected, done.stderr
+    assert done.stdout.split() == ["True", "True", "False", "True"], done.stderr
 
 
 @pytest.mark.parametrize(
