@@ -12,9 +12,7 @@ import io
 import sys
 from collections.abc import Iterator
 from functools import cache
-from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
-from importlib.util import spec_from_loader
 from types import ModuleType
 from typing import Any, Final
 
@@ -70,14 +68,15 @@ def as_if_on(objects: int) -> None:
     gc.enable()
 
 
-class _Imported(MetaPathFinder, Loader):
-    """Imports a module that is there already."""
+class _Imported:
+    """Finds and loads, as importlib's protocols have it, a module that is there already."""
 
     def __init__(self, name: str, module: ModuleType, objects: int) -> None:
         self.name, self.module, self.spec, self.objects = name, module, module.__spec__, objects
 
     def find_spec(self, name: str, path: object, target: object = None) -> ModuleSpec | None:
-        return spec_from_loader(name, self) if name == self.name else None
+        loader: Any = self
+        return ModuleSpec(name, loader) if name == self.name else None
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         return self.module
