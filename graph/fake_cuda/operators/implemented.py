@@ -8,12 +8,13 @@ Recorded from the CUDA builds of 2.13.0 and 2.15.0, by running their operator da
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
 from graph.fake_cuda.operators.refused import not_implemented
+from graph.workspaces.metadata import tensors
 from traces.release import version_of
 
 if TYPE_CHECKING:
@@ -221,12 +222,10 @@ def check_of(func: Operator) -> Callable[[Sequence[Any]], None] | None:
         return None
 
     def check(args: Sequence[Any]) -> None:
-        tensors = list(_tensors(args))
-        first = tensors[0] if tensors else None
-        kernel = None if first is None or not first.numel() else missing.get(first.dtype)
-        if first is None or kernel is None or any(_is_wider(one, first) for one in tensors):
-            return
-        raise not_implemented(kernel if isinstance(kernel, str) else kernel(first), first)
+        first, *others = tensors(args)
+        kernel = missing.get(first.dtype) if first.numel() else None
+        if kernel is not None and not any(_is_wider(one, first) for one in others):
+            raise not_implemented(kernel if isinstance(kernel, str) else kernel(first), first)
 
     return check
 
@@ -242,12 +241,6 @@ def checked(func: Operator, kernel: Kernel) -> Kernel:
         return kernel(*args, **kwargs)
 
     return called
-
-
-def _tensors(args: Sequence[Any]) -> Iterator[torch.Tensor]:
-    for arg in args:
-        if isinstance(arg, torch.Tensor):
-            yield arg
 
 
 def _is_wider(other: torch.Tensor, first: torch.Tensor) -> bool:
