@@ -20,7 +20,7 @@ from graph.fake_cuda.memory import Layout, contiguous, empty_layout, set_storage
 from graph.fake_cuda.operators import fits, implemented, iterated, places
 from graph.fake_cuda.operators.composed import COMPOSED, differing, evenly
 from graph.fake_cuda.operators.native import operator
-from graph.fake_cuda.operators.refused import CHECKS
+from graph.fake_cuda.operators.refused import CHECKS, drawing
 from graph.fake_cuda.sdpa import corrected
 from graph.fake_cuda.shapes import Shapes
 from graph.fake_cuda.torch_private import BY_CPU_KERNEL, is_dense, tree_leaves
@@ -249,6 +249,9 @@ class Kernels:
     def of(self, name: str) -> Kernel:
         """The kernel for operator `name` (`add.Tensor`)."""
         func = operator(name)
+        return drawing(func, self._of(name, func))
+
+    def _of(self, name: str, func: Operator) -> Kernel:
         if name in self._special:
             return self._special[name](func)
         if name in COMPOSED:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any, Final
+from weakref import WeakValueDictionary
 
 import torch
 
 from graph.errors import CaptureError
-from graph.fake_cuda.torch_private import StorageBase, without_modes
+from graph.fake_cuda.torch_private import StorageBase, generator_address, without_modes
 
 _CUDA: Final = torch.device("cuda")
 #: Bytes of the state of a generator on CUDA: a seed and an offset.
@@ -26,6 +27,15 @@ class _Named(type(_plain)):  # type: ignore[misc]
         return isinstance(instance, _plain)
 
 
+#: Those of the device that live, by what C++ has of them, which operators get in another object.
+_of_device: Final[WeakValueDictionary[int, Generator]] = WeakValueDictionary()
+
+
+def of_device(generator: torch.Generator) -> bool:
+    """Whether operators on the device take it."""
+    return generator_address(generator) in _of_device
+
+
 class Generator(torch.Generator, metaclass=_Named):
     """`torch.Generator`: those of the host are PyTorch's own; one of the device draws nothing."""
 
@@ -40,6 +50,7 @@ class Generator(torch.Generator, metaclass=_Named):
         made = super().__new__(cls)
         made._place = place
         made._state = torch.zeros(_STATE, dtype=torch.uint8, device="cpu")
+        _of_device[generator_address(made)] = made
         return made
 
     @property

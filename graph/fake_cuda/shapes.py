@@ -92,6 +92,8 @@ class Shapes:
         if fits.elementwise(func):
             fits.together(args)
             if any(argument.is_out for argument in func._schema.arguments):
+                for target in tensors(tuple(kwargs.values())):
+                    fits.disjoint(target, args)
                 places.written(func, (*kwargs.values(), *args))
         func, args, kwargs = _stand_in(func, args, kwargs)
         if func in ALIKE and not kwargs and (made := _on_meta_alone(func, args)) is not None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import operator
 import os
 import re
 from collections.abc import Callable, Iterator
@@ -204,6 +205,9 @@ RUN_BACKWARD: Final[tuple[tuple[ModuleType, str], ...]] = (
 )
 #: Where `torch.cuda.nvtx` has what it calls in C++, and its name; builds for the CPU have something that fails.
 NVTX: Final[tuple[ModuleType, str]] = (torch.cuda.nvtx, "_nvtx")
+
+#: The address of what C++ has of a generator.
+generator_address: Callable[[torch.Generator], int] = operator.attrgetter("_cdata")
 
 #: What a group tells of the devices that its backends serve: where barriers, messages and checkpoints go.
 DEVICE_TYPES: Final = "_device_types"

@@ -1,4 +1,5 @@
-"""Whether operands fit together in shape, in TensorIterator's words (ATen/ExpandUtils.cpp, TensorIterator.cpp).
+"""Whether operands fit together in shape and lie apart in memory, in TensorIterator's words (ATen/ExpandUtils.cpp,
+TensorIterator.cpp, MemoryOverlap.cpp).
 
 An operator that only writes its arguments makes nothing whose shape would have to be found, so PyTorch's rules for
 shapes are not asked for it; and where they are, their words are those of Python's references.
@@ -13,6 +14,7 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from graph.fake_cuda.operators import places
+from graph.workspaces.metadata import is_dense, tensors
 
 if TYPE_CHECKING:
     from graph.fake_cuda.shapes import Shapes
@@ -26,11 +28,21 @@ _BY_RULE: Final = frozenset(
         *("index_add_", "index_copy_", "index_fill_", "index_reduce_"),
     }
 )
+#: Operators that write one place several times over: most write the same number.
+_OVER_ITSELF: Final = frozenset(
+    {
+        *("fill_.Scalar", "zero_", "masked_fill_.Scalar", "masked_fill_.Tensor", "index_fill_.int_Scalar"),
+        *("index_fill_.int_Tensor", "threshold_", "tril_", "triu_", "baddbmm_", "_foreach_zero_"),
+    }
+)
+#: Which argument says that an operator that writes at indices adds to what is there.
+_ACCUMULATE: Final = 3
 
 
 def written(shapes: Shapes, func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Raises what PyTorch raises where an operator that writes its first argument cannot write these into it."""
     name = func._opname
+    _apart(func, args)
     places.together(func, args, kwargs)
     if name.startswith("_foreach_"):
         lists = [value for value in args if isinstance(value, list | tuple) and len(value) == len(args[0])]
@@ -48,6 +60,47 @@ def written(shapes: Shapes, func: Operator, args: tuple[Any, ...], kwargs: dict[
         operands = (*args, *kwargs.values())
         places.written(func, operands)
         _written(operands)
+
+
+def _apart(func: Operator, args: Sequence[Any]) -> None:
+    name, (target, *others) = func._opname, args
+    adds = len(args) > _ACCUMULATE and args[_ACCUMULATE]
+    if _name(func) in _OVER_ITSELF or (name == "_index_put_impl_" and not adds):
+        return
+    sources = others if name == "copy_" or elementwise(func) else ()
+    for one in tensors(target):
+        disjoint(one, () if one is not target else sources)
+
+
+def _name(func: Operator) -> str:
+    return func._opname if func._overloadname == "default" else f"{func._opname}.{func._overloadname}"
+
+
+def disjoint(target: torch.Tensor, sources: Sequence[object]) -> None:
+    """RuntimeError where an operator would write a tensor whose elements share memory, or a part of its operands."""
+    if is_dense(target):
+        for source in sources:
+            if isinstance(source, torch.Tensor) and source is not target and _partly_shared(target, source):
+                raise _overlapping("some elements of the input tensor and the written-to tensor refer")
+    elif any(size > 1 and step == 0 for size, step in zip(target.shape, target.stride(), strict=True)):
+        raise _overlapping("more than one element of the written-to tensor refers")
+
+
+def _overlapping(what: str) -> RuntimeError:
+    return RuntimeError(
+        f"unsupported operation: {what} to a single memory location. Please clone() the tensor before performing the "
+        "operation."
+    )
+
+
+def _partly_shared(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors share some memory but are not the same, as far as PyTorch looks (get_overlap_status)."""
+    if not one.numel() or one.device != other.device or not is_dense(other):
+        return False
+    begin, start = one.data_ptr(), other.data_ptr()
+    if begin == start and one.nbytes == other.nbytes:
+        return one.stride() != other.stride()
+    return begin < start + other.nbytes and start < begin + one.nbytes
 
 
 def elementwise(func: Operator) -> bool:

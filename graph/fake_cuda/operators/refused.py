@@ -8,11 +8,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from itertools import repeat
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
+from graph.fake_cuda.objects import of_device
 from graph.fake_cuda.operators import places
+
+if TYPE_CHECKING:
+    from graph.fake_cuda.torch_private import Operator
 
 _aten: Final = torch.ops.aten
 #: Each dtype's name as a ScalarType and as a C++ type (c10/core/ScalarType.h).
@@ -46,6 +50,21 @@ def _type(tensor: torch.Tensor) -> str:
 def not_implemented(kernel: str, tensor: torch.Tensor) -> NotImplementedError:
     """What PyTorch says where a kernel does not take a tensor's dtype (aten/src/ATen/Dispatch.h)."""
     return NotImplementedError(f"\"{kernel}\" not implemented for '{_scalar(tensor)}'")
+
+
+def drawing(func: Operator, kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """A kernel that takes no generator of the host, if it takes any."""
+    place = next((place for place, one in enumerate(func._schema.arguments) if one.name == "generator"), None)
+    if place is None:
+        return kernel
+
+    def called(*args: object, **kwargs: object) -> Any:
+        generator: Any = args[place] if len(args) > place else kwargs.get("generator")
+        if generator is not None and not of_device(generator):
+            raise RuntimeError("Expected a 'cuda' device type for generator but found 'cpu'")
+        return kernel(*args, **kwargs)
+
+    return called
 
 
 def _computed(kernel: str, tensor: torch.Tensor) -> None:

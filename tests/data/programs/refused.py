@@ -49,6 +49,21 @@ for call in (
         lambda x: torch.hypot(x, x.float()).dtype, lambda x: functional.mse_loss(x, x.float(), reduction="none").dtype,
         lambda x: functional.interpolate(x[None].byte(), scale_factor=2).shape, lambda x: torch.round(x > 0))),
     lambda: torch._foreach_lerp_([f(2)], [f(2).bfloat16()], 0.5), lambda: torch._foreach_lerp_([f(2)], [f(2)], [f(2).long()]),
+    *(lambda call=call: call(torch.Generator()) for call in (
+        lambda g: torch.randn(3, device="cuda", generator=g), lambda g: torch.randperm(3, device="cuda", generator=g),
+        lambda g: f(3).uniform_(generator=g), lambda g: torch.poisson(f(3), g), lambda g: torch.normal(f(3), 1.0, generator=g),
+        lambda g: torch.multinomial(f(3), 2, generator=g), lambda g: torch.bernoulli(f(3), generator=g),
+        lambda g: torch.rand(3, device="cuda", generator=torch.Generator("cuda")).shape)),
+    *(lambda call=call: call(f(1, 4).expand(4, 4), f(4, 4)).shape for call in (
+        lambda x, y: x.add_(1), lambda x, y: x.mul_(y), lambda x, y: x.copy_(y), lambda x, y: x.relu_(), lambda x, y: x.normal_(),
+        lambda x, y: x.clamp_(0), lambda x, y: x.index_add_(0, i(1), y[:1]), lambda x, y: x.scatter_(0, i(4, 4), 1.0),
+        lambda x, y: x.cumsum_(0), lambda x, y: x.masked_scatter_(y > 0, y), lambda x, y: x.fill_(y[0, 0]),
+        lambda x, y: x.index_put_((i(1),), y[:1], accumulate=True), lambda x, y: torch._foreach_add_([x, x], 1.0)[0],
+        lambda x, y: x.fill_(1), lambda x, y: x.zero_(), lambda x, y: x.masked_fill_(y > 0, 1), lambda x, y: x.triu_(),
+        lambda x, y: x.index_put_((i(1),), y[:1]), lambda x, y: x.index_fill_(0, i(1), 1.0), lambda x, y: torch.add(y, 1, out=x),
+        lambda x, y: y[1:].copy_(y[:-1]), lambda x, y: y[:2].add_(y[1:3]), lambda x, y: y.mul_(y.t()), lambda x, y: y.add_(y),
+        lambda x, y: y[:2].add_(y[2:]), lambda x, y: y[:, :2].add_(y[:, 1:3]), lambda x, y: torch.clamp(y[1:], 0, out=y[:-1]),
+        lambda x, y: torch.add(y, 1, out=y))),
 ):
     try:
         print(call())
