@@ -82,8 +82,11 @@ _DISTRIBUTED: Final = (
 )
 #: Who calls an operator that is no functional collective, and waits itself: DTensor's all-to-all.
 _WAITING: Final = os.path.join(os.path.dirname(dist.__file__), "tensor", "_collective_utils.py")
-#: Functions whose messages go as one. Newer pipelines send what goes one way alone: taken as in 2.11, as recorded.
-_BATCHES: Final = (dist.batch_isend_irecv.__name__, "_batch_p2p")
+#: Functions whose messages go as one, and the release from which one of pipelines sends what goes one way alone
+#: (recorded with 2.11 and 2.13).
+_BATCH: Final = dist.batch_isend_irecv.__name__
+_OF_PIPELINES: Final = "_batch_p2p"
+_ALONE: Final = (2, 12)
 #: Whether works keep tensors for the allocator's sake: before 2.8 it knew the streams that use them (record_stream).
 _STASHED: Final = version_of(torch.__version__) >= (2, 8)
 #: The stream of asynchronous collectives that nobody waits for until the backward has ended.
@@ -114,6 +117,7 @@ class Collectives:
         self.runtime = runtime
         self.recorder = recorder
         self.kept = kept
+        self.batches = frozenset({_BATCH} if runtime.profile.release >= _ALONE else {_BATCH, _OF_PIPELINES})
         self.keeps: Callable[[], bool] = lambda: True  # whether nobody waits for one of these
         self.named: Callable[[Any], str] = _group_name
         self.issued = 0  # works that were kept for some time
@@ -273,7 +277,7 @@ class Collectives:
                 result = whole if whole and name == "allgather_" else result
             elif name == "scatter_":
                 result = list(metadata.tensors(args[1]))
-            work = _finished([] if name in _PAIRS and _together() else result)
+            work = _finished([] if name in _PAIRS and _together(self.batches) else result)
             self._keep(name, given, work, (result if name == "barrier" else args[:2], whole))
             return work.boxed() if results == 1 else (args[0], work.boxed())
 
@@ -344,11 +348,11 @@ def _by_operator() -> bool:
     return called and caller().f_code.co_filename != _WAITING
 
 
-def _together() -> bool:
-    """Whether a message is one of several that go as one, whose work knows none of them."""
+def _together(batches: frozenset[str]) -> bool:
+    """Whether a message is one of several that go as one by these functions, whose work knows none of them."""
     frame: FrameType | None = caller()
     while frame is not None and frame.f_code.co_filename in _DISTRIBUTED:
-        if frame.f_code.co_name in _BATCHES:
+        if frame.f_code.co_name in batches:
             return True
         frame = frame.f_back
     return False
