@@ -31,8 +31,9 @@ _BY_RULE: Final = frozenset(
 #: Operators that write one place several times over: most write the same number.
 _OVER_ITSELF: Final = frozenset(
     {
-        *("fill_.Scalar", "zero_", "masked_fill_.Scalar", "masked_fill_.Tensor", "index_fill_.int_Scalar"),
-        *("index_fill_.int_Tensor", "threshold_", "tril_", "triu_", "baddbmm_", "_foreach_zero_"),
+        *(_aten.fill_.Scalar, _aten.zero_.default, _aten._foreach_zero_.default, _aten.threshold_.default),
+        *(_aten.masked_fill_.Scalar, _aten.masked_fill_.Tensor, _aten.tril_.default, _aten.triu_.default),
+        *(_aten.index_fill_.int_Scalar, _aten.index_fill_.int_Tensor, _aten.baddbmm_.default),
     }
 )
 #: Which argument says that an operator that writes at indices adds to what is there.
@@ -42,7 +43,8 @@ _ACCUMULATE: Final = 3
 def written(shapes: Shapes, func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Raises what PyTorch raises where an operator that writes its first argument cannot write these into it."""
     name = func._opname
-    _apart(func, args)
+    by_element = name == "copy_" or elementwise(func)
+    _apart(func, args, by_element)
     places.together(func, args, kwargs)
     if name.startswith("_foreach_"):
         lists = [value for value in args if isinstance(value, list | tuple) and len(value) == len(args[0])]
@@ -56,24 +58,19 @@ def written(shapes: Shapes, func: Operator, args: tuple[Any, ...], kwargs: dict[
     elif name in _BY_RULE:
         plain = getattr(getattr(_aten, name[:-1]), func._overloadname)
         shapes.infer(plain, args, kwargs)
-    elif name == "copy_" or elementwise(func):
+    elif by_element:
         operands = (*args, *kwargs.values())
         places.written(func, operands)
         _written(operands)
 
 
-def _apart(func: Operator, args: Sequence[Any]) -> None:
-    name, (target, *others) = func._opname, args
+def _apart(func: Operator, args: Sequence[Any], by_element: bool) -> None:
+    target, *others = args
     adds = len(args) > _ACCUMULATE and args[_ACCUMULATE]
-    if _name(func) in _OVER_ITSELF or (name == "_index_put_impl_" and not adds):
+    if func in _OVER_ITSELF or (func._opname == "_index_put_impl_" and not adds):
         return
-    sources = others if name == "copy_" or elementwise(func) else ()
     for one in tensors(target):
-        disjoint(one, () if one is not target else sources)
-
-
-def _name(func: Operator) -> str:
-    return func._opname if func._overloadname == "default" else f"{func._opname}.{func._overloadname}"
+        disjoint(one, others if by_element and one is target else ())
 
 
 def disjoint(target: torch.Tensor, sources: Sequence[object]) -> None:

@@ -83,7 +83,7 @@ _DISTRIBUTED: Final = (
 #: Who calls an operator that is no functional collective, and waits itself: DTensor's all-to-all.
 _WAITING: Final = os.path.join(os.path.dirname(dist.__file__), "tensor", "_collective_utils.py")
 #: Functions whose messages go as one, and the release from which one of pipelines sends what goes one way alone
-#: (recorded with 2.11 and 2.13).
+#: (schedules.py of 2.12; recorded with 2.11 and 2.13).
 _BATCH: Final = dist.batch_isend_irecv.__name__
 _OF_PIPELINES: Final = "_batch_p2p"
 _ALONE: Final = (2, 12)
