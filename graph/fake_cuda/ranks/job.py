@@ -1,9 +1,9 @@
 """One rank of a job that a program starts itself, by `torch.distributed.init_process_group` of any backend.
 
 Rank and world are what the program says, or those of the environment (RANK, WORLD_SIZE), as launchers set them. Where
-it starts ranks itself (`torch.multiprocessing.spawn`, `Process`), this process is one of them: that of the environment,
-else the first. Collectives do nothing but take part (`collectives`), and bring from other ranks what values they have
-(`messages`, `objects`).
+it starts ranks itself (`torch.multiprocessing.spawn`, `elastic_launch`, `Process`), this process is one of them: that
+of the environment, else the first. Collectives do nothing but take part (`collectives`), and bring from other ranks
+what values they have (`messages`, `objects`).
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import torch.distributed as dist
 import torch.multiprocessing
 from torch.distributed import device_mesh
 from torch.distributed import distributed_c10d as c10d
+from torch.distributed.launcher import api as launcher
 
 from graph.fake_cuda.device import Runtime
 from graph.fake_cuda.ranks.collectives import Collectives, caller, lone_replicas
@@ -122,6 +123,7 @@ def joined(
                     stack.enter_context(mock.patch.object(module, name, function))
         for name in ("spawn", "start_processes"):
             stack.enter_context(mock.patch.object(torch.multiprocessing, name, _own_rank))
+        stack.enter_context(mock.patch.object(launcher, "launch_agent", _launched(launcher.launch_agent)))
         stack.enter_context(mock.patch.object(BaseProcess, "start", _started(runtime, BaseProcess.start, begins)))
         stack.enter_context(mock.patch.object(dist, "is_nccl_available", return_value=True))
         stack.enter_context(mock.patch.object(torch.cuda.nccl, "version", return_value=_NCCL))
@@ -217,6 +219,24 @@ def _own_rank(
     if own and not join:
         raise SystemExit(0)
     return None if join else _Ended()
+
+
+def _launched(plain: Callable[..., dict[int, Any]]) -> Callable[..., dict[int, Any]]:
+    """`elastic_launch` of a function, as `accelerate.notebook_launcher` begins its ranks: it is called here, as the
+    rank that this process is. What this one returns, all do. Commands are started as they are."""
+
+    def launch_agent(
+        config: launcher.LaunchConfig, entrypoint: object, args: list[Any], *rest: object, **named: object
+    ) -> dict[int, Any]:
+        if not callable(entrypoint):
+            return plain(config, entrypoint, args, *rest, **named)
+        ranks = config.nproc_per_node
+        first = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": ranks * config.max_nodes, "LOCAL_WORLD_SIZE": ranks}
+        unsaid = {name: str(value) for name, value in first.items() if name not in os.environ}
+        with mock.patch.dict(os.environ, unsaid):
+            return dict.fromkeys(range(ranks), entrypoint(*args))
+
+    return launch_agent
 
 
 class _Over:

@@ -6,6 +6,7 @@ import copy
 import gc
 import io
 import json
+import os
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -20,6 +21,7 @@ from torch import Tensor  # noqa: E402
 from torch.distributed.checkpoint.state_dict_saver import save  # noqa: E402
 from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
 from torch.distributed.fsdp import FullyShardedDataParallel  # noqa: E402
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch  # noqa: E402
 from torch.distributed.tensor import Shard, distribute_tensor  # noqa: E402
 from torch.profiler import ProfilerActivity, profile, record_function  # noqa: E402
 
@@ -169,6 +171,24 @@ def test_of_ranks_that_are_waited_for_elsewhere_the_others_end(
         with pytest.raises(SystemExit) as ended:
             torch.multiprocessing.start_processes(seen.append, nprocs=2, join=False)
     assert (seen, ended.value.code) == ([0, 1], 0)
+
+
+def test_a_launch_of_a_function_is_the_first_rank_where_none_is_given(
+    runtime: Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the environment is as it was afterwards."""
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+
+    def work(word: str) -> tuple[str, int, int, str]:
+        dist.init_process_group("nccl")
+        return word, dist.get_rank(), dist.get_world_size(), os.environ["LOCAL_RANK"]
+
+    config = LaunchConfig(min_nodes=2, max_nodes=2, nproc_per_node=4)
+    with joined(runtime, _Untold()):
+        done = elastic_launch(config, work)("hello")
+    assert done == dict.fromkeys(range(4), ("hello", 0, 8, "0"))
+    assert "LOCAL_RANK" not in os.environ
 
 
 def test_a_job_may_begin_with_a_barrier(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:

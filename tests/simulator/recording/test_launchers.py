@@ -110,6 +110,7 @@ import functools, os, sys
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 def work(local, world):
     torch.cuda.set_device(local)
@@ -132,6 +133,11 @@ def work(local, world):
 if __name__ == "__main__":
     if sys.argv[1:] == ["spawn"]:
         mp.spawn(work, (torch.cuda.device_count(),), nprocs=torch.cuda.device_count())
+    elif sys.argv[1:] == ["launch"]:  # as accelerate's notebook_launcher does
+        many = torch.cuda.device_count()
+        config = LaunchConfig(min_nodes=1, max_nodes=1, nproc_per_node=many, start_method="fork")
+        done = elastic_launch(config, lambda world: work(int(os.environ["LOCAL_RANK"]), world))(None)
+        assert sorted(done) == list(range(many))
     elif sys.argv[1:] == ["start"]:  # as PyTorch's tutorial "Writing distributed applications with PyTorch" does
         mp.set_start_method("spawn")
         ranks = [mp.Process(target=functools.partial(work, world=2), args=(rank,)) for rank in range(2)]
@@ -155,6 +161,7 @@ if __name__ == "__main__":
         ),
         (("--nproc-per-node", "2", "--nnodes", "3", "--ranks", "5"), ("train.py",), {"5 6 1 2"}),
         (("--nproc-per-node", "2"), ("train.py", "spawn"), {"0 2 0 2", "1 2 1 2"}),
+        (("--nproc-per-node", "2"), ("train.py", "launch"), {"0 2 0 2", "1 2 1 2"}),
         (("--nproc-per-node", "2"), ("train.py", "start"), {"0 2 0 2", "1 2 1 2"}),
     ],
 )
