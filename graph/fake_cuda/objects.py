@@ -10,6 +10,7 @@ import torch
 
 from graph.errors import CaptureError
 from graph.fake_cuda.torch_private import StorageBase, generator_address, without_modes
+from traces.release import installed_release, version_of
 
 _CUDA: Final = torch.device("cuda")
 #: Bytes of the state of a generator on CUDA: a seed and an offset.
@@ -173,9 +174,20 @@ def _shared(self: torch.UntypedStorage) -> Any:
     )
 
 
+def _read(plain: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor], Any]:
+    """`Tensor.item`: up to PyTorch 2.8 no kernel in Python can give a number beyond int64, as torchtitan has seeds."""
+
+    def item(self: torch.Tensor) -> Any:
+        return plain(self.cpu() if self.dtype is torch.uint64 and self.is_cuda else self)
+
+    return item
+
+
 def changes() -> list[tuple[Any, str, Any]]:
     """Owner, name and replacement of each."""
+    unsigned = [(torch.Tensor, "item", _read(torch.Tensor.item))] if version_of(installed_release()) < (2, 9) else []
     return [
+        *unsigned,
         (torch, "Generator", Generator),
         (torch.UntypedStorage, "__new__", _storage),
         (torch.UntypedStorage, "_share_cuda_", _shared),

@@ -336,12 +336,14 @@ def _inductor(runtime: Runtime, folder: Path, tell: Tell) -> Iterator[None]:
 
 def _own_kernels() -> contextlib.AbstractContextManager[object]:
     """Each graph has its own objects of the kernels that it shares with others, and tunes them, as where processes
-    compile (`AsyncCompile.triton`); one that is tuned already is found on disk. One process would keep the object."""
+    compile (`AsyncCompile.triton`); one that is tuned already is found on disk. One process would keep the object, from
+    PyTorch 2.8 on."""
     cache = inductor("codecache").PyCodeCache
+    kept: dict[str, object] = getattr(cache, "modules_no_attr", {})
 
     def anew(plain: Load) -> Load:
         def load(kernel: str, source: str) -> Any:
-            cache.modules_no_attr.pop(cache.write(source)[1], None)
+            kept.pop(cache.write(source)[1], None)
             return plain(kernel, source)
 
         return load

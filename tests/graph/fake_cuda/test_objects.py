@@ -304,6 +304,12 @@ class _Untold:
         """A collective starts."""
 
 
+def test_unsigned_numbers_beyond_the_signed_ones_are_read(runtime: Runtime) -> None:
+    """torchtitan's seeds are some."""
+    seeds = torch.tensor([-1, 3], device="cuda").view(torch.uint64)
+    assert [seed.item() for seed in seeds] == seeds.tolist() == [(1 << 64) - 1, 3]
+
+
 def test_a_generators_state_is_read_under_fake_tensors_too(runtime: Runtime) -> None:
     """As PyTorch's C++ makes it, below all modes: the partitioner of 2.6 asks for it there."""
     from torch._subclasses.fake_tensor import FakeTensorMode
