@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import sys
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -117,8 +118,9 @@ class MemPool:
         return shown(self.id)
 
     def __del__(self) -> None:
-        self.live.pool_release(self.id)
-        self.live.pool_empty(self.id)
+        if not sys.is_finalizing():  # a module of the program still has it, when there is nothing to call any more
+            self.live.pool_release(self.id)
+            self.live.pool_empty(self.id)
 
 
 class State(NamedTuple):

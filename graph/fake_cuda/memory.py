@@ -179,7 +179,7 @@ class Memory:
         self.freed: Callable[[int], None] = ignore
         self.live: dict[int, int] = {}
         self.values: dict[int, torch.UntypedStorage] = {}  # what storages hold, of those that have values
-        self.again_bytes: dict[int, int] = {}  # of storages that were made again
+        self.again_bytes: dict[int, int] = {}  # of storages that were made again, and of those that are elsewhere
         self._next = 1
         self.lock: AbstractContextManager[Any]
         locking(self)
@@ -216,6 +216,16 @@ class Memory:
                 place = self._placed(layout, number, _Life(self, number))
             else:
                 place = self._placed(layout, 0, None)
+        tensor = from_dlpack(_capsule(place, _CAPSULE, None))
+        return _viewed(tensor, layout) if layout._view else tensor
+
+    def elsewhere(self, layout: Layout) -> torch.Tensor:
+        """A tensor whose memory is not the allocator's: nobody is told of its life."""
+        with self.lock:
+            number = self._next
+            self._next = number + 1 + (layout.nbytes >> ADDRESS_BITS)
+            self.again_bytes[number] = layout.nbytes
+            place = self._placed(layout, number, None)
         tensor = from_dlpack(_capsule(place, _CAPSULE, None))
         return _viewed(tensor, layout) if layout._view else tensor
 

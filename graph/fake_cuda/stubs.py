@@ -537,6 +537,7 @@ def patched(runtime: Runtime) -> Iterator[None]:
         (importlib.import_module("torch.cuda.nvtx"), "_nvtx", _Silent()),
         (BINDINGS, "_cuda_get_sync_debug_mode", lambda: 0),
         (BINDINGS, "_cuda_set_sync_debug_mode", _nothing),
+        (BINDINGS, "_cuda_sleep", _nothing),
         (BINDINGS, "_accelerator_synchronizeDevice", lambda device: runtime.synchronized()),
         (torch.autograd.profiler, "_supported_activities", lambda: {ProfilerActivity.CPU, ProfilerActivity.CUDA}),
         (fake_tensor.log, "disabled", True),  # it logs errors that are raised as well

@@ -40,6 +40,7 @@ __all__ = [
     "OPERATOR_CALLS",
     "RAW_STREAM",
     "RUN_BACKWARD",
+    "SYMMETRIC_MEMORY",
     "DataDependentOutputException",
     "DynamicOutputShapeException",
     "FakeTensor",
@@ -62,6 +63,7 @@ __all__ = [
     "from_dlpack",
     "functional_collectives",
     "graph_task",
+    "group_named",
     "grouped_mm_output",
     "has_kernel",
     "has_triton_package",
@@ -76,6 +78,7 @@ __all__ = [
     "set_device",
     "set_excluded",
     "softmax_backward",
+    "symmetric_memory",
     "takes_numbers",
     "tree_flatten_with_path",
     "tree_leaves",
@@ -209,6 +212,10 @@ NVTX: Final[tuple[ModuleType, str]] = (torch.cuda.nvtx, "_nvtx")
 #: The address of what C++ has of a generator.
 generator_address: Callable[[torch.Generator], int] = operator.attrgetter("_cdata")
 
+#: Where torch.distributed has the class of memory that ranks of a host share, and its name.
+SYMMETRIC_MEMORY: Final[tuple[ModuleType, str]] = (BINDINGS._distributed_c10d, "_SymmetricMemory")
+#: The process group of a name.
+group_named: Callable[[str], Any] = operator.attrgetter("_resolve_process_group")(distributed_c10d)
 #: What a group tells of the devices that its backends serve: where barriers, messages and checkpoints go.
 DEVICE_TYPES: Final = "_device_types"
 #: Where torch.distributed makes an object of the bytes that a collective has brought, and its name.
@@ -280,6 +287,14 @@ def grouped_mm_output() -> Callable[..., torch.Tensor]:
     with _needed():
         from torch._meta_registrations import _create_grouped_mm_output_tensor
     return _create_grouped_mm_output_tensor
+
+
+def symmetric_memory() -> tuple[ModuleType, dict[str, Any], dict[str, Any]]:
+    """What uses memory that ranks of a host share; and the stores and workspaces of the groups that do, by name."""
+    with _needed():
+        from torch.distributed import _symmetric_memory as module
+
+        return module, module._group_name_to_store, module._group_name_to_workspace_tensor
 
 
 def functional_collectives() -> ModuleType:

@@ -17,3 +17,12 @@ class Births:
 
     def freed(self, storage: int) -> None:
         """Not of interest."""
+
+
+class Untold:
+    """A recorder of nothing."""
+
+    operators = 0
+
+    def collective(self, *told: object, **also: object) -> None:
+        """A collective starts."""

@@ -26,6 +26,7 @@ from torch.distributed import distributed_c10d as c10d
 from torch.distributed.launcher import api as launcher
 
 from graph.fake_cuda.device import Runtime
+from graph.fake_cuda.ranks import symmetric
 from graph.fake_cuda.ranks.collectives import Collectives, caller, lone_replicas
 from graph.fake_cuda.ranks.messages import Alone, Messages, Peers, ranks_of
 from graph.fake_cuda.ranks.objects import Group, Objects
@@ -127,6 +128,7 @@ def joined(
         stack.enter_context(mock.patch.object(BaseProcess, "start", _started(runtime, BaseProcess.start, begins)))
         stack.enter_context(mock.patch.object(dist, "is_nccl_available", return_value=True))
         stack.enter_context(mock.patch.object(torch.cuda.nccl, "version", return_value=_NCCL))
+        stack.enter_context(symmetric.shared(runtime))
         stack.enter_context(lone_replicas())
         stack.enter_context(equal_entries_once())
         stack.enter_context(collectives.followed())

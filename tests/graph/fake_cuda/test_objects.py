@@ -29,7 +29,7 @@ from graph.fake_cuda.device import Runtime, fake_cuda  # noqa: E402
 from graph.fake_cuda.ranks.job import joined  # noqa: E402
 from graph.fake_cuda.ranks.messages import ranks_of  # noqa: E402
 from graph.hardware.profile import profile as card  # noqa: E402
-from tests.support.births import Births  # noqa: E402
+from tests.support.births import Births, Untold  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -152,7 +152,7 @@ def test_a_program_that_spawns_its_ranks_is_the_first_of_them(runtime: Runtime) 
         assert given == ["plan"]
         seen.append((rank, dist.get_rank(), dist.get_world_size(), total.device))
 
-    with joined(runtime, _Untold()):
+    with joined(runtime, Untold()):
         assert torch.multiprocessing.spawn(work, args=(4,), nprocs=4) is None
         dist.destroy_process_group()
         assert torch.multiprocessing.spawn(seen.append, nprocs=2, join=False).join()
@@ -164,7 +164,7 @@ def test_of_ranks_that_are_waited_for_elsewhere_the_others_end(
 ) -> None:
     """Lightning waits for what the first rank puts in a queue, and looks at the processes it started."""
     seen: list[int] = []
-    with joined(runtime, _Untold()):
+    with joined(runtime, Untold()):
         started = torch.multiprocessing.start_processes(seen.append, nprocs=2, join=False)
         assert (started.join(), list(started.processes)) == (True, [])
         monkeypatch.setenv("RANK", "1")
@@ -185,7 +185,7 @@ def test_a_launch_of_a_function_is_the_first_rank_where_none_is_given(
         return word, dist.get_rank(), dist.get_world_size(), os.environ["LOCAL_RANK"]
 
     config = LaunchConfig(min_nodes=2, max_nodes=2, nproc_per_node=4)
-    with joined(runtime, _Untold()):
+    with joined(runtime, Untold()):
         done = elastic_launch(config, work)("hello")
     assert done == dict.fromkeys(range(4), ("hello", 0, 8, "0"))
     assert "LOCAL_RANK" not in os.environ
@@ -194,14 +194,14 @@ def test_a_launch_of_a_function_is_the_first_rank_where_none_is_given(
 def test_a_job_may_begin_with_a_barrier(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
     """By what its processes have in common, which ours do not (`_is_barrier_after_init`); OLMo-core asks for it."""
     monkeypatch.setenv("TORCH_DIST_INIT_BARRIER", "1")
-    with joined(runtime, _Untold()):
+    with joined(runtime, Untold()):
         dist.init_process_group("nccl", rank=0, world_size=2)
         assert dist.get_process_group_ranks(dist.new_group([0, 1])) == [0, 1]
 
 
 def test_ranks_of_a_group_may_be_integers_of_numpy(runtime: Runtime) -> None:
     """As nanotron has them, from an array of all ranks: what other processes are told is plain."""
-    with joined(runtime, _Untold()):
+    with joined(runtime, Untold()):
         dist.init_process_group("nccl", rank=0, world_size=2)
         group = dist.new_group([*np.arange(2)])
         assert json.dumps(ranks_of(group)) == "[0, 1]"
@@ -209,7 +209,7 @@ def test_ranks_of_a_group_may_be_integers_of_numpy(runtime: Runtime) -> None:
 
 def test_what_lightning_asks_of_a_job(runtime: Runtime) -> None:
     """Its barriers are gloo's monitored ones (fabric/utilities/distributed.py), and it reads DDP's log at the end."""
-    with joined(runtime, _Untold()):
+    with joined(runtime, Untold()):
         dist.init_process_group("nccl", rank=0, world_size=2)
         group = dist.new_group(backend="gloo")
         group.monitored_barrier()
@@ -224,7 +224,7 @@ def test_what_lightning_asks_of_a_job(runtime: Runtime) -> None:
 
 def test_nothing_is_left_of_a_replica_that_the_program_lets_go(runtime: Runtime) -> None:
     """As a CUDA build: parameters and buckets die with DistributedDataParallel. So of a program that makes several."""
-    with joined(runtime, _Untold()):
+    with joined(runtime, Untold()):
         dist.init_process_group("nccl", rank=0, world_size=2)
         before = runtime.allocated()
         replica = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(6, 2, device="cuda"))
@@ -235,7 +235,7 @@ def test_nothing_is_left_of_a_replica_that_the_program_lets_go(runtime: Runtime)
 
 
 def test_collectives_on_the_host_need_a_backend_for_it(runtime: Runtime) -> None:
-    with joined(runtime, _Untold()):
+    with joined(runtime, Untold()):
         dist.init_process_group("nccl", rank=0, world_size=2)
         with pytest.raises(RuntimeError, match="No backend type associated with device type cpu"):
             dist.all_reduce(torch.ones(2))
@@ -251,7 +251,7 @@ def test_batches_are_normalized_over_all_ranks(runtime: Runtime) -> None:
     image = torch.ones(2, 6, 4, 4, device="cuda", dtype=torch.half, requires_grad=True)
     mean, scale = torch.batch_norm_stats(image, 1e-5)
     assert {(one.shape, one.dtype, one.is_cuda) for one in (mean, scale)} == {((6,), torch.float32, True)}
-    with joined(runtime, _Untold()):
+    with joined(runtime, Untold()):
         dist.init_process_group("nccl", rank=0, world_size=2)
         norm(image).sum().backward()
     assert image.grad is not None
@@ -269,7 +269,7 @@ def test_evaluation_of_padded_texts_goes_without_nested_tensors(runtime: Runtime
 
 
 def test_a_rank_saves_its_shards(runtime: Runtime, tmp_path: Path) -> None:
-    with joined(runtime, _Untold()):
+    with joined(runtime, Untold()):
         dist.init_process_group("nccl", rank=0, world_size=4)
         mesh = init_device_mesh("cuda", (4,))
         weight = distribute_tensor(torch.ones(8, 3, device="cuda"), mesh, [Shard(0)])
@@ -280,7 +280,7 @@ def test_a_rank_saves_its_shards(runtime: Runtime, tmp_path: Path) -> None:
 def test_a_rank_saves_the_optimizer_states_of_all_parameters(runtime: Runtime) -> None:
     """Of the last layer rank 0 has no part, so no state either. The CUDA build of 2.13 on libraries that do nothing,
     whose ranks told each other by gloo, gave as many."""
-    with joined(runtime, _Untold()):
+    with joined(runtime, Untold()):
         dist.init_process_group("nccl", rank=0, world_size=2)
         layers = [torch.nn.Linear(64, 64), torch.nn.Linear(64, 256), torch.nn.Linear(256, 8)]
         model = FullyShardedDataParallel(torch.nn.Sequential(*layers).cuda(), use_orig_params=True, device_id=0)
@@ -293,15 +293,6 @@ def test_a_rank_saves_the_optimizer_states_of_all_parameters(runtime: Runtime) -
         **{"0.bias": (64,), "0.weight": (64, 64), "1.bias": (256,), "1.weight": (256, 64)},
         **{"2.bias": (8,), "2.weight": (8, 256)},
     }
-
-
-class _Untold:
-    """A recorder of nothing."""
-
-    operators = 0
-
-    def collective(self, *told: object, **also: object) -> None:
-        """A collective starts."""
 
 
 def test_unsigned_numbers_beyond_the_signed_ones_are_read(runtime: Runtime) -> None:
