@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, ClassVar, Final
+from typing import ClassVar, Final
 from unittest import mock
 
 import torch
@@ -26,7 +26,7 @@ _ADDRESS: Final = 8
 _SIGNALS: Final = 2048
 #: Blocks are whole pages of the driver's.
 _PAGE: Final = 2 << 20
-#: A product: its result is of another shape than its operands.
+#: An operator whose result is of another shape than its operands.
 _PRODUCT: Final = "_async_input_mm"
 #: Operators that PyTorch has written in Python, and those of classes in C++, begin so.
 _RUN: Final = ("fused_", "_low_contention_", "get_remote_tensors", "_rendezvous", "_barrier")
@@ -202,20 +202,21 @@ def _seen(
     return whole.as_strided(tuple(sizes), tuple(strides or contiguous(tuple(sizes))), offset)
 
 
-def _kernel(name: str, schema: torch.FunctionSchema) -> Callable[..., Any]:
+def _kernel(schema: torch.FunctionSchema) -> Callable[..., object]:
     """What an operator in C++ does to memory: it writes to an operand, or makes a tensor like the first."""
     written = [place for place, one in enumerate(schema.arguments) if one.alias_info and one.alias_info.is_write]
 
-    def kernel(*args: Any) -> Any:
+    def kernel(first: torch.Tensor, *rest: object) -> object:
         if not schema.returns:
             return None
-        if written:
-            return args[written[-1]]
-        if name == _PRODUCT:
-            return args[0].new_empty((*args[0].shape[:-1], args[1].shape[-1]))
-        return torch.empty_like(args[0])
+        return (first, *rest)[written[-1]] if written else torch.empty_like(first)
 
     return kernel
+
+
+def _product(one: torch.Tensor, other: torch.Tensor, *signals: object) -> torch.Tensor:
+    """A product that begins with what has come of its first operand."""
+    return one.new_empty((*one.shape[:-1], other.shape[-1]))
 
 
 @contextmanager
@@ -225,7 +226,8 @@ def shared(runtime: Runtime) -> Iterator[None]:
     cls = SymmetricMemory
     cls.runtime, cls.groups, cls.met, cls.lasting = runtime, {}, {}, {}
     named = [(one.name.removeprefix(_SPACE), one) for one in schemas() if one.name.startswith(_SPACE)]
-    kernels = [(name, "CUDA", _kernel(name, one)) for name, one in named if not name.startswith(_RUN)]
+    cpp = [(name, one) for name, one in named if not name.startswith(_RUN)]
+    kernels = [(name, "CUDA", _product if name == _PRODUCT else _kernel(one)) for name, one in cpp]
 
     def enable(group_name: str) -> None:
         enabled.setdefault(group_name, fake_store())
