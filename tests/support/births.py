@@ -26,3 +26,6 @@ class Untold:
 
     def collective(self, *told: object, **also: object) -> None:
         """A collective starts."""
+
+    def wait_stream(self, stream: int, on: int) -> None:
+        """A stream waits for another."""

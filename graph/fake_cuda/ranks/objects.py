@@ -18,13 +18,16 @@ import msgspec
 import torch
 import torch.distributed as dist
 
+from graph.errors import CaptureError
 from graph.fake_cuda.ranks.messages import Messages
+from graph.user_code import reader
 
 Group: TypeAlias = dist.ProcessGroup | None
 Function: TypeAlias = Callable[..., Any]
 #: How many bytes the objects have, as the function's first collective brings it, and the objects that it gives.
 _Come: TypeAlias = tuple[Sequence[int], Sequence[object]]
 _Given: TypeAlias = Mapping[str, Any]
+_UNSENT: Final = "{} takes an object from a rank that is not recorded, or has ended: have `--ranks` name that one too"
 
 
 class _Restored(threading.local):
@@ -56,7 +59,10 @@ class Objects:
         def to_object(tensor: torch.Tensor, *rest: object) -> Any:
             objects = self._restored.objects
             if objects is None:
-                return plain(tensor, *rest)
+                try:
+                    return plain(tensor, *rest)
+                except EOFError as error:  # of no bytes: a message that nobody has sent
+                    raise CaptureError(_UNSENT.format(reader() or "the program")) from error
             if tensor.is_cuda:
                 self._messages.runtime.synchronized()  # it is copied to the host, which waits
             return next(objects)

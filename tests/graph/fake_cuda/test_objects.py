@@ -25,6 +25,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch  # noqa:
 from torch.distributed.tensor import Shard, distribute_tensor  # noqa: E402
 from torch.profiler import ProfilerActivity, profile, record_function  # noqa: E402
 
+from graph.errors import CaptureError  # noqa: E402
 from graph.fake_cuda.device import Runtime, fake_cuda  # noqa: E402
 from graph.fake_cuda.ranks.job import joined  # noqa: E402
 from graph.fake_cuda.ranks.messages import ranks_of  # noqa: E402
@@ -189,6 +190,14 @@ def test_a_launch_of_a_function_is_the_first_rank_where_none_is_given(
         done = elastic_launch(config, work)("hello")
     assert done == dict.fromkeys(range(4), ("hello", 0, 8, "0"))
     assert "LOCAL_RANK" not in os.environ
+
+
+def test_an_object_of_a_rank_that_is_not_recorded_is_missed(runtime: Runtime) -> None:
+    """As the shapes that a pipeline's stage is sent by the one before."""
+    with joined(runtime, Untold()):
+        dist.init_process_group("nccl", rank=1, world_size=2)
+        with pytest.raises(CaptureError, match=r"from a rank that is not recorded.*--ranks"):
+            dist.recv_object_list([None], src=0)
 
 
 def test_a_job_may_begin_with_a_barrier(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
