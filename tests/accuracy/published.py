@@ -368,14 +368,22 @@ def _counter(row: Row) -> str:
     return "allocated" if _has(metric, "max_memory_allocated", "active_bytes") else "reserved"
 
 
+#: What runs the rows of a table as they were run, by how its source begins.
+_OWN_PROGRAMS: Final = {
+    "LitGPT config_hub": "LitGPT's own programs: `python -m tests.accuracy litgpt`",
+    "LitGPT tutorials": "LitGPT's own programs: `python -m tests.accuracy litgpt`",
+    "HF transformers docs perf_train_gpu_one": "a Trainer as it was: `python -m tests.accuracy guide`",
+    "torchtitan benchmark": "torchtitan's own program: `python -m tests.accuracy trainers`",
+}
+
+
 def read(row: Row) -> Reading:
     """A row as a case; LeftOutError says why it cannot be one."""
     if _has(row["optimizer"], "hybrid"):
         raise LeftOutError("LLMem's own runs: `python -m tests.accuracy table2`, `python -m tests.accuracy.choice`")
-    if row["source"].startswith(("LitGPT config_hub", "LitGPT tutorials")):
-        raise LeftOutError("LitGPT's own programs: `python -m tests.accuracy litgpt`")
-    if row["source"].startswith("HF transformers docs perf_train_gpu_one"):
-        raise LeftOutError("a Trainer as it was: `python -m tests.accuracy guide`")
+    for source, programs in _OWN_PROGRAMS.items():
+        if row["source"].startswith(source):
+            raise LeftOutError(programs)
     if not _counter(row) or not row["peak_bytes"]:
         raise LeftOutError("no peak was printed")
     reading = Reading(row)

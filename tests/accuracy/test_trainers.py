@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import base64
 import json
+import math
 from collections import Counter
 from pathlib import Path
 
 import pytest
 
 from tests.accuracy.sft import Run, read
-from tests.accuracy.trainers import CARDS, GIB, KEPT, TABLE, TOKENS, Compared, command, kept, prepare, summary
+from tests.accuracy.trainers import GIB, KEPT, PROGRAMS, TABLE, TOKENS, Compared, command, kept, prepare, summary
 
 ROWS = read(TABLE)
 
@@ -25,9 +26,15 @@ def test_what_is_typed_for_a_row(tmp_path: Path) -> None:
             assert Path(words[0]).parts[:2] == ("root", "recipes")
             assert ("compile=True" in words) == (row["id"] != "torchtune-3b-packed")
         else:
-            assert words[:2] == ["torchrun", "--nproc_per_node=8"]
-            assert ("--training.compile" in words) == ("nocompile" not in row["id"] or row["id"].endswith("float8"))
-            assert ("--model.converters=float8" in words) == (not row["id"].endswith("bf16"))
+            given = dict(word.partition("=")[::2] for word in words if word.startswith("--"))
+            size = next((size for size in ("70B", "405B") if size in row["id"]), "8B").lower()
+            assert Path(words[words.index("--job.config_file") + 1]).name == f"llama3_{size}.toml"
+            degrees = [int(many) for option, many in given.items() if option.endswith("parallel_degree")]
+            assert 8 * int(given["--nnodes"]) % math.prod(degrees) == 0
+            eager = row["id"].endswith("8gpu-FSDP") or ("nocompile" in row["id"] and not row["id"].endswith("float8"))
+            assert ("--training.compile" in given) == (not eager)
+            if row["program"] == "torchtitan":
+                assert ("--model.converters" in given) == (not row["id"].endswith("bf16"))
 
 
 def test_files_for_the_programs(tmp_path: Path) -> None:
@@ -43,10 +50,10 @@ def test_files_for_the_programs(tmp_path: Path) -> None:
     assert sum(file.stat().st_blocks for file in weights) * 512 < 1 << 20
 
 
-@pytest.mark.parametrize("program", list(CARDS))
+@pytest.mark.parametrize("program", list(PROGRAMS))
 def test_what_is_printed(program: str) -> None:
     row = {"id": "a row", "program": program, "gib": "10.00"}
-    workspace = CARDS[program][1]
+    workspace = PROGRAMS[program].workspace
     exact, failed = (
         Compared(row, run) for run in (Run(10 * GIB - workspace, 10 * GIB - workspace), Run(failure="ImportError: x"))
     )
@@ -60,5 +67,5 @@ def test_runs_are_kept_of_every_row() -> None:
     assert [row["id"] for row in read(KEPT)] == [row["id"] for row in ROWS]
     counted = Counter(row["program"] for row in ROWS)
     assert [line.split(" rows ran")[0].split()[-3:] for line in kept()[1:]] == [
-        [str(counted[program]), "of", str(counted[program])] for program in CARDS
+        [str(counted[program]), "of", str(counted[program])] for program in PROGRAMS
     ]

@@ -1,22 +1,31 @@
 """Training that others measured on real GPUs by torchtitan, torchtune and torchao, by their programs, under `record`.
 
-    python -m tests.accuracy trainers [--torchtitan ROOT] [--torchtune ROOT] [--torchao ROOT]
-        [--python PATH] [--results FILE] [WORD]...
+    python -m tests.accuracy trainers [--torchtitan ROOT] [--torchtitan-2024 ROOT] [--torchtitan-2025 ROOT]
+        [--torchtitan-h200 ROOT] [--torchtune ROOT] [--torchao ROOT] [--python PATH] [--results FILE] [WORD]...
 
 Each row of `tests/data/published/trainers.csv` is a peak, in GiB as it was printed, and the options of its run; what
 they leave open is in the program's own file of settings:
 
 - torchtitan: Llama 3 8B, rank 0 of eight H100s with FSDP2, the reserved memory that it logs. ROOT is its repository at
   commit b291ad662 (2025-02-28); rows of torchao's float8 benchmarks.
+- torchtitan-2024: Llama 3.1 of 8, 70 and 405 billion parameters on 8 to 512 H100s of 96 GB, by FSDP2, tensor, context
+  and pipeline parallelism, the reserved memory that it logs, of rank 0, whose stage keeps most. ROOT is its repository
+  at commit 9dec370 (2024-12-26); rows of its benchmarks/llama3_h100_202412_torchtitan.md, which were run without the
+  allocator's setting of its scripts for one node (found by the first two rows).
+- torchtitan-2025: Llama 3 8B, rank 0 of eight H100s of 96 GB, the same memory. ROOT is its repository at commit
+  775a486e (2025-06-04), which torchao's tutorial of pretraining names.
+- torchtitan-h200: Llama 3.1 8B in float8, rank 0 of 32 and 64 H200s, the same memory. ROOT is its repository at commit
+  e7c0cae93 (2025-06-11); rows of its benchmarks/llama3-8b_h200_202506_trainy-whitefiber.md.
 - torchtune: Llama 3.2 3B, two packed samples of 4,096 tokens, one A100, the active memory that it logs. ROOT is its
   repository at commit 1814feb17 (2024-11-18); rows of its README.
 - torchao: a vision transformer of 630 M parameters, bf16 autocast, compiled, 8 pictures, one RTX 4070 Ti SUPER (here by
   an RTX 4080's kernels), the allocated memory that it prints. ROOT is its repository; rows of its optimizers' README.
 
-PATH is the Python of an environment with PyTorch 2.7, its Triton, torchao (0.10 for torchtitan, 0.7 for torchtune) and
-what the programs require (torchao's rows: PyTorch 2.13, torchao 0.17, timm 1.0.22). Ours is the third step's, with the
-workspace of autograd's own cuBLAS handle, which every real GPU has. Tokens, pictures and weights are made up: batches
-are full whatever they say. WORD: only rows whose id has it.
+PATH is the Python of an environment with PyTorch 2.7, its Triton, torchao (0.10 for torchtitan, 0.8 for that of 2024,
+0.7 for torchtune) and what the programs require (torchtitan of 2025: PyTorch 2.8, torchao 0.12; torchao's rows: PyTorch
+2.13, torchao 0.17, timm 1.0.22). Ours is the third step's, served as a GPU would, or with the workspace of autograd's
+own cuBLAS handle beside it. Tokens, pictures and weights are made up: batches are full whatever they say. WORD: only
+rows whose id has it.
 """
 
 from __future__ import annotations
@@ -38,12 +47,6 @@ TABLE: Final = FOLDER / "trainers.csv"
 #: What our runs of the table's rows held (README there).
 KEPT: Final = FOLDER / "trainers_runs.csv"
 GIB: Final = 1 << 30
-#: The card of each program's rows, and its cuBLAS workspace.
-CARDS: Final = {
-    "torchtitan": ("H100-80GB", 33_554_432),
-    "torchtune": ("A100-80GB", 8_519_680),
-    "torchao": ("RTX4080-16GB", 8_519_680),
-}
 STEPS: Final = 3
 #: Pictures of each of two kinds, for torchao's program, which trains one epoch of them, 8 at a time, and evaluates.
 _PICTURES: Final = 16
@@ -59,6 +62,37 @@ _WIDE: Final = 8192
 
 
 @dataclass(frozen=True)
+class Program:
+    """How rows of a program are run: options of `record`, and the workspace that is added to what it says (bytes).
+
+    Of torchtitan also the allocator's settings, and where in its repository the program and its settings lie.
+    """
+
+    options: tuple[str, ...]
+    workspace: int = 0
+    conf: str = ""
+    places: tuple[str, str] | None = None
+
+
+_H100: Final = ("--gpu", "H100-80GB", "--memory", "95GiB", "--on-gpu")
+_PAGES: Final = "expandable_segments:True"
+PROGRAMS: Final = {
+    "torchtitan": Program(
+        ("--gpu", "H100-80GB"), 33_554_432, _PAGES, ("torchtitan/train.py", "torchtitan/models/llama/train_configs")
+    ),
+    "torchtitan-2024": Program(_H100, places=("train.py", "train_configs")),
+    "torchtitan-2025": Program(
+        _H100, conf=_PAGES, places=("torchtitan/train.py", "torchtitan/models/llama3/train_configs")
+    ),
+    "torchtitan-h200": Program(
+        ("--gpu", "H200-141GB", "--on-gpu"), places=("torchtitan/train.py", "torchtitan/models/llama3/train_configs")
+    ),
+    "torchtune": Program(("--gpu", "A100-80GB"), 8_519_680),
+    "torchao": Program(("--gpu", "RTX4080-16GB"), 8_519_680),
+}
+
+
+@dataclass(frozen=True)
 class Compared(Judged[Run]):
     """A row, and our run of it."""
 
@@ -67,8 +101,9 @@ class Compared(Judged[Run]):
     @property
     def ours(self) -> float | None:
         """Our peak in GiB, of the kind that the row has; None where the run failed."""
-        peak = self.run.reserved if self.row["program"] == "torchtitan" else self.run.allocated
-        return None if not peak else (peak + CARDS[self.row["program"]][1]) / GIB
+        program = PROGRAMS[self.row["program"]]
+        peak = self.run.reserved if program.places else self.run.allocated
+        return None if not peak else (peak + program.workspace) / GIB
 
     def __str__(self) -> str:
         if self.error is None:
@@ -130,12 +165,14 @@ def command(row: Mapping[str, str], root: Path, folder: Path) -> list[str]:
             *(f"dataset.data_files={folder / 'alpaca.jsonl'}", "dataset.packed=True", "batch_size=2", "epochs=1"),
             *("gradient_accumulation_steps=1", f"metric_logger.log_dir={folder / 'log'}", *words),
         ]
+    program, settings = PROGRAMS[row["program"]].places or ("", "")
+    nodes, name, *words = row["words"].split()
     return [
-        *("torchrun", "--nproc_per_node=8", "--rdzv_backend", "c10d", "--rdzv_endpoint=localhost:0"),
-        *(str(root / "torchtitan" / "train.py"), "--job.config_file"),
-        *(str(root / "torchtitan/models/llama/train_configs/llama3_8b.toml"), f"--job.dump_folder={folder}"),
+        *("torchrun", "--nproc_per_node=8", f"--nnodes={nodes}", "--rdzv_backend", "c10d"),
+        *("--rdzv_endpoint=localhost:0", str(root / program)),
+        *("--job.config_file", str(root / settings / f"{name}.toml"), f"--job.dump_folder={folder}"),
         *(f"--model.tokenizer_path={folder / 'tokenizer.model'}", "--training.dataset=c4_test"),
-        *("--training.steps=100", *row["words"].split()),
+        *("--training.steps=100", *words),
     ]
 
 
@@ -144,11 +181,11 @@ def ran(row: Mapping[str, str], root: Path, python: str) -> Run:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         prepare(folder)
+        program, words = PROGRAMS[row["program"]], command(row, root, folder)
         given = {"HF_DATASETS_CACHE": str(folder / "cache"), "WANDB_MODE": "disabled"}
-        if row["program"] == "torchtitan":
-            given["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
-        options = ["--gpu", CARDS[row["program"]][0], "--steps", str(STEPS), "--"]
-        rank, failure = recorded([*options, *command(row, root, folder)], folder, python, root, **given)
+        given |= {"PYTORCH_CUDA_ALLOC_CONF": program.conf} if program.conf else {}
+        options = [*program.options, "--steps", str(STEPS), "--"]
+        rank, failure = recorded([*options, *words], folder, python, root, **given)
         if rank is None or failure:
             return Run(failure=failure)
         return Run(_active(folder / "log") or rank["peak_allocated"], rank["peak_reserved"])
@@ -170,17 +207,17 @@ def summary(found: Sequence[Judged[Run]]) -> str:
 def kept() -> list[str]:
     """The summaries of the runs that are kept with the table, for `python -m tests.accuracy published`."""
     found = of_kept(read(TABLE), known(KEPT), Compared)
-    lines = [f"{name}: {summary([one for one in found if one.row['program'] == name])}" for name in CARDS]
+    lines = [f"{name}: {summary([one for one in found if one.row['program'] == name])}" for name in PROGRAMS]
     return [f"training by other programs; runs kept in {KEPT.name}:", *(f"    {line}" for line in lines)]
 
 
 def main(arguments: list[str]) -> None:
     """Print theirs, ours and the difference."""
     parser = arguments_of("trainers")
-    for name in CARDS:
-        parser.add_argument(f"--{name}", type=Path, metavar="ROOT")
+    for name in PROGRAMS:
+        parser.add_argument(f"--{name}", type=Path, metavar="ROOT", dest=name)
     options = parser.parse_args(arguments)
-    roots = {name: root.resolve() for name in CARDS if (root := getattr(options, name)) is not None}
+    roots = {name: root.resolve() for name in PROGRAMS if (root := getattr(options, name)) is not None}
     rows = [row for row in read(TABLE) if row["program"] in roots]
     found = compared(rows, options, known, lambda row: ran(row, roots[row["program"]], options.python), Compared)
     print(summary(found))
