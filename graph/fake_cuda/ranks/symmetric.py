@@ -36,8 +36,8 @@ class SymmetricMemory:
     """`_SymmetricMemory`: a block of memory that each rank of a group has, and how they meet there."""
 
     runtime: ClassVar[Runtime]
-    #: By address of this rank's block: the group that it was made for, and what ranks found of each other there.
-    groups: ClassVar[dict[int, str]]
+    #: By address of this rank's block: the group that it is for, if one was named, and where its ranks have met.
+    groups: ClassVar[dict[int, str | None]]
     met: ClassVar[dict[tuple[int, str], SymmetricMemory]]
     #: Blocks that are made once, by the number that the program gave.
     lasting: ClassVar[dict[int, torch.Tensor]]
@@ -88,8 +88,7 @@ class SymmetricMemory:
         if alloc_id is not None and alloc_id in cls.lasting:
             return _seen(cls.lasting[alloc_id], size, dtype, 0, stride)
         made = _block(cls.runtime, Layout(size, stride, dtype))
-        if group_name is not None:
-            cls.groups[made.data_ptr()] = group_name
+        cls.groups[made.data_ptr()] = group_name
         if alloc_id is not None:
             cls.lasting[alloc_id] = _bytes_of(made)
         return made
@@ -100,13 +99,14 @@ class SymmetricMemory:
         return tensor.untyped_storage().data_ptr() in SymmetricMemory.groups
 
     @staticmethod
-    def rendezvous(tensor: torch.Tensor, group_name: str | None = None) -> SymmetricMemory:
-        """Where the ranks of a group have met; RuntimeError where no group is named."""
+    def rendezvous(tensor: torch.Tensor, group_name: str | None = None) -> SymmetricMemory | None:
+        """Where the ranks of a group have met; None of other memory. RuntimeError where no group is named."""
         cls, place = SymmetricMemory, tensor.untyped_storage().data_ptr()
-        group = group_name or cls.groups.get(place)
+        if place not in cls.groups:
+            return None
+        group = group_name or cls.groups[place]
         if group is None:
             raise RuntimeError("rendezvous: group_name is not set, neither here nor where the tensor was allocated")
-        cls.groups.setdefault(place, group)
         if (place, group) not in cls.met:
             cls.met[place, group] = cls(tensor, group)
         return cls.met[place, group]

@@ -69,9 +69,25 @@ def test_ranks_see_each_others_memory(births: Births) -> None:
     assert births.bytes == TABLES
 
 
-def test_memory_of_no_group_is_refused(births: Births) -> None:
+def test_memory_of_no_group_is_refused_and_ranks_do_not_meet_in_other(births: Births) -> None:
+    meet = torch.distributed._symmetric_memory._SymmetricMemory
+    tensor, other = shared(births, 10), torch.ones(10, device="cuda")
     with pytest.raises(RuntimeError, match="group_name is not set"):
-        torch.distributed._symmetric_memory._SymmetricMemory.rendezvous(shared(births, 10))
+        meet.rendezvous(tensor)
+    assert (meet.is_symm_mem_tensor(tensor), meet.is_symm_mem_tensor(other)) == (True, False)
+    assert meet.rendezvous(other, world().group_name) is None
+
+
+def test_collectives_of_low_contention_go_by_a_workspace_where_their_input_is_not_shared(births: Births) -> None:
+    """As PyTorch has it: the 4 MiB of this rank, which the others write to, are then none of the allocator's."""
+    given = torch.ones(RANKS, 1 << 18, device="cuda")
+    before = len(births.bytes)
+    found = torch.ops.symm_mem._low_contention_reduce_scatter(given, "sum", world().group_name)
+    assert torch.ops._c10d_functional.wait_tensor(found).shape == (1, 1 << 18)
+    assert sorted(births.bytes[before:])[:2] == TABLES
+    (noted,) = births.runtime.assumptions
+    assert "get_symm_mem_workspace" in noted
+    assert "takes 6 MiB" in noted
 
 
 @pytest.mark.parametrize("dimension", [0, 1])
