@@ -192,6 +192,7 @@ class Memory:
     def restart(self) -> None:
         """Number from 1 again."""
         assert not self.live
+        self.again_bytes.clear()
         self._next = 1
 
     def again(self, number: int, size: int) -> torch.Tensor:
@@ -216,8 +217,7 @@ class Memory:
                 place = self._placed(layout, number, _Life(self, number))
             else:
                 place = self._placed(layout, 0, None)
-        tensor = from_dlpack(_capsule(place, _CAPSULE, None))
-        return _viewed(tensor, layout) if layout._view else tensor
+        return _made(place, layout)
 
     def elsewhere(self, layout: Layout) -> torch.Tensor:
         """A tensor whose memory is not the allocator's: nobody is told of its life."""
@@ -226,15 +226,13 @@ class Memory:
             self._next = number + 1 + (layout.nbytes >> ADDRESS_BITS)
             self.again_bytes[number] = layout.nbytes
             place = self._placed(layout, number, None)
-        tensor = from_dlpack(_capsule(place, _CAPSULE, None))
-        return _viewed(tensor, layout) if layout._view else tensor
+        return _made(place, layout)
 
     def zeros(self, layout: Layout) -> torch.Tensor:
         """A tensor of zeros, which take no memory: it has a size, and a null address (`ZeroTensorAllocator`)."""
         with self.lock:
             place = self._placed(layout, 0, None)
-        tensor = from_dlpack(_capsule(place, _CAPSULE, None))
-        tensor = _viewed(tensor, layout) if layout._view else tensor
+        tensor = _made(place, layout)
         mark_zero(tensor)
         return tensor
 
@@ -277,6 +275,12 @@ def ignore(storage: int) -> None:
 
 _as_strided = torch.ops.aten.as_strided.default.redispatch
 _set = torch.ops.aten.set_.source_Storage_storage_offset.redispatch
+
+
+def _made(place: int, layout: Layout) -> torch.Tensor:
+    """The tensor of `layout` whose record is at `place`."""
+    tensor = from_dlpack(_capsule(place, _CAPSULE, None))
+    return _viewed(tensor, layout) if layout._view else tensor
 
 
 def _viewed(storage: torch.Tensor, layout: Layout) -> torch.Tensor:

@@ -26,13 +26,14 @@ import traces
 from graph.fake_cuda import sdpa
 from graph.fake_cuda.device import Runtime, fake_cuda
 from graph.fake_cuda.ranks.collectives import Collectives
-from graph.fake_cuda.ranks.job import joined
+from graph.fake_cuda.ranks.job import LAUNCHER, joined, launching
 from graph.fake_cuda.served import OutOfMemoryError, has_triton
 from graph.fake_cuda.torch_private import DYNAMO
 from graph.hardware.profile import profile
 from graph.host import compiled, kept, triton_stand_in
 from graph.host.driver import smi
 from graph.host.extensions import launching_nothing, way_out
+from graph.host.imports import changed
 from graph.host.lbfgs import never_converged
 from graph.host.memory import untouched
 from graph.host.pretrained import kept_as_made
@@ -129,6 +130,7 @@ def main(text: str, objects: int, further: int) -> int:
                 Connection(request.exchange) if request.exchange >= 0 else None,
                 begins=request.begins,
             ) as job,
+            changed({LAUNCHER: launching}),
             phases.followed(),
             arguments.followed(keeper.arguments),
         ):

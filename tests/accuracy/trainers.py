@@ -75,18 +75,15 @@ class Program:
 
 
 _H100: Final = ("--gpu", "H100-80GB", "--memory", "95GiB", "--on-gpu")
+_LLAMA_3: Final = ("torchtitan/train.py", "torchtitan/models/llama3/train_configs")
 _PAGES: Final = "expandable_segments:True"
 PROGRAMS: Final = {
     "torchtitan": Program(
         ("--gpu", "H100-80GB"), 33_554_432, _PAGES, ("torchtitan/train.py", "torchtitan/models/llama/train_configs")
     ),
     "torchtitan-2024": Program(_H100, places=("train.py", "train_configs")),
-    "torchtitan-2025": Program(
-        _H100, conf=_PAGES, places=("torchtitan/train.py", "torchtitan/models/llama3/train_configs")
-    ),
-    "torchtitan-h200": Program(
-        ("--gpu", "H200-141GB", "--on-gpu"), places=("torchtitan/train.py", "torchtitan/models/llama3/train_configs")
-    ),
+    "torchtitan-2025": Program(_H100, conf=_PAGES, places=_LLAMA_3),
+    "torchtitan-h200": Program(("--gpu", "H200-141GB", "--on-gpu"), places=_LLAMA_3),
     "torchtune": Program(("--gpu", "A100-80GB"), 8_519_680),
     "torchao": Program(("--gpu", "RTX4080-16GB"), 8_519_680),
 }

@@ -14,7 +14,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing.process import BaseProcess
 from types import CodeType, ModuleType
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 from unittest import mock
 
 import torch
@@ -23,7 +23,6 @@ import torch.distributed as dist
 import torch.multiprocessing
 from torch.distributed import device_mesh
 from torch.distributed import distributed_c10d as c10d
-from torch.distributed.launcher import api as launcher
 
 from graph.fake_cuda.device import Runtime
 from graph.fake_cuda.ranks import symmetric
@@ -41,6 +40,11 @@ from graph.fake_cuda.torch_private import (
 from graph.recorder.list_sharding import equal_entries_once
 from graph.user_code import is_own, reader
 
+if TYPE_CHECKING:
+    from torch.distributed.launcher.api import LaunchConfig
+
+#: The module by which programs begin ranks as torchrun does, `elastic_launch`; few import it.
+LAUNCHER: Final = "torch.distributed.launcher.api"
 #: The version of NCCL that comes with PyTorch 2.13.
 _NCCL: Final = (2, 29, 7)
 _FUNCTIONAL: Final = functional_collectives().__file__
@@ -124,7 +128,6 @@ def joined(
                     stack.enter_context(mock.patch.object(module, name, function))
         for name in ("spawn", "start_processes"):
             stack.enter_context(mock.patch.object(torch.multiprocessing, name, _own_rank))
-        stack.enter_context(mock.patch.object(launcher, "launch_agent", _launched(launcher.launch_agent)))
         stack.enter_context(mock.patch.object(BaseProcess, "start", _started(runtime, BaseProcess.start, begins)))
         stack.enter_context(mock.patch.object(dist, "is_nccl_available", return_value=True))
         stack.enter_context(mock.patch.object(torch.cuda.nccl, "version", return_value=_NCCL))
@@ -223,22 +226,26 @@ def _own_rank(
     return None if join else _Ended()
 
 
-def _launched(plain: Callable[..., dict[int, Any]]) -> Callable[..., dict[int, Any]]:
-    """`elastic_launch` of a function, as `accelerate.notebook_launcher` begins its ranks: it is called here, as the
-    rank that this process is. What this one returns, all do. Commands are started as they are."""
+def launching(api: ModuleType) -> None:
+    """What becomes of the module `LAUNCHER` where a program imports it: `elastic_launch` of a function, as
+    `accelerate.notebook_launcher` begins its ranks, calls it here, as the rank that this process is.
+
+    What this one returns, all do. Commands are started as they are.
+    """
+    plain = api.launch_agent
 
     def launch_agent(
-        config: launcher.LaunchConfig, entrypoint: object, args: list[Any], *rest: object, **named: object
-    ) -> dict[int, Any]:
+        config: LaunchConfig, entrypoint: object, args: Sequence[object], *rest: object, **named: object
+    ) -> dict[int, object]:
         if not callable(entrypoint):
-            return plain(config, entrypoint, args, *rest, **named)
+            given: dict[int, object] = plain(config, entrypoint, args, *rest, **named)
+            return given
         ranks = config.nproc_per_node
         first = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": ranks * config.max_nodes, "LOCAL_WORLD_SIZE": ranks}
-        unsaid = {name: str(value) for name, value in first.items() if name not in os.environ}
-        with mock.patch.dict(os.environ, unsaid):
+        with mock.patch.dict(os.environ, {name: str(value) for name, value in first.items()} | dict(os.environ)):
             return dict.fromkeys(range(ranks), entrypoint(*args))
 
-    return launch_agent
+    vars(api)["launch_agent"] = launch_agent
 
 
 class _Over:

@@ -27,9 +27,10 @@ from torch.profiler import ProfilerActivity, profile, record_function  # noqa: E
 
 from graph.errors import CaptureError  # noqa: E402
 from graph.fake_cuda.device import Runtime, fake_cuda  # noqa: E402
-from graph.fake_cuda.ranks.job import joined  # noqa: E402
+from graph.fake_cuda.ranks.job import LAUNCHER, joined, launching  # noqa: E402
 from graph.fake_cuda.ranks.messages import ranks_of  # noqa: E402
 from graph.hardware.profile import profile as card  # noqa: E402
+from graph.host.imports import changed  # noqa: E402
 from tests.support.births import Births, Untold  # noqa: E402
 
 
@@ -186,7 +187,7 @@ def test_a_launch_of_a_function_is_the_first_rank_where_none_is_given(
         return word, dist.get_rank(), dist.get_world_size(), os.environ["LOCAL_RANK"]
 
     config = LaunchConfig(min_nodes=2, max_nodes=2, nproc_per_node=4)
-    with joined(runtime, Untold()):
+    with joined(runtime, Untold()), changed({LAUNCHER: launching}):
         done = elastic_launch(config, work)("hello")
     assert done == dict.fromkeys(range(4), ("hello", 0, 8, "0"))
     assert "LOCAL_RANK" not in os.environ
