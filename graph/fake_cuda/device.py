@@ -675,7 +675,7 @@ def _kernels(runtime: Runtime) -> Iterator[None]:
     def kernel(name: str) -> Callable[..., Any]:
         func = operator(name)
         plain = composed.succeeding(runtime, func, composed.sought(func, kernels.of(name)))
-        plain = composed.bounded(runtime, name, composed.widened(func, plain))
+        plain = composed.bounded(runtime, name, composed.parted(func, composed.widened(func, plain)))
         found = deterministic(func, plain)
         return wrapped(places.on_one_device(func, found) if runtime.several else found)
 

@@ -289,10 +289,23 @@ def _attention_gradients(
     return found[0], *like, found[3]
 
 
-def _attention_gradients_by_token(grad: object, query: object, *rest: object, **named: object) -> Any:
-    """Gradients lie by token, whatever the operands do (attention_backward.cu, `_efficient_attention_backward`)."""
-    *found, bias = _aten._efficient_attention_backward.default(grad, query, *rest, **named)
-    return *(one.new_empty(one.shape) for one in found), bias
+def _attention_gradients_by_token(
+    grad: torch.Tensor, *rest: object, window_size: object = None, **named: object
+) -> Any:
+    """Gradients lie by token, whatever the operands do, and a bias has one where it is asked for
+    (attention_backward.cu, `_efficient_attention_backward`). Those that are parts of one tensor are that one, before it
+    is parted.
+
+    The generator's two numbers may be tensors of the host without elements, as xformers gives them.
+    """
+    number = grad.new_empty(())
+    given = (*rest[:11], number, number, *rest[13:])
+    *found, bias = _aten._efficient_attention_backward.default(grad, *given, **named)
+    if named.get("shared_storage_dqdkdv"):
+        made = [torch.stack(found, 2), *(grad.new_empty(0) for _ in found[1:])]
+    else:
+        made = [one.new_empty(one.shape) for one in found]
+    return *made, bias if rest[14] else None
 
 
 def _dropped(image: torch.Tensor, *rest: object) -> Any:

@@ -1,5 +1,5 @@
-"""Compiled extensions of others: those of bitsandbytes, flash-attn, Apex and DeepSpeed's optimizers do nothing, of the
-rest one line says the way out.
+"""Compiled extensions of others: those of bitsandbytes, flash-attn, Apex and DeepSpeed's optimizers do nothing,
+xformers does without, of the rest one line says the way out.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from types import ModuleType
 from typing import TYPE_CHECKING, Final
 
-from graph.host import apex, deepspeed_ops, flash_attn, torchvision, triton_installed
+from graph.host import apex, deepspeed_ops, flash_attn, torchvision, triton_installed, xformers
 from graph.host.driver import nvml
 from graph.host.imports import Change, changed
 from graph.models import quantization
@@ -43,8 +43,8 @@ _WAYS_OUT: Final = (
         "NVIDIA Apex's Python code is enough here: the folder `apex` of its repository on the PYTHONPATH",
     ),
     (
-        r"xformers",
-        "xformers is compiled for CUDA. torch.nn.functional.scaled_dot_product_attention needs as much memory",
+        r"^xformers |No module named 'xformers|install xformers",
+        "xformers' Python code is enough here: pip install --no-deps xformers",
     ),
     (
         r"'(Sparse|NestedTensor)\w*CUDA' backend",
@@ -87,12 +87,14 @@ def launching_nothing(runtime: Runtime) -> Iterator[None]:
     launch does nothing.
     """
     logging.getLogger("bitsandbytes.cextension").setLevel(logging.CRITICAL)  # it says that CUDA's libraries are absent
+    xformers.quiet()
     changes: dict[str, Change] = {
         "bitsandbytes.cuda_setup.main": quantization.set_up,
         "bitsandbytes.cextension": quantization.loaded,
         "bitsandbytes": _ready,
         "deepspeed.ops.op_builder.builder": deepspeed_ops.loaded,
         "torchvision.extension": lambda module: torchvision.ready(runtime),
+        "xformers._cpp_lib": functools.partial(xformers.loaded, runtime),
     }
     changes |= triton_installed.changes(runtime)
     changes |= nvml.changes(runtime)

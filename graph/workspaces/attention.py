@@ -105,11 +105,18 @@ def flash_forward(call: Call) -> Plan | None:
 
 
 def flash_by_token_forward(call: Call) -> Plan | None:
-    """aten::_flash_attention_forward of tensors (batch, rows, heads, head): the same. None of packed ones: no rule."""
-    if argument(call, 3, "cum_seq_q", None) is not None or len(call.args[0].shape) != 4:
+    """aten::_flash_attention_forward of tensors (batch, rows, heads, head): the same. Keys of packed ones
+    (`mha_varlen_fwd`) are not split."""
+    dropout = float(argument(call, 7, "dropout_p", 0.0))
+    if argument(call, 3, "cum_seq_q", None) is not None:
+        steps = _Steps()
+        steps.out(0, 1)
+        _random_state(steps, call, dropout)
+        return steps.plan()
+    if len(call.args[0].shape) != 4:
         return None
     query, key = ((b, h, s, d) for b, s, h, d in (tensor.shape for tensor in call.args[:2]))
-    return _flash_forward(call, query, key, float(argument(call, 7, "dropout_p", 0.0)))
+    return _flash_forward(call, query, key, dropout)
 
 
 def _flash_forward(call: Call, query: tuple[int, ...], key: tuple[int, ...], dropout: float) -> Plan | None:
@@ -117,8 +124,7 @@ def _flash_forward(call: Call, query: tuple[int, ...], key: tuple[int, ...], dro
 
     Keys are split, without dropout, where the row blocks of 64 fill few processors (twice their number is counted):
     accumulators are fp32 (splits, batch, heads, rows) and (splits, batch, heads, rows, head). A single query row of
-    grouped heads counts as one row a group of the key's heads. With dropout the random state is made twice; up to 2.6
-    there is none on the device.
+    grouped heads counts as one row a group of the key's heads.
     """
     batch, heads, rows, head = query
     key_heads, columns = key[1], key[2]
@@ -133,14 +139,21 @@ def _flash_forward(call: Call, query: tuple[int, ...], key: tuple[int, ...], dro
             lines = splits * batch * heads * rows
             steps.alloc("lse_accum", lines * 4)
             steps.alloc("out_accum", lines * _flash_head(head, call.profile) * 4)
-        if call.profile.release >= (2, 7):
-            steps.out(2, 3)
-    elif call.profile.release >= (2, 7):
+    _random_state(steps, call, dropout)
+    steps.free("lse_accum", "out_accum")
+    return steps.plan()
+
+
+def _random_state(steps: _Steps, call: Call, dropout: float) -> None:
+    """The random state, which dropout makes twice; up to 2.6 there is none on the device."""
+    if call.profile.release < (2, 7):
+        return
+    if dropout == 0.0:
+        steps.out(2, 3)
+    else:
         steps.alloc("first_rng_state", 16)
         steps.out(3, 2)
         steps.free("first_rng_state")
-    steps.free("lse_accum", "out_accum")
-    return steps.plan()
 
 
 def flash_backward(call: Call) -> Plan | None:
@@ -307,8 +320,6 @@ def efficient_by_token_backward(call: Call) -> Plan | None:
     """aten::_efficient_attention_backward of tensors (batch, rows, heads, head); of packed sequences (1, tokens, ...)
     each has a workspace as the longest."""
     gradient, query, key, value, bias, out, starts = call.args[:7]
-    if bias is not None:
-        return None
     dropout = float(argument(call, 11, "dropout_p", 0.0)) != 0.0
     batch, rows, heads, head = query.shape
     value_head = value.shape[3]
@@ -317,6 +328,8 @@ def efficient_by_token_backward(call: Call) -> Plan | None:
     for name in copied:
         steps.alloc(name, size(gradient))
     steps.out(0, 1, 2)
+    if bias is not None and bool(argument(call, 15, "bias_requires_grad")):
+        steps.out(3)
     _delta(steps, call, out, of=(heads, rows, max(head, value_head)), sums=batch * heads * rows * 4, dropout=dropout)
     sequences, longest, columns = batch, rows, key.shape[1]
     if starts is not None:

@@ -100,6 +100,20 @@ def widened(func: Operator, kernel: Callable[..., Any]) -> Callable[..., Any]:
     return called
 
 
+def parted(func: Operator, kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """The kernel of the backward of attention by token, whose gradients may be parts of one tensor of (batch, rows, 3,
+    heads, head) (attention_backward.cu, `shared_storage_dqdkdv`)."""
+    if func is not _aten._efficient_attention_backward.default:
+        return kernel
+
+    @functools.wraps(kernel)
+    def called(*args: object, **kwargs: object) -> Any:
+        whole, *others = made = kernel(*args, **kwargs)
+        return (*whole.unbind(2), others[-1]) if kwargs.get("shared_storage_dqdkdv") else made
+
+    return called
+
+
 def _sorted_together(elements: torch.Tensor, test: torch.Tensor, unique: bool, invert: bool) -> None:
     """TensorCompare.cpp, `isin_sorting`."""
     flat, others, order = elements.reshape(-1), test.reshape(-1), None

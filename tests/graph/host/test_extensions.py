@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -117,7 +118,7 @@ class MisconfigurationException(Exception):  # noqa: N818
             ImportError("FlashAttention2 has been toggled on, but it cannot be used"),
             PYTHON_SIDE,
         ),
-        (ModuleNotFoundError("No module named 'xformers'", name="xformers"), "scaled_dot_product_attention"),
+        (ModuleNotFoundError("No module named 'xformers'", name="xformers"), "pip install --no-deps xformers"),
         (MisconfigurationException("You requested gpu: [0, 1]\n But your machine only has: [0]"), "--nproc-per-node"),
         (RuntimeError("CUDA error: invalid device ordinal"), "--nproc-per-node"),
         (
@@ -147,6 +148,41 @@ def test_a_missing_extension_is_told_below_the_traceback(tmp_path: Path) -> None
     done = record(folder_of(tmp_path, {"train.py": "import torch\nimport flash_attn\n"}), "train.py")
     assert done.returncode == 1
     assert "llmem: flash-attn's Python code is enough here" in done.stderr
+
+
+def test_xformers_attends_without_its_library(tmp_path: Path) -> None:
+    """As PyTorch 2.13.0+cu130 said of xformers 0.0.35 after each call."""
+    pytest.importorskip("xformers")
+    program = ROOT / "tests/data/programs/memory_efficient.py"
+    done = record(tmp_path, "-q", "--gpu", "A100", str(program))
+    assert done.stdout == program.with_suffix(".txt").read_text(), done.stderr
+    assert "xFormers" not in done.stderr
+
+
+def test_what_xformers_would_have_compiled_is_noted(tmp_path: Path) -> None:
+    """Where a wheel brings FlashAttention-3, which cannot be loaded, or nothing was compiled at all."""
+    library = """
+        import logging
+        class _BuildInfo:
+            def __init__(self, metadata):
+                self.metadata = metadata
+        logging.getLogger("xformers").warning("xFormers can't load C++/CUDA extensions")
+        _build_metadata, _built_with_cuda, _cpp_library_load_exception = None, False, OSError("libcudart.so.12")
+    """
+    folder = folder_of(
+        tmp_path,
+        {
+            "xformers/__init__.py": "",
+            "xformers/_cpp_lib.py": textwrap.dedent(library),
+            "xformers/_C_flashattention3.so": "",
+            "train.py": "from xformers import _cpp_lib as it\n"
+            "print(it._built_with_cuda, it._cpp_library_load_exception, it._build_metadata.metadata)\n",
+        },
+    )
+    done = record(folder, "train.py")
+    assert done.stdout.splitlines()[0] == "True None {'version': {'cuda': 0}, 'env': {}}", done.stderr
+    assert "xFormers" not in done.stderr
+    assert "PyTorch's attention stands for its FlashAttention-3" in done.stderr
 
 
 #: As flash_attn/flash_attn_interface.py (2.7.3) calls its extension.

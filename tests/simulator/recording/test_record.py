@@ -112,6 +112,7 @@ print(torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved(), segme
 @pytest.mark.parametrize(
     "name",
     [
+        "attention_by_token",  # its operators, with biases, windows, dropout, and gradients that share a tensor
         "fast_path",  # nn.TransformerEncoderLayer and nn.MultiheadAttention in evaluation without gradients
         "fourier",  # torch.fft and torch.stft
         "learnt_scales",  # quantization that training pretends, with scales that are learnt

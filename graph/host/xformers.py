@@ -1,0 +1,41 @@
+"""xformers without its compiled library: from 0.0.29 on its attention is PyTorch's own operators, which run without it.
+
+What is in the library is missing then: 2:4 sparsity, and in wheels before 0.0.34 FlashAttention-3 and a fused SwiGLU,
+instead of which xformers takes what it takes on other GPUs.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from graph.fake_cuda.device import Runtime
+
+#: Where wheels have FlashAttention-3, below xformers' folder.
+_THIRD: Final = ("flash_attn_3/_C.so", "_C_flashattention3.so")
+
+
+def quiet() -> None:
+    """It does not say that its library cannot be loaded, as it does while it is imported."""
+    logging.getLogger("xformers").setLevel(logging.CRITICAL)
+
+
+def loaded(runtime: Runtime, library: Any) -> None:
+    """`xformers._cpp_lib` has looked for its library: where that cannot be loaded, it goes on as if it were."""
+    logging.getLogger("xformers").setLevel(logging.NOTSET)
+    if library._cpp_library_load_exception is None:
+        return
+    folder = Path(library.__file__).parent
+    written = folder / "cpp_lib.json"  # not where it was installed without compiling
+    facts = json.loads(written.read_text("utf-8")) if written.exists() else {"version": {"cuda": 0}, "env": {}}
+    library._build_metadata = library._BuildInfo(facts)
+    library._built_with_cuda = True
+    library._cpp_library_load_exception = None
+    if any((folder / name).exists() for name in _THIRD):
+        runtime.note(
+            "xformers' compiled library cannot be loaded: PyTorch's attention stands for its FlashAttention-3, and "
+            "PyTorch's operators for its fused SwiGLU"
+        )
