@@ -498,9 +498,9 @@ def corrected(
 ) -> Any:
     """What operator `name` (`aten._scaled_dot_product_efficient_attention.default`) returns on CUDA, where PyTorch's
     rules for shapes say something else: random state of the efficient kernel is on the host (but where a CUDA graph is
-    captured, and from 2.14 on without dropout), up to 2.6 that of the flash kernel by token too, of packed sequences a
-    bias that is not there has no gradient, cuDNN's makes no logsumexp if not asked to, and the flash kernel's output
-    lies as a query by rows does (of one that is expanded too). Any other `outputs` are returned as they are.
+    captured, and from 2.14 on without dropout), up to 2.6 that of the flash kernel by token too, cuDNN's makes no
+    logsumexp if not asked to, and the flash kernel's output lies as a query by rows does (of one that is expanded too).
+    Any other `outputs` are returned as they are.
     """
     if name == "aten._scaled_dot_product_flash_attention.default":
         return (torch.empty_like(args[0].transpose(1, 2), device="meta").transpose(1, 2), *outputs[1:])
@@ -509,8 +509,6 @@ def corrected(
         return outputs if card.release >= (2, 14) and not dropout else _seeded_on_host(outputs)
     if name == "aten._flash_attention_forward.default" and not captured and card.release < (2, 7):
         return _seeded_on_host(outputs)
-    if name == "aten._efficient_attention_backward.default" and args[4] is None:
-        return (*outputs[:3], None)
     if name == "aten._scaled_dot_product_cudnn_attention.default":
         wanted = args[4] if len(args) > 4 else kwargs.get("compute_log_sumexp", False)
         return outputs if wanted else (outputs[0], None, *outputs[2:])

@@ -31,7 +31,7 @@ from graph.fake_cuda.torch_private import (
     without_modes,
 )
 from graph.workspaces import batch_norm
-from graph.workspaces.metadata import suggests_channels_last, tensors
+from graph.workspaces.metadata import suggests_channels_last, tensors, upper
 from traces.forks import locking
 
 if TYPE_CHECKING:
@@ -290,22 +290,27 @@ def _attention_gradients(
 
 
 def _attention_gradients_by_token(
-    grad: torch.Tensor, *rest: object, window_size: object = None, **named: object
+    grad: object,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    bias: torch.Tensor | None,
+    *rest: object,
+    shared_storage_dqdkdv: bool = False,
+    **named: object,
 ) -> Any:
-    """Gradients lie by token, whatever the operands do, and a bias has one where it is asked for
-    (attention_backward.cu, `_efficient_attention_backward`). Those that are parts of one tensor are that one, before it
-    is parted.
-
-    The generator's two numbers may be tensors of the host without elements, as xformers gives them.
+    """Gradients lie by token, whatever the operands do, and a bias has one where it is asked for, with rows of a
+    multiple of 16 (attention_backward.cu, `_efficient_attention_backward`). Those that are parts of one tensor are that
+    one, before it is parted.
     """
-    number = grad.new_empty(())
-    given = (*rest[:11], number, number, *rest[13:])
-    *found, bias = _aten._efficient_attention_backward.default(grad, *given, **named)
-    if named.get("shared_storage_dqdkdv"):
-        made = [torch.stack(found, 2), *(grad.new_empty(0) for _ in found[1:])]
+    if shared_storage_dqdkdv:
+        made = [query.new_empty((*query.shape[:2], 3, *query.shape[2:])), *(query.new_empty(0) for _ in range(2))]
     else:
-        made = [one.new_empty(one.shape) for one in found]
-    return *made, bias if rest[14] else None
+        made = [one.new_empty(one.shape) for one in (query, key, value)]
+    if bias is None or not rest[10]:
+        return *made, None
+    *extents, columns = bias.shape
+    return *made, bias.new_empty((*extents, upper(columns, 16)))[..., :columns]
 
 
 def _dropped(image: torch.Tensor, *rest: object) -> Any:

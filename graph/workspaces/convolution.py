@@ -119,7 +119,8 @@ def cudnn_convolution(call: Call) -> Plan | None:
     """`cudnn_convolution`, also transposed: weight, then input, in its format, after the output (ConvShared.cpp)."""
     source, weight, out = (_Operand.of(tensor) for tensor in (*call.args[:2], next(tensors(call.out))))
     last = _last(source, weight, dtype(call.args[0]) == "float64")
-    copies, search = _needed([("weight", weight), ("input", source)], last), _search(call, call.name, call.args[2:6])
+    copies = _needed([("weight", weight), ("input", source)], last)
+    search = _search(call, call.name, (source, weight), last, call.args[2:6])
     stride, _, groups = call.args[4:7] if "transpose" in call.name else call.args[3:6]
     kernel = _Kernel("out", source, out, weight, width(call.args[0]), groups, max(stride))
     own = _likely(kernel, last)
@@ -195,13 +196,13 @@ def _likely(kernel: _Kernel, last: bool) -> Plan:
     return within([(BY_CHOICE, 0, size)]) if size else ()
 
 
-def _search(call: Call, operation: str, settings: Sequence[Any]) -> Plan:
-    """With `torch.backends.cudnn.benchmark` the first of its kind gives back what is cached (Conv_v8.cpp)."""
+def _search(call: Call, operation: str, operands: Sequence[_Operand], last: bool, settings: Sequence[Any]) -> Plan:
+    """With `torch.backends.cudnn.benchmark` the first of its kind gives back what is cached (Conv_v8.cpp): by the sizes
+    of input and weight and the format of the input, where all begin at aligned addresses."""
     torch = sys.modules.get("torch")  # rules work without it
     if torch is None or not torch.backends.cudnn.benchmark:
         return ()
-    operands = ((shape(one), _Operand.of(one).channels_last) for one in call.args[:2])
-    key = ("convolution", operation, *operands, dtype(call.args[0]), str(settings))
+    key = ("convolution", operation, *(one.sizes for one in operands), last, dtype(call.args[0]), str(settings))
     if key in call.state:
         return ()
     call.state[key] = True
@@ -274,13 +275,13 @@ def _cudnn_backward(
         last = _last(gradient, weight, wide)
         copies = _needed([("weight", weight), ("its gradient", gradient)], last)
         kernel = _Kernel("input", gradient, source, weight, item, groups, stride)
-        own = (*_likely(kernel, last), *_search(call, "input", call.args[4:10]))
+        own = (*_likely(kernel, last), *_search(call, "input", (source, weight), last, call.args[4:10]))
         steps += (("out", 0), *within(copies, *own))
     if wanted[1]:
         last = _last(source, gradient, wide)
         copies = _needed([("weight's gradient", gradient), ("input", source)], last)
         kernel = _Kernel("weight", source, gradient, weight, item, groups, stride)
-        own = (*_likely(kernel, last), *_search(call, "weight", call.args[4:10]))
+        own = (*_likely(kernel, last), *_search(call, "weight", (source, weight), last, call.args[4:10]))
         steps += within(copies, ("out", int(wanted[0])), *own)
     return within(kept, *steps)
 

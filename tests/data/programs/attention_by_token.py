@@ -35,7 +35,7 @@ def efficient(dtype: torch.dtype, shape: tuple[int, int, int, int]) -> None:
             seeds = [torch.Tensor(), torch.Tensor()]
         for wanted, shared in itertools.product((False, True) if added is not None else (False,), (False, True)):
             rest = (out, None, None, rows, rows, sums, dropout, *seeds, mask, wanted)
-            with_options = {"window_size": window, "shared_storage_dqdkdv": shared}
+            with_options = {"scale": 0.5, "window_size": window, "shared_storage_dqdkdv": shared}
             said(f"{name} backward {wanted} {shared}", lambda: BACKWARD(out, *of, *rest, **with_options))
 
 
