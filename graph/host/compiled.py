@@ -33,7 +33,7 @@ from torch.utils import _triton
 
 from graph.fake_cuda.torch_private import TorchDispatchMode
 from graph.hardware.gpus import gpu
-from graph.host import triton_installed
+from graph.host.extensions import triton_installed
 
 if TYPE_CHECKING:
     from torch._dynamo.callback import CallbackArgs

@@ -14,7 +14,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Final
 
 from graph.fake_cuda.served import has_triton
-from graph.host import triton_stand_in
+from graph.host.extensions import triton_stand_in
 
 if TYPE_CHECKING:
     from graph.case import Case

@@ -30,9 +30,10 @@ from graph.fake_cuda.ranks.job import LAUNCHER, joined, launching
 from graph.fake_cuda.served import OutOfMemoryError, has_triton
 from graph.fake_cuda.torch_private import DYNAMO
 from graph.hardware.profile import profile
-from graph.host import compiled, kept, triton_stand_in
+from graph.host import compiled, kept
 from graph.host.driver import smi
-from graph.host.extensions import launching_nothing, way_out
+from graph.host.extensions import triton_stand_in
+from graph.host.extensions.stand_ins import launching_nothing, way_out
 from graph.host.imports import changed
 from graph.host.lbfgs import never_converged
 from graph.host.memory import untouched

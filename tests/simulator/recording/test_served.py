@@ -22,7 +22,7 @@ from graph.fake_cuda import sdpa, stubs  # noqa: E402
 from graph.fake_cuda.device import Runtime, fake_cuda  # noqa: E402
 from graph.fake_cuda.ranks.futures import callbacks_on_streams  # noqa: E402
 from graph.hardware.profile import profile  # noqa: E402
-from graph.host import triton_stand_in  # noqa: E402
+from graph.host.extensions import triton_stand_in  # noqa: E402
 from graph.recorder.checkpoints import Saving  # noqa: E402
 from graph.recorder.phases import Phases  # noqa: E402
 from graph.recorder.program import ProgramRecorder  # noqa: E402

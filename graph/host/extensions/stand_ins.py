@@ -1,5 +1,5 @@
-"""Compiled extensions of others: those of bitsandbytes, flash-attn, Apex and DeepSpeed's optimizers do nothing,
-xformers does without, of the rest one line says the way out.
+"""Compiled extensions of others: those of bitsandbytes, flash-attn, Apex, mamba-ssm and DeepSpeed's optimizers do
+nothing, xformers does without, of the rest one line says the way out.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterator, Mapping
 from types import ModuleType
 from typing import TYPE_CHECKING, Final
 
-from graph.host import apex, deepspeed_ops, flash_attn, torchvision, triton_installed, xformers
 from graph.host.driver import nvml
+from graph.host.extensions import apex, deepspeed_ops, flash_attn, mamba, torchvision, triton_installed, xformers
 from graph.host.imports import Change, changed
 from graph.models import quantization
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from graph.fake_cuda.device import Runtime
 
 #: Packages whose Python code runs here, and where the functions stand that they would have compiled for CUDA.
-_STAND_INS: Final = {"flash_attn": flash_attn, "apex": apex}
+_STAND_INS: Final = {"flash_attn": flash_attn, "apex": apex, "mamba_ssm": mamba, "causal_conv1d": mamba}
 
 #: What is taken for granted where an extension is used.
 _TAKEN: Final = {
@@ -37,6 +37,12 @@ _WAYS_OUT: Final = (
         r"flash.?attn|FlashAttention",
         "flash-attn's Python code is enough here, and installs without CUDA: FLASH_ATTENTION_FORCE_BUILD=TRUE "
         "FLASH_ATTENTION_SKIP_CUDA_BUILD=TRUE pip install --no-build-isolation --no-deps flash-attn einops",
+    ),
+    (
+        r"mamba.ssm|causal.conv1d|selective.scan",
+        "the Python code of mamba-ssm and causal-conv1d is enough here, and installs without CUDA: "
+        "MAMBA_FORCE_BUILD=TRUE MAMBA_SKIP_CUDA_BUILD=TRUE CAUSAL_CONV1D_FORCE_BUILD=TRUE "
+        "CAUSAL_CONV1D_SKIP_CUDA_BUILD=TRUE pip install --no-build-isolation --no-deps mamba-ssm causal-conv1d einops",
     ),
     (
         r"No module named 'apex|amp_C",
@@ -83,8 +89,8 @@ def _ready(module: object) -> None:
 
 @contextlib.contextmanager
 def launching_nothing(runtime: Runtime) -> Iterator[None]:
-    """Inside, bitsandbytes, flash-attn, Apex, DeepSpeed's optimizers and Triton run when they are imported: what they
-    launch does nothing.
+    """Inside, bitsandbytes, flash-attn, Apex, mamba-ssm, DeepSpeed's optimizers and Triton run when they are imported:
+    what they launch does nothing.
     """
     logging.getLogger("bitsandbytes.cextension").setLevel(logging.CRITICAL)  # it says that CUDA's libraries are absent
     xformers.quiet()

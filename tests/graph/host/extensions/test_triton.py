@@ -15,7 +15,7 @@ import torch
 
 from graph.fake_cuda.device import fake_cuda
 from graph.hardware.profile import profile
-from graph.host import triton_installed, triton_stand_in
+from graph.host.extensions import triton_installed, triton_stand_in
 from graph.host.imports import changed
 from tests.support.births import Births
 

@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-from graph.host.extensions import way_out
+from graph.host.extensions.stand_ins import way_out
 from tests.places import ROOT
 from tests.simulator.recording.test_record import answer, folder_of, record
 
@@ -114,6 +114,8 @@ class MisconfigurationException(Exception):  # noqa: N818
             PYTHON_SIDE,
         ),
         (ModuleNotFoundError("No module named 'apex.optimizers'", name="apex.optimizers"), "the folder `apex`"),
+        (ModuleNotFoundError("No module named 'mamba_ssm'", name="mamba_ssm"), "MAMBA_SKIP_CUDA_BUILD=TRUE"),
+        (ImportError("The fast path needs selective_scan and causal-conv1d"), "CAUSAL_CONV1D_SKIP_CUDA_BUILD=TRUE"),
         (
             ImportError("FlashAttention2 has been toggled on, but it cannot be used"),
             PYTHON_SIDE,
@@ -183,6 +185,71 @@ def test_what_xformers_would_have_compiled_is_noted(tmp_path: Path) -> None:
     assert done.stdout.splitlines()[0] == "True None {'version': {'cuda': 0}, 'env': {}}", done.stderr
     assert "xFormers" not in done.stderr
     assert "PyTorch's attention stands for its FlashAttention-3" in done.stderr
+
+
+#: As mamba_ssm/ops/selective_scan_interface.py (2.3) and causal_conv1d's functions (1.6 and 1.4) call their extensions.
+MAMBA = """
+import torch
+import causal_conv1d_cuda as convolution
+import selective_scan_cuda as scan
+
+def said(call):
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    made = call()
+    print(torch.cuda.memory_allocated() - before, torch.cuda.max_memory_allocated() - before)
+    return made
+
+def on_gpu(*shape, dtype=torch.bfloat16):
+    return torch.zeros(shape, dtype=dtype, device="cuda")
+
+u, delta, z = (on_gpu(2, 64, 4096) for _ in range(3))
+A, D, bias = on_gpu(64, 16, dtype=torch.float32), on_gpu(64, dtype=torch.float32), on_gpu(64, dtype=torch.float32)
+B, C = on_gpu(2, 1, 16, 4096), on_gpu(2, 1, 16, 4096)
+out, states, gated = said(lambda: scan.fwd(u, delta, A, B, C, D, z, bias, True))
+grads = said(lambda: scan.bwd(u, delta, A, B, C, D, z, bias, u, states, out, None, True, False))
+print(*(tuple(one.shape) for one in grads), grads[3].dtype)
+
+weight, bias = on_gpu(64, 4), on_gpu(64)
+strided = on_gpu(2, 4096, 64).mT
+made, firsts = said(lambda: (on_gpu(2, 64, 4096), None))
+said(lambda: convolution.causal_conv1d_fwd(u, weight, bias, None, None, made, None, True))
+back = (u, weight, bias, strided, None, None, None)
+said(lambda: convolution.causal_conv1d_bwd(*back, made, weight.float(), bias.float(), None, True))
+torch.use_deterministic_algorithms(True)
+torch.utils.deterministic.fill_uninitialized_memory = False
+sums = weight.float(), bias.float()
+said(lambda: convolution.causal_conv1d_bwd(u, weight, bias, made, None, None, None, made, *sums, None, True))
+torch.use_deterministic_algorithms(False)
+said(lambda: convolution.causal_conv1d_fwd(u, weight, bias, None, None, None, True))
+said(lambda: convolution.causal_conv1d_bwd(*back, None, False, True))
+"""
+
+
+def test_mambas_extensions_allocate_what_they_would(tmp_path: Path) -> None:
+    """Bytes by csrc/selective_scan/selective_scan.cpp and csrc/causal_conv1d.cpp: states of chunks of 2,048 steps, fp32
+    sums where B and C vary along the sequence, a copy of a gradient that lies otherwise, sums of parts in fp32."""
+    for package in ("mamba_ssm", "causal_conv1d"):
+        (tmp_path / package).mkdir()
+        (tmp_path / package / "__init__.py").touch()
+    program = folder_of(tmp_path, {"train.py": MAMBA})
+    done = record(program, "-q", "--gpu", "A100-80GB", "train.py", PYTHONPATH=f"{ROOT}:{tmp_path}")
+    assert done.returncode == 0, done.stderr
+    mib, kib = 1 << 20, 1 << 10
+    grads = 3 * mib + 64 * 16 * 4 + 2 * 512  # of u, delta and z, of A, of D and the bias
+    expected = [
+        (2 * mib + 32 * kib,) * 2,
+        (grads + 2 * 256 * kib, grads + 2 * 512 * kib + 2 * 256 * kib),
+        "(2, 64, 4096) (2, 64, 4096) (64, 16) (2, 1, 16, 4096) (2, 1, 16, 4096) (64,) (64,) (2, 64, 4096) "
+        "torch.bfloat16",
+        (mib, mib),
+        (0, 0),
+        (0, mib + 1024 + 512),  # with weight and bias in fp32, the caller's
+        (0, 2 * 64 * 4 * 4 + 512 + 64 * 4 * 4),  # both sums of parts, then the first sum
+        (mib, mib),
+        (mib + 2 * 512, 2 * mib + 1024 + 512 + 512 + 512),  # made in fp32, then as the weight, before the copy goes
+    ]
+    assert done.stdout.splitlines() == [one if isinstance(one, str) else f"{one[0]} {one[1]}" for one in expected]
 
 
 #: As flash_attn/flash_attn_interface.py (2.7.3) calls its extension.

@@ -173,18 +173,20 @@ class Autotuner(Kernel):
         self.user_defined_pre_hook, self.user_defined_post_hook = bool(pre_hook), bool(post_hook)
         self.early_config_prune = (prune_configs_by or {}).get("early_config_prune")
         self.cache: dict[tuple[str, ...], Config] = {}
+        self.best_config = self.configs[0]
 
     def run(self, *args: object, **kwargs: object) -> None:
-        """A launch."""
+        """A launch; `best_config` is then the configuration of it."""
         nargs = dict(zip(self.arg_names, args, strict=False))
         named = {**nargs, **kwargs}
         dtypes = (str(value.dtype) for value in named.values() if hasattr(value, "dtype"))  # as triton's Autotuner.run
         key = (*(str(named[name]) for name in self.keys if name in named), *dtypes)
         torch: Any = sys.modules.get("torch")
+        self.best_config = self.cache.get(key, self.configs[0])
         if torch is None or len(self.configs) == 1 or key in self.cache:
             return
         configs = self.early_config_prune(self.configs, nargs, **kwargs) if self.early_config_prune else self.configs
-        self.cache[key] = configs[0]
+        self.cache[key] = self.best_config = configs[0]
         for _ in configs:
             self.launched(named)
             cleared = torch.empty(_CLEARED, dtype=torch.int, device="cuda")
@@ -307,7 +309,7 @@ class Backend(Anything):
 
 
 class Driver(Anything):
-    """`triton.runtime.driver`, who answers by whoever is made active (graph/host/triton_installed.py)."""
+    """`triton.runtime.driver`, who answers by whoever is made active (graph/host/extensions/triton_installed.py)."""
 
     def set_active(self, active: object) -> None:
         """Have `active` answer."""
