@@ -123,7 +123,7 @@ def _sum_of_parts(source: torch.Tensor, weight: torch.Tensor, bias: Optional, la
     """Each part of a batch has its own sums in fp32: a sequence, or where channels lie last 64 or 128 steps of it."""
     batch, channels, length = source.shape
     parts = [batch, up(length, 64 if length <= 128 else 128)] if last else [batch]
-    options = {"dtype": torch.float32, "device": source.device}
-    sums = [torch.zeros(*parts, channels, *one.shape[1:], **options) for one in (weight, bias) if one is not None]
+    of = [one for one in (weight, bias) if one is not None]
+    sums = [source.new_zeros((*parts, channels, *one.shape[1:]), dtype=torch.float32) for one in of]
     for one in sums:
         one.sum(tuple(range(len(parts))))

@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import logging
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from types import ModuleType
+from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
     from graph.fake_cuda.device import Runtime
@@ -23,17 +24,16 @@ def quiet() -> None:
     logging.getLogger("xformers").setLevel(logging.CRITICAL)
 
 
-def loaded(runtime: Runtime, library: Any) -> None:
+def loaded(runtime: Runtime, library: ModuleType) -> None:
     """`xformers._cpp_lib` has looked for its library: where that cannot be loaded, it goes on as if it were."""
     logging.getLogger("xformers").setLevel(logging.NOTSET)
     if library._cpp_library_load_exception is None:
         return
-    folder = Path(library.__file__).parent
+    folder = Path(str(library.__file__)).parent
     written = folder / "cpp_lib.json"  # not where it was installed without compiling
     facts = json.loads(written.read_text("utf-8")) if written.exists() else {"version": {"cuda": 0}, "env": {}}
-    library._build_metadata = library._BuildInfo(facts)
-    library._built_with_cuda = True
-    library._cpp_library_load_exception = None
+    found = library._BuildInfo(facts)
+    vars(library).update(_build_metadata=found, _built_with_cuda=True, _cpp_library_load_exception=None)
     if any((folder / name).exists() for name in _THIRD):
         runtime.note(
             "xformers' compiled library cannot be loaded: PyTorch's attention stands for its FlashAttention-3, and "
