@@ -243,8 +243,12 @@ class Runtime:
         known, boolean = self.values.of(tensor), tensor.dtype is torch.bool
         if known is not None:
             value: bool | float | complex = known.item()
-            return self.looped(bool(value)) if boolean and self.values.is_assumed(tensor) else value
-        value = self.boolean() if boolean else self.unread(tensor)
+            if not self.values.is_assumed(tensor) or not (boolean or tensor.dtype.is_floating_point):
+                return value
+            if boolean:
+                return self.looped(bool(value))
+        else:
+            value = self.boolean() if boolean else self.unread(tensor)
         self.assume(f"the value of a {metadata.dtype(tensor)}", value)
         return value
 

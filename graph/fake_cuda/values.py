@@ -236,6 +236,11 @@ class Values:
         else:
             self.bound(target, last, first)
 
+    def _drawn_number(self, target: torch.Tensor, low: float, high: float) -> None:
+        """One number drawn between bounds, as augmentations draw it: what is next to 0 of what it can be."""
+        self._assume([target])
+        self.put(target, full(target.shape, min(max(0.0, low), high), dtype=target.dtype))
+
     def nonzero(self, tensor: torch.Tensor) -> int | None:
         """How many elements are not zero of a part of zeros into which a number was scattered, where nobody knows to
         what places (`one_hot` of a router's choice): the part's share of them, as if they were spread evenly."""
@@ -478,6 +483,8 @@ class Values:
             self._copied(*args[:2])
         elif func._opname == "random_" and len(args) > 1:
             self._drawn(func, args)
+        elif func._opname == "uniform_" and len(args) > 2 and self.size(args[0]) == args[0].itemsize:
+            self._drawn_number(*args[:3])
         elif func._opname == "bernoulli_" and self.marks.numbers(args[0]) is not None:
             self._assume(targets)
             self._marked_whole(args[0])

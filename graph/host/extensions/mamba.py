@@ -73,7 +73,7 @@ def _scan_backward(
     gated output is computed `again` into."""
     if gate is not None and of_gate is None:
         of_gate = torch.empty_like(gate)
-    computed = [] if gate is None or not again else [torch.empty_like(out)]
+    computed = [] if gate is None or out is None or not again else [torch.empty_like(out)]
     made = [torch.empty_like(source), torch.empty_like(delta), torch.zeros_like(decay)]
     sums = [torch.zeros_like(one, dtype=torch.float32 if one.ndim > 2 else one.dtype) for one in (into, out_of)]
     small = [None if one is None else torch.zeros_like(one) for one in (skip, bias)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import sys
 import threading
@@ -598,6 +599,15 @@ def test_integers_that_are_drawn_are_in_their_range(runtime: Runtime) -> None:
     assert torch.randint(2, 3, (2,), device="cuda").mul(2).tolist() == [4, 4]
     assert torch.empty(2, dtype=torch.int32, device="cuda").random_(1).tolist() == [0, 0]
     assert not runtime.assumptions
+
+
+def test_a_number_that_is_drawn_is_in_its_range(runtime: Runtime) -> None:
+    """As augmentations draw an angle, or the logarithm of a ratio."""
+    numbers = [torch.empty(1, device="cuda").uniform_(*between) for between in ((1, 2), (-3, -2), (-1, 1))]
+    assert not runtime.assumptions
+    assert [number.item() for number in numbers] == [1, -2, 0]
+    assert [number.exp().item() for number in numbers] == [pytest.approx(math.exp(power)) for power in (1, -2, 0)]
+    assert sum(runtime.assumptions.values()) == 6
 
 
 def test_a_random_order_has_each_place_once(runtime: Runtime) -> None:
