@@ -236,7 +236,7 @@ class Values:
         else:
             self.bound(target, last, first)
 
-    def _drawn_number(self, target: torch.Tensor, low: float, high: float) -> None:
+    def _drawn_number(self, target: torch.Tensor, low: float, high: float = 1.0) -> None:
         """One number drawn between bounds, as augmentations draw it: what is next to 0 of what it can be."""
         self._assume([target])
         self.put(target, full(target.shape, min(max(0.0, low), high), dtype=target.dtype))
@@ -483,8 +483,8 @@ class Values:
             self._copied(*args[:2])
         elif func._opname == "random_" and len(args) > 1:
             self._drawn(func, args)
-        elif func._opname == "uniform_" and len(args) > 2 and self.size(args[0]) == args[0].itemsize:
-            self._drawn_number(*args[:3])
+        elif func._opname == "uniform_" and len(args) > 1 and self.size(args[0]) == args[0].itemsize:
+            self._drawn_number(*args)
         elif func._opname == "bernoulli_" and self.marks.numbers(args[0]) is not None:
             self._assume(targets)
             self._marked_whole(args[0])
