@@ -6,6 +6,7 @@ library that it calls for the arithmetic is replaced by functions that do nothin
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import importlib.util
 import sys
@@ -33,7 +34,11 @@ _CUDA_OPS: Final = "bitsandbytes.backends.cuda.ops"
 
 
 class _Function:
-    """One function of the compiled library: nothing while the fake device is in use."""
+    """One function of the compiled library: nothing while the fake device is in use. That a library is there, Unsloth
+    tells by what functions of ctypes have."""
+
+    restype: object = ctypes.c_int
+    argtypes: object = None
 
     def __init__(self, name: str, real: Callable[..., object] | None) -> None:
         self.name, self.real = name, real

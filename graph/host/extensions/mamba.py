@@ -99,16 +99,18 @@ def _convolution_backward(
     copied = gradient if gradient.stride(1 if last else 2) == 1 else (gradient.mT if last else gradient).contiguous()
     made = None
     if isinstance(rest[4], bool):  # before 1.5: whether the state before the sequence has a gradient
-        made = _gradients(source, weight, bias, rest[4])
+        made = _gradients(source, weight, bias, rest[3], rest[4])
     elif _is_deterministic():
         _sum_of_parts(source, weight, bias, last)
     del copied
     return made
 
 
-def _gradients(source: torch.Tensor, weight: torch.Tensor, bias: Optional, first: bool) -> list[Optional]:
-    """Gradients of the sequence, of weight and bias, summed in fp32, and of the state before it."""
-    made = torch.empty_like(source)
+def _gradients(
+    source: torch.Tensor, weight: torch.Tensor, bias: Optional, given: object, first: bool
+) -> list[Optional]:
+    """Gradients of the sequence, which may be `given`, of weight and bias, summed in fp32, and of its first state."""
+    made = given if isinstance(given, torch.Tensor) else torch.empty_like(source)
     sums = [None if one is None else torch.zeros_like(one, dtype=torch.float32) for one in (weight, bias)]
     state = source.new_empty(source.shape[0], weight.shape[1] - 1, source.shape[1]).mT if first else None
     return [made, *(None if one is None else one.to(weight.dtype) for one in sums), state]

@@ -33,7 +33,12 @@ def loaded(runtime: Runtime, library: ModuleType) -> None:
     written = folder / "cpp_lib.json"  # not where it was installed without compiling
     facts = json.loads(written.read_text("utf-8")) if written.exists() else {"version": {"cuda": 0}, "env": {}}
     found = library._BuildInfo(facts)
-    vars(library).update(_build_metadata=found, _built_with_cuda=True, _cpp_library_load_exception=None)
+    vars(library).update(
+        _build_metadata=found,
+        _built_with_cuda=True,
+        _cpp_library_load_exception=None,
+        _register_extensions=lambda: found,  # Unsloth tries for itself
+    )
     if any((folder / name).exists() for name in _THIRD):
         runtime.note(
             "xformers' compiled library cannot be loaded: PyTorch's attention stands for its FlashAttention-3, and "
