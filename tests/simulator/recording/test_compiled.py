@@ -89,6 +89,23 @@ def test_graphs_breaks_and_recompilations_are_pytorchs(words: tuple[str, ...], t
     assert not any("_orig_mod" in str(name) for name in names)
 
 
+PARALLEL = """
+import torch
+import torch._inductor.config
+from torch._inductor import async_compile
+torch._inductor.config.compile_threads = 4
+run = torch.compile(lambda x: x.sin() + 1, options={"compile_threads": 4})
+print(run(torch.ones(4, device="cuda")).shape, async_compile.get_compile_threads())
+"""
+
+
+def test_kernels_are_made_in_the_program_itself(tmp_path: Path) -> None:
+    """Whatever it asks for: in a process of its own a kernel would be compiled for a GPU."""
+    folder_of(tmp_path, {"train.py": PARALLEL})
+    done = record(tmp_path, "-q", "train.py")
+    assert done.stdout == "torch.Size([4]) 1\n", done.stderr
+
+
 MASKED = """
 import torch
 from torch._dynamo.utils import counters
