@@ -322,7 +322,7 @@ def _inductor(runtime: Runtime, folder: Path, tell: Tell) -> Iterator[None]:
     autotuner = parts["runtime.triton_heuristics"].CachingAutotuner
     with (
         parts["config"].patch(compile_threads=1, bundle_triton_into_fx_graph_cache=False),
-        mock.patch.object(inductor("async_compile"), "get_compile_threads", lambda: 1),  # whatever the program asks for
+        mock.patch.object(inductor("async_compile"), "get_compile_threads", return_value=1),  # whatever is asked for
         mock.patch.dict(os.environ, {"TORCHINDUCTOR_CACHE_DIR": str(folder), "TRITON_CACHE_DIR": str(folder)}),
         mock.patch.object(autotuner, "_precompile_config", _building(runtime)),
         mock.patch.object(autotuner, "bench", _measured(runtime, tell, autotuner.bench)),
