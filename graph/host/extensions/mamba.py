@@ -24,10 +24,14 @@ _OLD: Final = 6
 Optional = torch.Tensor | None
 
 
-def functions() -> Mapping[str, Mapping[str, Callable[..., object]]]:
-    """The functions of each extension, by its name and theirs."""
+def scans() -> Mapping[str, Mapping[str, Callable[..., object]]]:
+    """The functions of mamba-ssm's extension, by its name and theirs."""
+    return {"selective_scan_cuda": {"fwd": _scan, "bwd": _scan_backward}}
+
+
+def convolutions() -> Mapping[str, Mapping[str, Callable[..., object]]]:
+    """The functions of causal-conv1d's extension, by its name and theirs."""
     return {
-        "selective_scan_cuda": {"fwd": _scan, "bwd": _scan_backward},
         "causal_conv1d_cuda": {
             "causal_conv1d_fwd": _convolution,
             "causal_conv1d_bwd": _convolution_backward,

@@ -23,7 +23,12 @@ if TYPE_CHECKING:
     from graph.fake_cuda.device import Runtime
 
 #: Packages whose Python code runs here, and where the functions stand that they would have compiled for CUDA.
-_STAND_INS: Final = {"flash_attn": flash_attn, "apex": apex, "mamba_ssm": mamba, "causal_conv1d": mamba}
+_STAND_INS: Final = {
+    "flash_attn": flash_attn.functions,
+    "apex": apex.functions,
+    "mamba_ssm": mamba.scans,
+    "causal_conv1d": mamba.convolutions,
+}
 
 #: What is taken for granted where an extension is used.
 _TAKEN: Final = {
@@ -117,11 +122,11 @@ def launching_nothing(runtime: Runtime) -> Iterator[None]:
 def _standing(runtime: Runtime) -> Mapping[str, ModuleType]:
     """The extensions that packages of this environment would have and do not, by name."""
     made = {}
-    for package, stand_in in _STAND_INS.items():
+    for package, extensions in _STAND_INS.items():
         if importlib.util.find_spec(package) is not None:
-            for name, functions in stand_in.functions().items():
+            for name, functions in extensions().items():
                 if importlib.util.find_spec(name) is None:
-                    made[name] = ModuleType(name, stand_in.__doc__)
+                    made[name] = ModuleType(name, extensions.__doc__)
                     said = _TAKEN.get(name)
                     told = {} if said is None else {way: _told(runtime, said, functions[way]) for way in functions}
                     vars(made[name]).update(told or functions)
