@@ -331,6 +331,11 @@ class Values:
         for tensor in made:
             remember(self._assumed, self.key(tensor), None, _NEWEST)
 
+    def follows(self, made: Sequence[torch.Tensor], given: Iterable[object]) -> None:
+        """What is known of tensors follows from what they were made of."""
+        if self.is_assumed(*given):
+            self._assume(made)
+
     def is_assumed(self, *args: object) -> bool:
         """Whether the values of one of these, on the device, follow from what was assumed."""
         if not self._assumed:

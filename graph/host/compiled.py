@@ -17,6 +17,7 @@ import linecache
 import os
 import re
 import sys
+from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -31,8 +32,8 @@ from torch._dynamo import callback
 from torch.nn.modules import module as modules
 from torch.utils import _triton
 
-from graph.fake_cuda.torch_private import TorchDispatchMode
 from graph.hardware.gpus import gpu
+from graph.host.compiled_values import OnHost, following
 from graph.host.extensions import triton_installed
 
 if TYPE_CHECKING:
@@ -313,17 +314,21 @@ def counted(what: str, event: str) -> int:
 @contextlib.contextmanager
 def _inductor(runtime: Runtime, folder: Path, tell: Tell) -> Iterator[None]:
     """Inductor makes code for the device, whose kernels do nothing."""
-    importlib.import_module("torch._inductor.compile_fx")
+    backend = inductor("compile_fx")
     parts = {name: sys.modules[f"torch._inductor.{name}"] for name in ("config", "codegen.wrapper")}
     later = ("runtime.triton_heuristics", "runtime.triton_helpers", "fx_passes.joint_graph")
     parts |= {name: inductor(name) for name in later}
     wrapper: Any = parts["codegen.wrapper"].PythonWrapperCodegen
     folder_of: Any = parts["fx_passes.joint_graph"].UniformValueConstantFolder
     autotuner = parts["runtime.triton_heuristics"].CachingAutotuner
+    own = {"TORCHINDUCTOR_CACHE_DIR": str(folder)}
+    # A program that takes this away, or says another one, gets nothing of the user's own, and puts nothing there.
+    fixed = SimpleNamespace(**{**vars(os), "environ": ChainMap(dict(own), os.environ)})
     with (
         parts["config"].patch(compile_threads=1, bundle_triton_into_fx_graph_cache=False),
         mock.patch.object(inductor("async_compile"), "get_compile_threads", return_value=1),  # whatever is asked for
-        mock.patch.dict(os.environ, {"TORCHINDUCTOR_CACHE_DIR": str(folder), "TRITON_CACHE_DIR": str(folder)}),
+        mock.patch.dict(os.environ, {**own, "TRITON_CACHE_DIR": str(folder)}),
+        mock.patch.object(inductor("runtime.cache_dir_utils"), "os", fixed),
         mock.patch.object(autotuner, "_precompile_config", _building(runtime)),
         mock.patch.object(autotuner, "bench", _measured(runtime, tell, autotuner.bench)),
         mock.patch.object(parts["runtime.triton_helpers"], "set_driver_to_gpu"),
@@ -331,6 +336,7 @@ def _inductor(runtime: Runtime, folder: Path, tell: Tell) -> Iterator[None]:
         mock.patch.object(wrapper, "make_buffer_allocation", _noted(wrapper.make_buffer_allocation)),
         mock.patch.object(folder_of, "run", _folded(runtime, folder_of, folder_of.run)),
         _own_kernels(),
+        following(runtime.values, backend),
     ):
         yield
 
@@ -509,7 +515,7 @@ def _folded(runtime: Runtime, folder: Any, plain: Callable[..., Any]) -> Callabl
             return plain(self, *args, **kwargs)
         with mock.patch.dict(runtime.assumptions):
             done = plain(self, *args, **kwargs)
-        with _OnHost():  # type: ignore[no-untyped-call]
+        with OnHost():
             beside = on_host(self.module)
             beside.run()
         self.node_replacements.update(beside.node_replacements)
@@ -517,13 +523,3 @@ def _folded(runtime: Runtime, folder: Any, plain: Callable[..., Any]) -> Callabl
 
     on_host = type("OnHost", (folder,), {})
     return run
-
-
-class _OnHost(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Tensors that are made on the device are made on the host."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
-        if "device" in kwargs:
-            kwargs["device"] = torch.device("cpu")
-        return func(*args, **kwargs)

@@ -1,7 +1,8 @@
-"""Large floating-point tensors on the host are memory that nobody touches: what would fill them does nothing.
+"""Large floating-point tensors on the host are memory that nobody touches: weights and random numbers are zeros there.
 
 They have no values on the device either, and memory that is never written takes none of the machine. What would fill
-them with random numbers draws as many and leaves them: what is drawn next, as an order of batches, is as in a real run.
+them with random numbers draws as many and forgets them: what is drawn next, as an order of batches, is as in a real
+run. Zeros and copies of them take no memory either (`graph.host.pages`); other numbers are written, as masks are.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from torch.nn import init
 
 from graph.fake_cuda.operators.composed import no_errors_on_host
 from graph.fake_cuda.torch_private import BY_CPU_KERNEL
+from graph.host import pages
 
 if TYPE_CHECKING:
     from graph.fake_cuda.device import Runtime
@@ -45,19 +47,10 @@ _RANDOM: Final = (
     "random_",
     "uniform_",
 )
+_FILLING: Final = ("zero_", "fill_.Scalar", "fill_.Tensor")
 _WRITING: Final = (
-    *(
-        "add_.Tensor",
-        "addcdiv_",
-        "addcmul_",
-        "clamp_",
-        "copy_",
-        "div_.Tensor",
-        "erfinv_",
-        "fill_.Scalar",
-        "fill_.Tensor",
-    ),
-    *("lerp_.Scalar", "lerp_.Tensor", "mul_.Tensor", "sqrt_", "sub_.Tensor", "zero_", *_RANDOM),
+    *("add_.Tensor", "addcdiv_", "addcmul_", "clamp_", "copy_", "div_.Tensor", "erfinv_", "lerp_.Scalar"),
+    *("lerp_.Tensor", "mul_.Tensor", "sqrt_", "sub_.Tensor", *_FILLING, *_RANDOM),
 )
 #: Files of weights in memory, which nobody reads: where they end, by where they begin.
 _unread: Final[dict[int, int]] = {}
@@ -76,10 +69,15 @@ def unread(pages: mmap.mmap, tensor: torch.Tensor) -> None:
     weakref.finalize(pages, _unread.pop, start, None)
 
 
-def _has_values(tensor: torch.Tensor) -> bool:
-    """Whether a tensor on the host is neither large nor a part of a file of weights."""
+def _is_unread(tensor: torch.Tensor) -> bool:
+    """Whether it is a part of a file of weights."""
     place = tensor.data_ptr()
-    return not is_large(tensor) and not any(start <= place < end for start, end in _unread.copy().items())
+    return any(start <= place < end for start, end in _unread.copy().items())
+
+
+def _has_values(tensor: torch.Tensor) -> bool:
+    """Whether a tensor on the host is neither a part of a file of weights nor large and never written."""
+    return not _is_unread(tensor) and (not is_large(tensor) or pages.is_touched(tensor))
 
 
 @contextlib.contextmanager
@@ -148,7 +146,12 @@ def _kernel(name: str, draws: _Draws) -> Callable[..., Any]:
             args = (_tensor(args[0]), *args[1:])
         if not is_large(tensor):
             return plain(BY_CPU_KERNEL, tensor, *args, **kwargs)
+        if name in _FILLING and not _is_filled(tensor, *args):
+            return plain(BY_CPU_KERNEL, tensor, *args, **kwargs)
+        if name == "copy_" and not _is_copied(tensor, args[0], functools.partial(plain, BY_CPU_KERNEL)):
+            return plain(BY_CPU_KERNEL, tensor, *args, **kwargs)
         if name in _RANDOM:
+            pages.emptied(tensor)
             if takes_tensor:  # of probabilities: any one does, of their dtype
                 args = (torch.zeros((), dtype=args[0].dtype, device="cpu"), *args[1:])
             for part in draws.parts(tensor):
@@ -156,6 +159,26 @@ def _kernel(name: str, draws: _Draws) -> Callable[..., Any]:
         return tensor
 
     return kernel
+
+
+def _is_filled(tensor: torch.Tensor, number: Any = 0) -> bool:
+    """Whether a large tensor is one number throughout and nothing has to be written: zeros are where nothing is."""
+    unknown = isinstance(number, torch.Tensor) and not number.is_cpu
+    return unknown or (not number and pages.emptied(tensor))
+
+
+def _is_copied(target: torch.Tensor, source: torch.Tensor, copy: Callable[..., object]) -> bool:
+    """Whether a large tensor is a copy by now; of what is on a device, in a file of weights, or was never written, it
+    is zeros."""
+    if source.is_cpu and not _is_unread(source):
+        if not is_large(source):
+            return source.numel() == 1 and _is_filled(target, source)
+        if pages.copied(target, source, copy):
+            return True
+        if pages.is_touched(source):
+            return False
+    pages.emptied(target)
+    return True
 
 
 def _joining() -> Callable[..., torch.Tensor]:
@@ -186,6 +209,7 @@ def _truncated(runtime: Runtime, draws: _Draws, plain: Callable[..., torch.Tenso
         if not tensor.is_cuda:
             if tensor.is_meta or not is_large(tensor):
                 return plain(tensor, mean, std, a, b, generator)
+            pages.emptied(tensor)
             _draw_inside(draws, tensor, mean, std, a, b, generator)
             return tensor
         share = _share(mean, std, a, b)

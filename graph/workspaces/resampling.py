@@ -97,11 +97,17 @@ def bilinear(call: Call) -> Plan | None:
     return after(_copies(call, (0,), True)) if last and sizes[2:] != shape(next(tensors(call.out)))[2:] else None
 
 
-def bilinear_backward(call: Call) -> Plan | None:
-    """`upsample_bilinear2d_backward`: nothing is copied aside where the size stays (the gradient itself is)."""
-    if tuple(call.args[1]) == tuple(call.args[2][2:]):
-        return None
-    return copied(_OUTPUTS, 0, like=0, channels=4)(call)
+_images: Final = copied(_OUTPUTS, 0, like=0, channels=4)
+
+
+def nearest(call: Call) -> Plan | None:
+    """`upsample_nearest2d`: nothing is copied aside where the size stays (the image itself is)."""
+    return None if shape(call.args[0]) == shape(next(tensors(call.out))) else _images(call)
+
+
+def images_backward(call: Call) -> Plan | None:
+    """`upsample_nearest2d_backward`, `upsample_bilinear2d_backward`: the same of the gradient."""
+    return None if tuple(call.args[1]) == tuple(call.args[2][2:]) else _images(call)
 
 
 _CONTIGUOUS: Final = (
@@ -112,9 +118,7 @@ _CONTIGUOUS: Final = (
     "_upsample_nearest_exact3d_backward _upsample_bilinear2d_aa_backward _upsample_bicubic2d_aa_backward"
 )
 
-_IMAGES: Final = (
-    "upsample_nearest2d upsample_nearest2d_backward _upsample_nearest_exact2d _upsample_nearest_exact2d_backward"
-)
+_BACKWARD: Final = "upsample_nearest2d_backward _upsample_nearest_exact2d_backward upsample_bilinear2d_backward"
 
 RULES: Mapping[str, Rule] = {
     f"aten.{name}.default": rule
@@ -134,11 +138,11 @@ RULES: Mapping[str, Rule] = {
         "adaptive_max_pool3d": adaptive_maximum,
         "adaptive_max_pool2d_backward": copied(0, 2, _OUTPUTS),
         "fractional_max_pool2d_backward": fractional_maximum_backward,
-        **dict.fromkeys(_IMAGES.split(), copied(_OUTPUTS, 0, like=0, channels=4)),
+        **dict.fromkeys(("upsample_nearest2d", "_upsample_nearest_exact2d"), nearest),
+        **dict.fromkeys(_BACKWARD.split(), images_backward),
         **dict.fromkeys(("_upsample_bilinear2d_aa", "_upsample_bicubic2d_aa"), copied(_OUTPUTS, 0)),
         **dict.fromkeys(("upsample_nearest3d", "_upsample_nearest_exact3d"), copied(_OUTPUTS, 0)),
         "upsample_bilinear2d": bilinear,
-        "upsample_bilinear2d_backward": bilinear_backward,
         "upsample_trilinear3d_backward": copied(0, _OUTPUTS),
     }.items()
 }

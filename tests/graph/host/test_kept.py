@@ -143,3 +143,27 @@ def test_nothing_is_kept_where_pytorch_does_not_say_what_was_compiled(
         with fake_cuda(profile("A100-80GB", "2.13")) as runtime, kept.keeping(runtime, tmp_path / str(told)):
             pass
         assert sorted(path.name for path in tmp_path.glob("cache/*/*")) == folders
+
+
+#: As Unsloth does: it takes away where Inductor keeps its files, after its first function is compiled.
+ELSEWHERE = """
+import os
+import tempfile
+import torch
+
+os.mkdir("temporary")
+tempfile.tempdir = os.path.abspath("temporary")
+for number, place in enumerate((None, "", "own")):
+    if place is not None:
+        os.environ.pop("TORCHINDUCTOR_CACHE_DIR", None)
+    if place:
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = place
+    torch.compile(lambda x: x.sin() * number)(torch.ones(100, device="cuda"))
+print(os.listdir("temporary"), os.path.exists("own"))
+"""
+
+
+def test_the_users_own_cache_is_left_alone(tmp_path: Path) -> None:
+    """Kernels are none here, which a run on a GPU must not find; and what it left there would not be compiled here."""
+    done = record(folder_of(tmp_path, {"train.py": ELSEWHERE}), "--steps", "all", "train.py")
+    assert (done.returncode, done.stdout) == (0, "[] False\n"), done.stderr

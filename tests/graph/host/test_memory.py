@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -131,13 +132,63 @@ def test_data_is_shuffled_as_in_a_real_run() -> None:
         assert order() == real
 
 
-def test_the_tensor_stays_as_it_was() -> None:
+def test_random_numbers_are_zeros() -> None:
+    """Whatever was there before: nothing that a program looks at is left of it."""
     fills = {**FILLS, "trunc_normal_": init.trunc_normal_}
     tensors = {name: torch.full((SIZES[1],), 5.0) for name in fills}
     with runtime():
         for name, fill in fills.items():
             assert fill(tensors[name]) is tensors[name]
-    assert {name for name, tensor in tensors.items() if not (tensor == 5).all()} == set()
+    assert {name for name, tensor in tensors.items() if tensor.any()} == set()
+
+
+WIDE = 1030
+#: Large tensors of numbers that a program says: masks, graphs, codes.
+SAID: dict[str, Callable[[], Any]] = {
+    "zeros": lambda: torch.zeros(WIDE, WIDE),
+    "ones": lambda: torch.ones(WIDE, WIDE, dtype=torch.float64),
+    "full": lambda: torch.full((WIDE, WIDE), 3.0),
+    "eye": lambda: torch.eye(WIDE),
+    "causal": lambda: torch.full((WIDE, WIDE), float("-inf")).triu(1),
+    "causal, in bfloat16": lambda: torch.full((2 * WIDE, WIDE), float("-inf")).triu(1).to(torch.bfloat16),
+    "one_hot": lambda: torch.nn.functional.one_hot(torch.arange(WIDE), WIDE).float(),
+    "of a graph": lambda: torch.zeros(WIDE, WIDE).index_put_((torch.arange(9), torch.arange(9) * 3), torch.tensor(1.0)),
+    "of a graph, in float64": lambda: SAID["of a graph"]().double(),
+    "of a graph, twice": lambda: torch.cat([SAID["of a graph"](), torch.eye(WIDE)]),
+    "a part": lambda: torch.ones(WIDE, WIDE)[3:].zero_()._base,
+    "a part that is not contiguous": lambda: torch.ones(2 * WIDE, WIDE)[:, 3:].zero_()._base,
+    "transposed": lambda: torch.ones(WIDE, WIDE).triu().t().contiguous(),
+    "with channels last": lambda: (
+        torch.zeros(2, 9, 300, 300).index_fill_(1, torch.tensor(4), 2.0).to(memory_format=torch.channels_last)
+    ),
+    "numpy's": lambda: torch.from_numpy(np.eye(WIDE)).clone(),
+    "shared": lambda: torch.ones(WIDE, WIDE).share_memory_().zero_(),
+    "padded": lambda: torch.nn.functional.pad(torch.ones(WIDE, WIDE), (4, 4, 4, 4)),
+}
+
+
+@pytest.mark.parametrize("name", SAID)
+def test_numbers_that_a_program_says_are_there(name: str) -> None:
+    """Where freed memory is full of others."""
+    real = SAID[name]()
+    dirty = [torch.full((2 * WIDE, WIDE), 7.0) for _ in range(9)]
+    del dirty
+    with runtime():
+        made = SAID[name]()
+        assert (made.dtype, made.stride()) == (real.dtype, real.stride())
+        assert torch.equal(made, real)
+
+
+def test_zeros_and_copies_of_what_was_never_written_take_no_memory() -> None:
+    with runtime():
+        before = resident()
+        weights = torch.empty(8 << 20).normal_()
+        made = [weights.double(), weights.to(torch.bfloat16), torch.zeros(8 << 20), weights.clone().view(1024, -1).t()]
+        made += [made[-1].contiguous(), torch.zeros(3, 8 << 20).double()]
+        weights[5] = 1.0
+        copy = weights.double()
+        assert resident() - before < 2 << 20
+        assert (int(copy.argmax()), float(copy.sum())) == (5, 1.0)
 
 
 def test_bad_arguments_are_told_as_in_a_real_run() -> None:
@@ -199,13 +250,13 @@ def test_matrices_of_weights_can_be_inverted_on_the_host() -> None:
 
 #: Above 32 MiB, which malloc always takes from the system anew.
 JOINED: dict[str, Callable[[], Any]] = {
-    "cat": lambda: torch.cat([torch.empty(10000, 1024), torch.empty(49, 1024)]),
-    "cat, along the last": lambda: torch.cat([torch.empty(1024, 10000), torch.empty(1024, 49)], -1),
-    "cat, of two dtypes": lambda: torch.cat([torch.empty(10 << 20), torch.empty(3, dtype=torch.float64)]),
-    "cat, with nothing": lambda: torch.cat([torch.empty(0), torch.empty(10049, 1024)]),
-    "cat, of images": lambda: torch.cat([torch.empty(9, 8, 256, 256).to(memory_format=torch.channels_last)] * 2),
-    "stack": lambda: torch.stack([torch.empty(2048, 1024, dtype=torch.bfloat16)] * 9),
-    "stack, behind": lambda: torch.stack([torch.empty(4 << 20)] * 3, -1),
+    "cat": lambda: torch.cat([torch.zeros(10000, 1024), torch.zeros(49, 1024)]),
+    "cat, along the last": lambda: torch.cat([torch.zeros(1024, 10000), torch.zeros(1024, 49)], -1),
+    "cat, of two dtypes": lambda: torch.cat([torch.zeros(10 << 20), torch.zeros(3, dtype=torch.float64)]),
+    "cat, with nothing": lambda: torch.cat([torch.zeros(0), torch.zeros(10049, 1024)]),
+    "cat, of images": lambda: torch.cat([torch.zeros(9, 8, 256, 256).to(memory_format=torch.channels_last)] * 2),
+    "stack": lambda: torch.stack([torch.zeros(2048, 1024, dtype=torch.bfloat16)] * 9),
+    "stack, behind": lambda: torch.stack([torch.zeros(4 << 20)] * 3, -1),
 }
 
 

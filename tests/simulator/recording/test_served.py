@@ -216,6 +216,9 @@ def test_images_with_gaps_are_copied_where_a_kernel_wants_their_channels_last(ru
         lambda: functional.interpolate(many, size=(12, 12), mode="bilinear"): (1, 36864),
         lambda: functional.interpolate(many.contiguous(), size=(24, 24), mode="bilinear"): (2, 184320),
         lambda: functional.interpolate(few, size=(24, 24), mode="bilinear"): (1, 36864),
+        lambda: functional.interpolate(many, size=(24, 24), mode="nearest"): (2, 184320),
+        lambda: functional.interpolate(many, size=(12, 12), mode="nearest"): (1, 36864),
+        lambda: functional.interpolate(many, size=(12, 12), mode="nearest-exact"): (1, 36864),
         lambda: functional.adaptive_avg_pool2d(many, 3): (1, 2560),
         lambda: functional.interpolate(many, size=(5, 5), mode="area"): (1, 6656),
     }

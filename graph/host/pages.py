@@ -1,0 +1,95 @@
+"""Pages of the host's memory: which of a tensor were ever touched, and zeros that take none.
+
+Memory of the CPU's allocator is private and anonymous, so that Linux forgets a page that is given back, and has zeros
+there when it is touched again (madvise(2), MADV_DONTNEED). Elsewhere nothing is given back and all counts as touched.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import mmap
+import sys
+from collections.abc import Callable
+from typing import Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+_SIZE: Final = mmap.PAGESIZE
+_DONTNEED: Final = 4
+#: Bytes of the smallest parts that are emptied one by one.
+_PART: Final = 4 << 20
+#: Runs of touched pages that are copied one by one.
+_MOST_RUNS: Final = 1 << 12
+
+
+@functools.cache
+def _system() -> ctypes.CDLL | None:
+    """The C library, where it is Linux'."""
+    if not sys.platform.startswith("linux"):
+        return None
+    library = ctypes.CDLL(None)
+    library.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    library.mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
+    return library
+
+
+def _is_private(tensor: torch.Tensor) -> bool:
+    """Whether the CPU's allocator made its memory: what is shared, a file's or numpy's cannot be resized."""
+    return tensor.untyped_storage().resizable() and not tensor.is_shared() and _system() is not None  # type: ignore[no-untyped-call]
+
+
+def emptied(tensor: torch.Tensor) -> bool:
+    """Have a tensor be zeros without touching them; False where that cannot be, and nothing is done."""
+    system = _system()
+    order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
+    if system is None or not _is_private(tensor) or not tensor.permute(order).is_contiguous():
+        return False
+    start = tensor.data_ptr()
+    end = start + tensor.nbytes
+    first, last = -(-start // _SIZE) * _SIZE, end // _SIZE * _SIZE
+    if first >= last or system.madvise(first, last - first, _DONTNEED):
+        return False
+    ctypes.memset(start, 0, first - start)
+    ctypes.memset(last, 0, end - last)
+    return True
+
+
+def _there(start: int, size: int) -> NDArray[np.uint8] | None:
+    """1 for each page from an address on that was touched, else 0; None where nobody knows."""
+    first, system = start // _SIZE * _SIZE, _system()
+    found = np.empty(-(-(start + size - first) // _SIZE), np.uint8)
+    if system is None or system.mincore(first, len(found) * _SIZE, found.ctypes.data):
+        return None
+    return np.bitwise_and(found, np.uint8(1))
+
+
+def is_touched(tensor: torch.Tensor) -> bool:
+    """Whether its memory was touched, or may have been, but for edges of its parts: a page or two in `_PART`."""
+    storage = tensor.untyped_storage()
+    found = _there(storage.data_ptr(), storage.nbytes()) if _is_private(tensor) else None
+    return found is None or int(found.sum()) > 2 * (1 + storage.nbytes() // _PART)
+
+
+def copied(target: torch.Tensor, source: torch.Tensor, copy: Callable[[torch.Tensor, torch.Tensor], object]) -> bool:
+    """Have `target` be what `source` is, by a copy of the parts that were touched; False where nothing is done."""
+    alike = target.shape == source.shape and target.is_contiguous() and source.is_contiguous()
+    if not alike or not _is_private(source):
+        return False
+    start, size, each = source.data_ptr(), source.nbytes, source.element_size()
+    found = _there(start, size)
+    runs = (
+        []
+        if found is None
+        else np.flatnonzero(np.diff(found.astype(np.int8), prepend=0, append=0)).reshape(-1, 2).tolist()
+    )
+    if found is None or len(runs) > _MOST_RUNS or not emptied(target):
+        return False
+    to, of = target.view(-1), source.view(-1)
+    for run in runs:
+        begin, end = (min(max(0, page * _SIZE - start % _SIZE), size) for page in run)
+        part = slice(begin // each, -(-end // each))
+        copy(to[part], of[part])
+    return True
