@@ -27,8 +27,6 @@ Compiled = Callable[..., Any]
 _ARITHMETIC: Final = ("add", "sub", "mul", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift")
 #: Functions that write what they are given first.
 _WRITING: Final = frozenset({operator.setitem, *(getattr(operator, f"i{name}") for name in _ARITHMETIC)})
-#: What a node gives whose number nobody knows.
-_UNKNOWN: Final = object()
 
 
 class _UnknownError(Exception):
@@ -63,8 +61,11 @@ def countable(model: fx.GraphModule) -> fx.GraphModule | None:
     It takes what the graph takes, and gives as many outputs, None for others. None where there is no such part.
     """
     counted: set[fx.Node] = set()
+    inputs = {node for node in model.graph.nodes if node.op == "placeholder"}
     for node in model.graph.nodes:
-        if node.op != "output" and _counts(_example(model, node)) and counted.issuperset(node.all_input_nodes):
+        example = _example(model, node)
+        known = counted if _has_tensors(example) else counted | inputs  # sizes of what has no values are known
+        if node.op != "output" and _counts(example) and known.issuperset(node.all_input_nodes):
             counted.add(node)
         elif _writes(node) and counted.intersection(node.all_input_nodes):
             return None  # by what is not known
@@ -97,15 +98,20 @@ def _counts(value: object) -> bool:
     return value is None or isinstance(value, int | torch.SymInt | torch.SymBool | torch.dtype | torch.device)
 
 
+def _has_tensors(value: object) -> bool:
+    return isinstance(value, torch.Tensor) or (isinstance(value, tuple | list) and any(map(_has_tensors, value)))
+
+
 def _writes(node: fx.Node) -> bool:
     """Whether it writes what it is given: by the name of a method or function, by `out`, by its schema."""
     if node.op == "call_method":
         return str(node.target).endswith("_") and not str(node.target).endswith("__")
     if node.op != "call_function":
         return False
+    if getattr(node.target, "__module__", "") == operator.add.__module__:  # `and_` writes nothing
+        return node.target in _WRITING
     name, schema = getattr(node.target, "__name__", ""), getattr(node.target, "_schema", None)
-    written = schema is not None and schema.is_mutable
-    return written or node.target in _WRITING or "out" in node.kwargs or name.endswith(("_", "_mutation"))
+    return (schema is not None and schema.is_mutable) or "out" in node.kwargs or name.endswith(("_", "_mutation"))
 
 
 def _behind(nodes: Sequence[fx.Node]) -> set[fx.Node]:
@@ -127,11 +133,11 @@ def _with_values(values: Values, part: fx.GraphModule, made: Compiled) -> Compil
             hosts = [_host(values, arg) for arg in args]
             found = _Beside(values, part).found(hosts)
         results = made(*args)
-        written = [pair for pair in zip(args, hosts, strict=True) if getattr(pair[1], "_version", 0)]
+        written = [(arg, host) for arg, host in zip(args, hosts, strict=True) if getattr(host, "_version", 0)]
         there = [
             (one, host)
             for one, host in [*zip(results, found, strict=False), *(written if found else ())]
-            if isinstance(one, torch.Tensor) and isinstance(host, torch.Tensor) and one.device.type != "cpu"
+            if isinstance(one, torch.Tensor) and one.device.type != "cpu" and not _is_unknown(host)
         ]
         values.received(there)
         values.follows([one for one, _ in there], args)
@@ -141,10 +147,17 @@ def _with_values(values: Values, part: fx.GraphModule, made: Compiled) -> Compil
 
 
 def _host(values: Values, arg: object) -> object:
+    """What a tensor is on the host; without values it has its sizes alone."""
     if not isinstance(arg, torch.Tensor):
         return arg
     known = values.of(arg) if arg.dtype in COUNTED else None
-    return _UNKNOWN if known is None else known.clone()
+    if known is not None:
+        return known.clone()
+    return torch.empty_strided(arg.shape, arg.stride(), dtype=arg.dtype, device="meta")
+
+
+def _is_unknown(value: object) -> bool:
+    return value is None or (isinstance(value, torch.Tensor) and value.is_meta)
 
 
 class _Beside(fx.Interpreter):
@@ -158,22 +171,26 @@ class _Beside(fx.Interpreter):
         """The outputs, None for those that are not known; none at all where something unknown was written."""
         try:
             with OnHost(chance=False):
-                return tuple(None if one is _UNKNOWN else one for one in self.run(*hosts))
+                return tuple(self.run(*hosts))
         except _UnknownError:
             return ()
 
     def run_node(self, n: fx.Node) -> Any:
-        """Run one node; one that is not known makes nothing known."""
+        """Run one node; of what is not known, sizes are."""
         if n.op == "get_attr":
             return _host(self._values, super().run_node(n))
         try:
-            if n.op != "output" and any(self.env[one] is _UNKNOWN for one in n.all_input_nodes):
-                raise _UnknownError
+            if n.op.startswith("call") and (_has_tensors(n.meta.get("example_value")) or _writes(n)):
+                self._ask(n)
             return super().run_node(n)
-        except (_UnknownError, RuntimeError, IndexError) as error:
+        except (_UnknownError, RuntimeError, IndexError, TypeError) as error:
             if _writes(n):
                 raise _UnknownError from error
-            return _UNKNOWN
+            return None
+
+    def _ask(self, node: fx.Node) -> None:
+        if any(_is_unknown(self.env[one]) for one in node.all_input_nodes):
+            raise _UnknownError
 
 
 class OnHost(TorchDispatchMode):  # type: ignore[no-untyped-call]

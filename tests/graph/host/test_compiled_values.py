@@ -56,10 +56,18 @@ def written_by_unknown(ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor
     return made + 1
 
 
+def by_shape(weights: torch.Tensor, at: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    width = weights.size(1)
+    here = torch.arange(width, device=at.device)
+    mask = here.new_ones((), dtype=torch.bool) & (here[None, :] <= at[:, None])
+    return mask | ~mask.any(-1, keepdim=True), weights * mask
+
+
 CASES: dict[str, tuple[Function, list[torch.Tensor]]] = {
     "mask": (lengths_to_mask, [torch.tensor([3, 5, 2])]),
     "mixed": (one_of_each, [torch.tensor([3, 1, 2]), torch.ones(3)]),
     "in place": (in_place, [torch.tensor([9, 1, 2, 5]), torch.tensor([3])]),
+    "shape": (by_shape, [torch.ones(4, 7), torch.tensor([3, -1, 0, 6])]),
     "chance": (by_chance, [torch.tensor([9, 1, 2, 5])]),
     "written": (written_by_unknown, [torch.tensor([9, 1]), torch.ones(3)]),
 }
@@ -84,7 +92,7 @@ def graph_of(function: Function, given: Sequence[torch.Tensor], dynamic: bool) -
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize(
     ("name", "unknown"),
-    [("mask", ()), ("mixed", (1, 2, 3, 5)), ("in place", ()), ("chance", (0,)), ("written", (0,))],
+    [("mask", ()), ("mixed", (1, 2, 3, 5)), ("in place", ()), ("shape", (1,)), ("chance", (0,)), ("written", (0,))],
 )
 def test_values_are_those_of_the_cpu(name: str, unknown: tuple[int, ...], dynamic: bool) -> None:
     """`unknown`: the outputs that come of numbers that nobody knows."""
