@@ -40,6 +40,8 @@ _NEWEST: Final = 64
 _MASKS: Final = 4
 #: Masks of more elements are not kept.
 _MOST: Final = 1 << 28
+#: Booleans that are converted leave a mask behind up to as many.
+_CONVERTED: Final = 1 << 24
 #: What of a mask of ones follows from its places: sums, and parts of it.
 _FOLLOWING: Final = frozenset({"sum", "cumsum", "any", "index", "index_select"})
 #: So many storages are known to be no masks, the last of them.
@@ -162,21 +164,34 @@ class Marks:
             self._data.pop(key, None)
         elif target.is_floating_point() and self._is_whole(target):
             remember(self._data, key, None, _DATA)
-        if not source.is_cpu and target.shape == source.shape:
+        if target.shape != source.shape:
+            return
+        if not source.is_cpu:
             self._converted(target, source)
+        elif not data and source.is_floating_point() and is_on_or_off(self._values(source)):
+            self._lay(target, source != 0)
 
     def _converted(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """A new tensor is one number, or a mask, where it is a copy of such, as another dtype has it."""
         number, mask = self._number(source), self._mask(source)
         if number is not None:
             self._fill(target, full((), number, dtype=float64).to(target.dtype).item())
-        elif mask is not None and mask.is_zero and self._is_whole(target) and not self._version(target):
+        elif mask is not None and mask.is_zero:
             on = 1.0 if target.dtype is torch.bool else mask.on
             if on is None and not target.is_floating_point():
                 return
-            places = zeros(target.numel(), dtype=torch.bool)
-            _seen(places, target).copy_(_seen(mask.places, source))
-            remember(self._masks, self._key(target), _Mask(0, 0.0, on, lambda: places), _MASKS)
+            self._lay(target, _seen(mask.places, source), on)
+        elif (
+            source.dtype is torch.bool and target.numel() <= _CONVERTED and (known := self._values(source)) is not None
+        ):
+            self._lay(target, known)
+
+    def _lay(self, target: torch.Tensor, places: torch.Tensor, on: float | None = 1.0) -> None:
+        """A new tensor is zero but where `places` are true."""
+        if self._is_whole(target) and not self._version(target):
+            mask = zeros(target.numel(), dtype=torch.bool)
+            _seen(mask, target).copy_(places)
+            remember(self._masks, self._key(target), _Mask(0, 0.0, on, lambda: mask), _MASKS)
 
     def is_data(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor came from the host and is no mask."""
@@ -283,6 +298,11 @@ def _may_be_mask(source: torch.Tensor) -> bool:
         return True
     found = set(elements[:: -(-len(elements) // _SAMPLE)].tolist())
     return len(found) <= len(("on", "off"))
+
+
+def is_on_or_off(numbers: torch.Tensor | None) -> bool:
+    """Whether these are zeros and ones, if they are known."""
+    return numbers is not None and bool(((numbers == 0) | (numbers == 1)).all())
 
 
 def _seen(elements: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:

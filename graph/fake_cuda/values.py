@@ -23,7 +23,7 @@ from torch import empty, full, randperm  # not those that a program puts in thei
 from torch.autograd.function import BackwardCFunction
 from torch.overrides import TorchFunctionMode
 
-from graph.fake_cuda.marks import COMPARING, MAKING, Marks, remember
+from graph.fake_cuda.marks import COMPARING, MAKING, Marks, is_on_or_off, remember
 from graph.fake_cuda.shapes import numbers_as_tensors
 from graph.fake_cuda.torch_private import TorchDispatchMode, current_node, tree_leaves
 
@@ -55,6 +55,8 @@ _OVERWRITING: Final = frozenset({"copy_", "fill_", "zero_"})
 
 #: Operators that make or write floating-point numbers which are a mask, if what they read are such.
 CARRYING: Final = frozenset({"cat", *_OVERWRITING})
+#: Those that make one where what comes out is zeros and ones.
+_MASKING: Final = frozenset({"eye", "tril", "triu", "mul", "rsub", "sub", "where"})
 
 #: What is asked of floating-point numbers, and the answer where they are finite.
 _FINITE: Final = {"isnan": False, "isinf": False, "isposinf": False, "isneginf": False, "isfinite": True}
@@ -85,7 +87,7 @@ def has_room(dtype: torch.dtype, size: int, *, mask: bool = False) -> bool:
 def knowable(func: Operator | None, made: torch.Tensor | Layout) -> bool:
     """The same of what `func` makes, or whether it may be known that all booleans of it are one, or that it is a
     mask."""
-    mask, scattered = (func is not None and func._opname in kinds for kinds in (CARRYING, ("scatter",)))
+    mask, scattered = (func is not None and func._opname in kinds for kinds in (CARRYING | _MASKING, ("scatter",)))
     return scattered or made.dtype is torch.bool or has_room(made.dtype, made.nbytes, mask=mask)
 
 
@@ -299,7 +301,8 @@ class Values:
         if result is not None:
             for tensor, host in zip(made, _leaves(result), strict=True):
                 if tensor.shape == host.shape:  # statistics of batch norm in evaluation are empty on the CPU
-                    self.put(tensor, host, mask=func._opname in CARRYING)
+                    masks = func._opname in _MASKING and is_on_or_off(host)
+                    self.put(tensor, host, mask=masks or func._opname in CARRYING)
         elif func._opname in _TAKING and (share := self._shares.get(self.key(args[0]))) is not None:
             self._shares[self.key(made[0])] = share
         if func._opname == "scatter" and self.of(made[0]) is None:
@@ -472,11 +475,13 @@ class Values:
         share = self._scattered(func, args)
         read = args[1:] if func._opname in _OVERWRITING else args
         if not self._is_unknown(read):
+            tested = func._opname in _MASKING and self._fit_as_mask(targets) and self.of(targets[0]) is None
             if _writes_over(func):
                 self._begin(targets)
                 mask = func._opname in CARRYING and self._fit_as_mask(targets) and all(map(self._is_mask, args[1:2]))
-                self._make_room(targets, read, mask)
-            if self.computed(func, args, kwargs) is not None:
+                self._make_room(targets, read, mask or tested)
+            done = self.computed(func, args, kwargs) is not None
+            if done and (not tested or is_on_or_off(self.of(targets[0]))):
                 self.marks.known(targets)
                 if self.is_assumed(*read):
                     self._assume(targets)
@@ -540,7 +545,7 @@ class Values:
             return True
         if source.device.type != "cpu":
             return self.of(source) is not None
-        return source.dtype in COUNTED or _is_even(source)
+        return source.dtype in COUNTED or _is_even(source) or is_on_or_off(source)
 
     def _make_room(self, targets: tuple[torch.Tensor, ...], read: tuple[object, ...], mask: bool) -> None:
         """All of the targets is overwritten; what is `read` for that keeps what it has."""

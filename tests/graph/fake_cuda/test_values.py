@@ -318,3 +318,40 @@ def test_large_masks_of_finite_numbers_are_one_thing(runtime: fake_cuda.Runtime)
             torch.autograd.backward(loss)
     finally:
         runtime.values.finite = False
+
+
+def pairs(count: int, device: str) -> torch.Tensor:
+    """Which of two views are of one picture."""
+    labels = torch.arange(count // 2, device=device).repeat(2)
+    return labels[:, None] == labels[None]
+
+
+#: Masks of (count, count) that are floating-point numbers for a while, and for which counts.
+MASKS: dict[str, tuple[Callable[[int, str], torch.Tensor], int]] = {
+    "eye": (lambda count, device: torch.eye(count, device=device).bool(), 256),
+    "compared": (lambda count, device: torch.eye(count, device=device) == 1, 256),
+    "contrary": (lambda count, device: 1 - torch.eye(count, device=device) > 0, 256),
+    "causal": (lambda count, device: torch.ones(count, count, device=device).tril() == 0, 256),
+    "upper": (lambda count, device: torch.ones(count, count, device=device).triu_(1).bool(), 256),
+    "product": (lambda count, device: (torch.eye(count, device=device) * pairs(count, device)).bool(), 256),
+    "pairs": (lambda count, device: pairs(count, device).float().bool(), 600),
+    "pairs in bfloat16": (lambda count, device: ~pairs(count, device).bfloat16().bool(), 1200),
+    "from the host": (lambda count, device: torch.eye(count).to(device).bool(), 512),
+    "pairs from the host": (lambda count, device: pairs(count, "cpu").float().to(device).bool(), 512),
+    "pairs of strides": (lambda count, device: pairs(count, device).triu().t().float().bool(), 600),
+}
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_masks_may_be_floating_point_numbers_for_a_while(runtime: fake_cuda.Runtime, name: str) -> None:
+    make, most = MASKS[name]
+    for count in (46, most):
+        rows = torch.zeros(count, count, device="cuda")[make(count, "cuda")]
+        assert len(rows) == int(make(count, "cpu").sum())
+
+
+def test_numbers_of_that_size_that_are_no_masks_have_no_values(runtime: fake_cuda.Runtime) -> None:
+    made = torch.eye(100, device="cuda")
+    runtime.values.forget([kept := made.clone()])
+    for one in (made * 3, made - 0.5, torch.ones(100, 100, device="cuda").tril() * made * 2, kept.mul_(made)):
+        assert runtime.values.of(one) is None
