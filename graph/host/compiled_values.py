@@ -64,10 +64,11 @@ def countable(model: fx.GraphModule) -> fx.GraphModule | None:
     inputs = {node for node in model.graph.nodes if node.op == "placeholder"}
     for node in model.graph.nodes:
         example = _example(model, node)
-        known = counted if _has_tensors(example) else counted | inputs  # sizes of what has no values are known
+        writes = _writes(node)
+        known = counted if writes or _has_tensors(example) else counted | inputs  # sizes are known of all
         if node.op != "output" and _counts(example) and known.issuperset(node.all_input_nodes):
             counted.add(node)
-        elif _writes(node) and counted.intersection(node.all_input_nodes):
+        elif writes and counted.intersection(_written(node)):
             return None  # by what is not known
     given = model.graph.output_node().args[0]
     outputs = list(given) if isinstance(given, tuple | list) else [given]
@@ -112,6 +113,13 @@ def _writes(node: fx.Node) -> bool:
         return node.target in _WRITING
     name, schema = getattr(node.target, "__name__", ""), getattr(node.target, "_schema", None)
     return (schema is not None and schema.is_mutable) or "out" in node.kwargs or name.endswith(("_", "_mutation"))
+
+
+def _written(node: fx.Node) -> list[fx.Node]:
+    """What a node that writes may write: its first argument; of custom and higher-order operators, anything."""
+    own = getattr(node.target, "_schema", None) is None and not hasattr(node.target, "dispatch")
+    first = [one for one in node.args[:1] if isinstance(one, fx.Node)]
+    return first if own and first and "out" not in node.kwargs else list(node.all_input_nodes)
 
 
 def _behind(nodes: Sequence[fx.Node]) -> set[fx.Node]:

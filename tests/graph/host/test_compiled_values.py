@@ -63,13 +63,21 @@ def by_shape(weights: torch.Tensor, at: torch.Tensor) -> tuple[torch.Tensor, ...
     return mask | ~mask.any(-1, keepdim=True), weights * mask
 
 
-CASES: dict[str, tuple[Function, list[torch.Tensor]]] = {
-    "mask": (lengths_to_mask, [torch.tensor([3, 5, 2])]),
-    "mixed": (one_of_each, [torch.tensor([3, 1, 2]), torch.ones(3)]),
-    "in place": (in_place, [torch.tensor([9, 1, 2, 5]), torch.tensor([3])]),
-    "shape": (by_shape, [torch.ones(4, 7), torch.tensor([3, -1, 0, 6])]),
-    "chance": (by_chance, [torch.tensor([9, 1, 2, 5])]),
-    "written": (written_by_unknown, [torch.tensor([9, 1]), torch.ones(3)]),
+def cached(cache: torch.Tensor, at: torch.Tensor, keys: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    cache.index_copy_(1, at, keys)
+    cache[0, at] = 3.0
+    return at + 1, cache.sum()
+
+
+#: A function, what it is given, and its outputs that come of numbers that nobody knows.
+CASES: dict[str, tuple[Function, list[torch.Tensor], tuple[int, ...]]] = {
+    "mask": (lengths_to_mask, [torch.tensor([3, 5, 2])], ()),
+    "mixed": (one_of_each, [torch.tensor([3, 1, 2]), torch.ones(3)], (1, 2, 3, 5)),
+    "in place": (in_place, [torch.tensor([9, 1, 2, 5]), torch.tensor([3])], ()),
+    "shape": (by_shape, [torch.ones(4, 7), torch.tensor([3, -1, 0, 6])], (1,)),
+    "cache": (cached, [torch.zeros(2, 5), torch.tensor([1, 3]), torch.ones(2, 2)], (1,)),
+    "chance": (by_chance, [torch.tensor([9, 1, 2, 5])], (0,)),
+    "written": (written_by_unknown, [torch.tensor([9, 1]), torch.ones(3)], (0,)),
 }
 
 
@@ -90,13 +98,10 @@ def graph_of(function: Function, given: Sequence[torch.Tensor], dynamic: bool) -
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
-@pytest.mark.parametrize(
-    ("name", "unknown"),
-    [("mask", ()), ("mixed", (1, 2, 3, 5)), ("in place", ()), ("shape", (1,)), ("chance", (0,)), ("written", (0,))],
-)
-def test_values_are_those_of_the_cpu(name: str, unknown: tuple[int, ...], dynamic: bool) -> None:
-    """`unknown`: the outputs that come of numbers that nobody knows."""
-    graph, inputs = graph_of(*CASES[name], dynamic)
+@pytest.mark.parametrize("name", CASES)
+def test_values_are_those_of_the_cpu(name: str, dynamic: bool) -> None:
+    function, given, unknown = CASES[name]
+    graph, inputs = graph_of(function, given, dynamic)
     expected = graph(*(here := [one.clone() if isinstance(one, torch.Tensor) else one for one in inputs]))
     with fake_cuda(profile("A100-80GB", "2.13")) as runtime:
         there = [one.cuda() if isinstance(one, torch.Tensor) else one for one in inputs]
