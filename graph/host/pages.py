@@ -19,6 +19,8 @@ from numpy.typing import NDArray
 
 _SIZE: Final = mmap.PAGESIZE
 _DONTNEED: Final = 4
+#: Bytes of a page's entry in /proc/self/pagemap.
+_ENTRY: Final = 8
 #: Bytes of the smallest parts that are emptied one by one.
 _PART: Final = 4 << 20
 #: Runs of touched pages that are copied one by one.
@@ -32,7 +34,6 @@ def _system() -> ctypes.CDLL | None:
         return None
     library = ctypes.CDLL(None)
     library.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-    library.mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
     return library
 
 
@@ -57,13 +58,19 @@ def emptied(tensor: torch.Tensor) -> bool:
     return True
 
 
-def _there(start: int, size: int) -> NDArray[np.uint8] | None:
-    """1 for each page from an address on that was touched, else 0; None where nobody knows."""
-    first, system = start // _SIZE * _SIZE, _system()
-    found = np.empty(-(-(start + size - first) // _SIZE), np.uint8)
-    if system is None or system.mincore(first, len(found) * _SIZE, found.ctypes.data):
+def _there(start: int, size: int) -> NDArray[np.bool_] | None:
+    """For each page from an address on whether it was touched; None where nobody knows.
+
+    Bits 62 and 63 of a page's entry: it is in swap, or in memory (Documentation/admin-guide/mm/pagemap.rst).
+    """
+    first, count = start // _SIZE, -(-(start + size) // _SIZE) - start // _SIZE
+    try:
+        with open("/proc/self/pagemap", "rb") as file:
+            file.seek(first * _ENTRY)
+            entries = np.frombuffer(file.read(count * _ENTRY), np.uint64)
+    except OSError:
         return None
-    return np.bitwise_and(found, np.uint8(1))
+    return entries >> np.uint64(62) != 0 if len(entries) == count else None
 
 
 def is_touched(tensor: torch.Tensor) -> bool:
