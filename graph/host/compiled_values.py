@@ -34,9 +34,9 @@ class _UnknownError(Exception):
 
 
 @contextlib.contextmanager
-def following(values: Values, backend: Any) -> Iterator[None]:
+def following(values: Values, backend: object) -> Iterator[None]:
     """Inside, what `backend.compile_fx` gives leaves values behind. It calls itself with the settings of a mode."""
-    plain: Callable[..., Compiled] = backend.compile_fx
+    plain: Callable[..., Compiled] = vars(backend)["compile_fx"]
     inside = False
 
     def compile_fx(model: object, inputs: Sequence[object], *args: object, **kwargs: object) -> Compiled:

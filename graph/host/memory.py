@@ -161,7 +161,7 @@ def _kernel(name: str, draws: _Draws) -> Callable[..., Any]:
     return kernel
 
 
-def _is_filled(tensor: torch.Tensor, number: Any = 0) -> bool:
+def _is_filled(tensor: torch.Tensor, number: object = 0) -> bool:
     """Whether a large tensor is one number throughout and nothing has to be written: zeros are where nothing is."""
     unknown = isinstance(number, torch.Tensor) and not number.is_cpu
     return unknown or (not number and pages.emptied(tensor))
