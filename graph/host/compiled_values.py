@@ -33,6 +33,13 @@ class _UnknownError(Exception):
     """What follows is not known."""
 
 
+#: What an operator raises on the host that has too little to go on, or that is for the device alone.
+_FAILING: Final = (
+    *(ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError),
+    _UnknownError,
+)
+
+
 @contextlib.contextmanager
 def following(values: Values, backend: object) -> Iterator[None]:
     """Inside, what `backend.compile_fx` gives leaves values behind. It calls itself with the settings of a mode."""
@@ -136,9 +143,11 @@ def _behind(nodes: Sequence[fx.Node]) -> set[fx.Node]:
 def _with_values(values: Values, part: fx.GraphModule, made: Compiled) -> Compiled:
     """What was compiled, which leaves values behind in what it returns and in what it has written."""
 
+    taken = [bool(node.users) for node in part.graph.nodes if node.op == "placeholder"]
+
     def called(*args: object) -> Any:
         with torch.inference_mode(False), torch.no_grad():
-            hosts = [_host(values, arg) for arg in args]
+            hosts = [_host(values, arg) if takes else None for arg, takes in zip(args, taken, strict=True)]
             found = _Beside(values, part).found(hosts)
         results = made(*args)
         written = [(arg, host) for arg, host in zip(args, hosts, strict=True) if getattr(host, "_version", 0)]
@@ -191,7 +200,7 @@ class _Beside(fx.Interpreter):
             if n.op.startswith("call") and (_has_tensors(n.meta.get("example_value")) or _writes(n)):
                 self._ask(n)
             return super().run_node(n)
-        except (_UnknownError, RuntimeError, IndexError, TypeError) as error:
+        except _FAILING as error:
             if _writes(n):
                 raise _UnknownError from error
             return None
