@@ -164,7 +164,7 @@ class Marks:
             self._data.pop(key, None)
         elif target.is_floating_point() and self._is_whole(target):
             remember(self._data, key, None, _DATA)
-        if target.shape != source.shape:
+        if not target.numel() or target.shape != source.shape:  # a lazy parameter has no shape
             return
         if not source.is_cpu:
             self._converted(target, source)

@@ -52,8 +52,8 @@ _WRITING: Final = (
     *("add_.Tensor", "addcdiv_", "addcmul_", "clamp_", "copy_", "div_.Tensor", "erfinv_", "lerp_.Scalar"),
     *("lerp_.Tensor", "mul_.Tensor", "sqrt_", "sub_.Tensor", *_FILLING, *_RANDOM),
 )
-#: Files of weights in memory, which nobody reads: where they end, by where they begin.
-_unread: Final[dict[int, int]] = {}
+#: Files of weights in memory, which nobody reads: their addresses, by where they begin.
+_unread: Final[dict[int, range]] = {}
 _DTYPES: Final = {bool: torch.bool, int: torch.int64, float: torch.float64, complex: torch.complex128}
 
 
@@ -65,14 +65,20 @@ def is_large(tensor: torch.Tensor) -> bool:
 def unread(pages: mmap.mmap, tensor: torch.Tensor) -> None:
     """`tensor` lies in `pages` of a file of weights: what is made of it is not written either."""
     start = tensor.data_ptr()
-    _unread[start] = start + tensor.nbytes
-    weakref.finalize(pages, _unread.pop, start, None)
+    _unread[start] = there = range(start, start + tensor.nbytes)
+    weakref.finalize(pages, _forget, start, there)
+
+
+def _forget(start: int, there: range) -> None:
+    """A file is gone, whose place another one may have by now."""
+    if _unread.get(start) is there:
+        del _unread[start]
 
 
 def _is_unread(tensor: torch.Tensor) -> bool:
     """Whether it is a part of a file of weights."""
     place = tensor.data_ptr()
-    return any(start <= place < end for start, end in _unread.copy().items())
+    return any(place in there for there in _unread.copy().values())
 
 
 def _has_values(tensor: torch.Tensor) -> bool:

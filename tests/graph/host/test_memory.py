@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import mmap
 import resource
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -286,3 +287,15 @@ def test_small_tensors_and_integers_are_joined() -> None:
         assert (images == 3).all()
         with pytest.raises(RuntimeError, match="Sizes of tensors must match except in dimension 0"):
             torch.cat([torch.empty(1 << 20, 2), torch.empty(3, 3)])
+
+
+def test_a_file_that_is_gone_leaves_its_place_to_another() -> None:
+    """Python may collect the first one late, when another lies where it was."""
+    tensor = torch.zeros(8)
+    first, second = (mmap.mmap(-1, mmap.PAGESIZE) for _ in range(2))
+    host.unread(first, tensor)
+    host.unread(second, tensor)
+    del first
+    assert not host._has_values(tensor)
+    del second
+    assert host._has_values(tensor)
