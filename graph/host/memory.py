@@ -82,8 +82,8 @@ def _is_unread(tensor: torch.Tensor) -> bool:
 
 
 def _has_values(tensor: torch.Tensor) -> bool:
-    """Whether a tensor on the host is neither a part of a file of weights nor large and never written."""
-    return not _is_unread(tensor) and (not is_large(tensor) or pages.is_touched(tensor))
+    """Whether a tensor on the host is neither a part of a file of weights nor large and zero."""
+    return not _is_unread(tensor) and (not is_large(tensor) or pages.is_written(tensor))
 
 
 @contextlib.contextmanager
@@ -152,9 +152,9 @@ def _kernel(name: str, draws: _Draws) -> Callable[..., Any]:
             args = (_tensor(args[0]), *args[1:])
         if not is_large(tensor):
             return plain(BY_CPU_KERNEL, tensor, *args, **kwargs)
-        if name in _FILLING and not _is_filled(tensor, *args):
-            return plain(BY_CPU_KERNEL, tensor, *args, **kwargs)
-        if name == "copy_" and not _is_copied(tensor, args[0], functools.partial(plain, BY_CPU_KERNEL)):
+        if (name in _FILLING and not _is_filled(tensor, *args)) or (
+            name == "copy_" and not _is_copied(tensor, args[0], functools.partial(plain, BY_CPU_KERNEL))
+        ):
             return plain(BY_CPU_KERNEL, tensor, *args, **kwargs)
         if name in _RANDOM:
             pages.emptied(tensor)
@@ -174,14 +174,15 @@ def _is_filled(tensor: torch.Tensor, number: object = 0) -> bool:
 
 
 def _is_copied(target: torch.Tensor, source: torch.Tensor, copy: Callable[..., object]) -> bool:
-    """Whether a large tensor is a copy by now; of what is on a device, in a file of weights, or was never written, it
-    is zeros."""
+    """Whether a large tensor is a copy by now; of what is on a device, in a file of weights, or zero, it is zeros."""
     if source.is_cpu and not _is_unread(source):
         if not is_large(source):
             return source.numel() == 1 and _is_filled(target, source)
+        if target.untyped_storage().data_ptr() == source.untyped_storage().data_ptr():
+            return False  # nothing may be emptied
         if pages.copied(target, source, copy):
             return True
-        if pages.is_touched(source):
+        if pages.is_written(source):
             return False
     pages.emptied(target)
     return True

@@ -21,8 +21,6 @@ _SIZE: Final = mmap.PAGESIZE
 _DONTNEED: Final = 4
 #: Bytes of a page's entry in /proc/self/pagemap.
 _ENTRY: Final = 8
-#: Bytes of the smallest parts that are emptied one by one.
-_PART: Final = 4 << 20
 #: Runs of touched pages that are copied one by one.
 _MOST_RUNS: Final = 1 << 12
 
@@ -58,26 +56,35 @@ def emptied(tensor: torch.Tensor) -> bool:
     return True
 
 
-def _there(start: int, size: int) -> NDArray[np.bool_] | None:
-    """For each page from an address on whether it was touched; None where nobody knows.
+def _touched(start: int, size: int) -> list[tuple[int, int]] | None:
+    """Where memory from an address on was touched: runs of pages, from and to which byte; None where nobody knows.
 
     Bits 62 and 63 of a page's entry: it is in swap, or in memory (Documentation/admin-guide/mm/pagemap.rst).
     """
-    first, count = start // _SIZE, -(-(start + size) // _SIZE) - start // _SIZE
+    first, last = start // _SIZE, -(-(start + size) // _SIZE)
     try:
         with open("/proc/self/pagemap", "rb") as file:
             file.seek(first * _ENTRY)
-            entries = np.frombuffer(file.read(count * _ENTRY), np.uint64)
+            entries = np.frombuffer(file.read((last - first) * _ENTRY), np.uint64)
     except OSError:
         return None
-    return entries >> np.uint64(62) != 0 if len(entries) == count else None
+    if len(entries) < last - first:
+        return None
+    there = (entries >> np.uint64(62) != 0).astype(np.int8)
+    edges = np.flatnonzero(np.diff(there, prepend=0, append=0)) * _SIZE - start % _SIZE
+    return [(begin, end) for begin, end in edges.clip(0, size).reshape(-1, 2).tolist()]
 
 
-def is_touched(tensor: torch.Tensor) -> bool:
-    """Whether its memory was touched, or may have been, but for edges of its parts: a page or two in `_PART`."""
+def is_written(tensor: torch.Tensor) -> bool:
+    """Whether its memory is other than zeros, or may be."""
     storage = tensor.untyped_storage()
-    found = _there(storage.data_ptr(), storage.nbytes()) if _is_private(tensor) else None
-    return found is None or int(found.sum()) > 2 * (1 + storage.nbytes() // _PART)
+    start = storage.data_ptr()
+    runs = _touched(start, storage.nbytes()) if _is_private(tensor) else None
+    return runs is None or any(_bytes(start + begin, end - begin).any() for begin, end in runs)
+
+
+def _bytes(start: int, size: int) -> NDArray[np.uint8]:
+    return np.frombuffer(memoryview((ctypes.c_ubyte * size).from_address(start)), np.uint8)
 
 
 def copied(target: torch.Tensor, source: torch.Tensor, copy: Callable[[torch.Tensor, torch.Tensor], object]) -> bool:
@@ -85,18 +92,11 @@ def copied(target: torch.Tensor, source: torch.Tensor, copy: Callable[[torch.Ten
     alike = target.shape == source.shape and target.is_contiguous() and source.is_contiguous()
     if not alike or not _is_private(source):
         return False
-    start, size, each = source.data_ptr(), source.nbytes, source.element_size()
-    found = _there(start, size)
-    runs = (
-        []
-        if found is None
-        else np.flatnonzero(np.diff(found.astype(np.int8), prepend=0, append=0)).reshape(-1, 2).tolist()
-    )
-    if found is None or len(runs) > _MOST_RUNS or not emptied(target):
+    runs, each = _touched(source.data_ptr(), source.nbytes), source.element_size()
+    if runs is None or len(runs) > _MOST_RUNS or not emptied(target):
         return False
     to, of = target.view(-1), source.view(-1)
-    for run in runs:
-        begin, end = (min(max(0, page * _SIZE - start % _SIZE), size) for page in run)
+    for begin, end in runs:
         part = slice(begin // each, -(-end // each))
         copy(to[part], of[part])
     return True

@@ -162,6 +162,9 @@ SAID: dict[str, Callable[[], Any]] = {
     "with channels last": lambda: (
         torch.zeros(2, 9, 300, 300).index_fill_(1, torch.tensor(4), 2.0).to(memory_format=torch.channels_last)
     ),
+    "of itself": lambda: (whole := torch.eye(WIDE)).copy_(whole),
+    "of itself, otherwise": lambda: (whole := torch.eye(WIDE)).copy_(whole.view(WIDE, WIDE)),
+    "of few, transposed": lambda: torch.zeros(WIDE, WIDE).index_fill_(0, torch.tensor(3), 2.0).t().contiguous(),
     "numpy's": lambda: torch.from_numpy(np.eye(WIDE)).clone(),
     "shared": lambda: torch.ones(WIDE, WIDE).share_memory_().zero_(),
     "padded": lambda: torch.nn.functional.pad(torch.ones(WIDE, WIDE), (4, 4, 4, 4)),
