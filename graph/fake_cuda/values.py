@@ -57,6 +57,7 @@ _OVERWRITING: Final = frozenset({"copy_", "fill_", "zero_"})
 CARRYING: Final = frozenset({"cat", *_OVERWRITING})
 #: Those that make one where what comes out is zeros and ones.
 _MASKING: Final = frozenset({"eye", "tril", "triu", "mul", "rsub", "sub", "where"})
+_MAY_MASK: Final = CARRYING | _MASKING
 
 #: What is asked of floating-point numbers, and the answer where they are finite.
 _FINITE: Final = {"isnan": False, "isinf": False, "isposinf": False, "isneginf": False, "isfinite": True}
@@ -87,7 +88,7 @@ def has_room(dtype: torch.dtype, size: int, *, mask: bool = False) -> bool:
 def knowable(func: Operator | None, made: torch.Tensor | Layout) -> bool:
     """The same of what `func` makes, or whether it may be known that all booleans of it are one, or that it is a
     mask."""
-    mask, scattered = (func is not None and func._opname in kinds for kinds in (CARRYING | _MASKING, ("scatter",)))
+    mask, scattered = (func is not None and func._opname in kinds for kinds in (_MAY_MASK, ("scatter",)))
     return scattered or made.dtype is torch.bool or has_room(made.dtype, made.nbytes, mask=mask)
 
 
@@ -334,7 +335,7 @@ class Values:
         for tensor in made:
             remember(self._assumed, self.key(tensor), None, _NEWEST)
 
-    def follows(self, made: Sequence[torch.Tensor], given: Iterable[object]) -> None:
+    def follows(self, made: Iterable[torch.Tensor], given: Iterable[object]) -> None:
         """What is known of tensors follows from what they were made of."""
         if self.is_assumed(*given):
             self._assume(made)
@@ -483,8 +484,7 @@ class Values:
             done = self.computed(func, args, kwargs) is not None
             if done and (not tested or is_on_or_off(self.of(targets[0]))):
                 self.marks.known(targets)
-                if self.is_assumed(*read):
-                    self._assume(targets)
+                self.follows(targets, read)
                 return
         self._forget(*targets)
         if share is not None:
@@ -512,8 +512,7 @@ class Values:
         among."""
         if target.numel() * target.itemsize != self.size(target):
             return
-        if self.is_assumed(source):
-            self._assume([target])
+        self.follows([target], [source])
         self._marked_whole(target)
         if (share := self._shares.get(self.key(source))) is not None:
             self._shares[self.key(target)] = share

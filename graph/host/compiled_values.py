@@ -16,7 +16,7 @@ from unittest import mock
 import torch
 from torch import fx
 
-from graph.fake_cuda.torch_private import TorchDispatchMode
+from graph.fake_cuda.torch_private import TorchDispatchMode, tree_leaves
 from graph.fake_cuda.values import COUNTED
 
 if TYPE_CHECKING:
@@ -107,7 +107,7 @@ def _counts(value: object) -> bool:
 
 
 def _has_tensors(value: object) -> bool:
-    return isinstance(value, torch.Tensor) or (isinstance(value, tuple | list) and any(map(_has_tensors, value)))
+    return any(isinstance(one, torch.Tensor) for one in tree_leaves(value))
 
 
 def _writes(node: fx.Node) -> bool:
