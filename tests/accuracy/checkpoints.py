@@ -28,6 +28,29 @@ def write(file: Path, tensors: Iterable[Tensor]) -> None:
         opened.truncate(8 + len(text) + end)
 
 
+def llama(model: Mapping[str, Any]) -> Iterator[Tensor]:
+    """The weights of a Llama or Qwen2 in bf16. `model` is its config.json."""
+    width, heads = model["hidden_size"], model["num_attention_heads"]
+    size = model.get("head_dim") or width // heads
+    shared = model.get("num_key_value_heads") or heads
+    yield "model.embed_tokens.weight", "BF16", (model["vocab_size"], width)
+    for number in range(model["num_hidden_layers"]):
+        layer = f"model.layers.{number}"
+        for name, rows in (("q", heads * size), ("k", shared * size), ("v", shared * size)):
+            yield f"{layer}.self_attn.{name}_proj.weight", "BF16", (rows, width)
+            if model["model_type"] == "qwen2":
+                yield f"{layer}.self_attn.{name}_proj.bias", "BF16", (rows,)
+        yield f"{layer}.self_attn.o_proj.weight", "BF16", (width, heads * size)
+        for name in ("gate", "up"):
+            yield f"{layer}.mlp.{name}_proj.weight", "BF16", (model["intermediate_size"], width)
+        yield f"{layer}.mlp.down_proj.weight", "BF16", (width, model["intermediate_size"])
+        for name in ("input_layernorm", "post_attention_layernorm"):
+            yield f"{layer}.{name}.weight", "BF16", (width,)
+    yield "model.norm.weight", "BF16", (width,)
+    if not model.get("tie_word_embeddings"):
+        yield "lm_head.weight", "BF16", (model["vocab_size"], width)
+
+
 def write_gptq(folder: Path, model: Mapping[str, Any], group: int) -> None:
     """The 4-bit weights of a Llama, Mistral or Mixtral as AutoGPTQ keeps them, in fp16 beside; with act-order.
 

@@ -35,7 +35,7 @@ import itertools
 import json
 import re
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -55,10 +55,10 @@ _PICTURE: Final = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAIAAACQd1PeAAAADElEQVR4nGMQU
 #: Llama 3's tokens, without those that programs add.
 TOKENS: Final = 128_000
 #: meta-llama/Llama-3.2-3B-Instruct, as far as its weights are asked for.
-_LLAMA: Final = {"hidden_size": 3072, "num_attention_heads": 24, "num_key_value_heads": 8, "head_dim": 128}
-_LAYERS: Final = 28
-_VOCABULARY: Final = 128_256
-_WIDE: Final = 8192
+_LLAMA: Final = {
+    "model_type": "llama", "hidden_size": 3072, "intermediate_size": 8192, "num_hidden_layers": 28, "head_dim": 128,
+    "num_attention_heads": 24, "num_key_value_heads": 8, "vocab_size": 128_256, "tie_word_embeddings": True,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -124,24 +124,9 @@ def prepare(folder: Path) -> None:
         split, kind = ("train", "validation")[number // (2 * _PICTURES)], f"kind{number % 2}"
         (place := folder / "timm" / "resisc45" / split / kind).mkdir(parents=True, exist_ok=True)
         (place / f"{number}.png").write_bytes(base64.b64decode(_PICTURE))
-    tensors = list(_weights())
+    tensors = list(checkpoints.llama(_LLAMA))
     for number, part in enumerate((tensors[: len(tensors) // 2], tensors[len(tensors) // 2 :]), 1):
         checkpoints.write(folder / f"model-0000{number}-of-00002.safetensors", part)
-
-
-def _weights() -> Iterator[checkpoints.Tensor]:
-    width, heads, shared, size = _LLAMA.values()
-    yield "model.embed_tokens.weight", "BF16", (_VOCABULARY, width)
-    for number in range(_LAYERS):
-        layer = f"model.layers.{number}"
-        for name, rows in (("q", heads * size), ("k", shared * size), ("v", shared * size), ("o", width)):
-            yield f"{layer}.self_attn.{name}_proj.weight", "BF16", (rows, width)
-        for name in ("gate", "up"):
-            yield f"{layer}.mlp.{name}_proj.weight", "BF16", (_WIDE, width)
-        yield f"{layer}.mlp.down_proj.weight", "BF16", (width, _WIDE)
-        for name in ("input_layernorm", "post_attention_layernorm"):
-            yield f"{layer}.{name}.weight", "BF16", (width,)
-    yield "model.norm.weight", "BF16", (width,)
 
 
 def command(row: Mapping[str, str], root: Path, folder: Path) -> list[str]:
