@@ -32,6 +32,11 @@ _T = TypeVar("_T")
 
 #: Operators in place that make masks, and what masks are made of.
 MAKING: Final = frozenset({"fill_", "zero_", "scatter_", "copy_", "uniform_", "bernoulli_"})
+#: Operators that make new tensors of which more is known than their values.
+_LARGEST: Final = frozenset({"amax", "max", "norm", "linalg_vector_norm"})
+MARKED: Final = _LARGEST | {"scatter"}
+#: A bound up to this asks for what is zero, or was never trained.
+_TINY: Final = 1e-6
 #: Comparisons.
 COMPARING: Final = frozenset({"lt", "le", "gt", "ge", "eq", "ne"})
 #: So many storages are known to be of one number, the last of them.
@@ -57,9 +62,11 @@ _SAMPLE: Final = 1 << 8
 @dataclass(frozen=True)
 class _Mask:
     """What a storage is: `on` where `places`, of its elements, are true, else `off`. `version` is that of the tensor's
-    counter as long as nobody writes it again. `on` is None, and `off` 0, where nobody knows what was scattered."""
+    counter as long as nobody writes it again. `on` is None, and `off` 0, where nobody knows what was scattered.
+    `itemsize` is an element's: bytes of it, as of storages that are copied, are no mask."""
 
     version: int
+    itemsize: int
     off: float
     on: float | None
     found: Callable[[], torch.Tensor]
@@ -88,10 +95,11 @@ class Marks:
         finite: Callable[[], bool],
     ) -> None:
         self._key, self._size, self._values, self._finite = key, size, values, finite
-        self._filled: dict[int, float] = {}  # the one number of storages that are new
+        self._filled: dict[int, tuple[float, torch.dtype]] = {}  # the one number of storages that are new
         self._masks: dict[int, _Mask] = {}
         self._drawn: dict[int, tuple[int, float, float]] = {}  # the version, and between what numbers, drawn evenly
         self._data: dict[int, None] = {}  # storages of what came from the host and is no mask
+        self._largest: dict[int, None] = {}  # storages of the largest numbers of rows of it
 
     def restart(self) -> None:
         """Storages are counted from 1 again."""
@@ -99,6 +107,7 @@ class Marks:
         self._masks.clear()
         self._drawn.clear()
         self._data.clear()
+        self._largest.clear()
 
     def forget(self, *tensors: torch.Tensor) -> None:
         """Somebody writes these tensors."""
@@ -131,7 +140,7 @@ class Marks:
 
     def _fill(self, target: torch.Tensor, number: object) -> None:
         if isinstance(number, int | float) and self._is_whole(target) and not self._version(target):
-            remember(self._filled, self._key(target), float(number), _NEWEST)
+            remember(self._filled, self._key(target), (float(number), target.dtype), _NEWEST)
 
     def _draw(self, target: torch.Tensor, filled: bool, low: float = 0.0, high: float = 1.0) -> None:
         """What was `filled` before is drawn by the program, which the tensor's counter counts; in torch.rand, it stays
@@ -148,7 +157,7 @@ class Marks:
             version += _is_versioned(target)
         if 0 <= share <= 1 and self._finite() and self._is_whole(target) and target.numel() <= _MOST:
             found = functools.partial(_drawn_by, share, target.numel(), reader())
-            remember(self._masks, self._key(target), _Mask(version, 0.0, 1.0, found), _MASKS)
+            remember(self._masks, self._key(target), _Mask(version, target.itemsize, 0.0, 1.0, found), _MASKS)
 
     def _version(self, target: torch.Tensor) -> int:
         """How often it has been written, if that counts: of integers, whatever writes them makes us forget them."""
@@ -191,14 +200,24 @@ class Marks:
         if self._is_whole(target) and not self._version(target):
             mask = zeros(target.numel(), dtype=torch.bool)
             _seen(mask, target).copy_(places)
-            remember(self._masks, self._key(target), _Mask(0, 0.0, on, lambda: mask), _MASKS)
+            remember(self._masks, self._key(target), _Mask(0, target.itemsize, 0.0, on, lambda: mask), _MASKS)
 
     def is_data(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor came from the host and is no mask."""
         return self._key(tensor) in self._data
 
+    def are_large(self, func: Operator, args: tuple[Any, ...]) -> bool:
+        """Whether it is asked which rows of what came from the host are next to nothing, as who looks for tokens that
+        were never trained does: none is."""
+        asks = func._opname in ("lt", "le") and isinstance(args[1], float) and 0 < args[1] <= _TINY
+        return asks and isinstance(args[0], torch.Tensor) and self._key(args[0]) in self._largest
+
     def made(self, func: Operator, args: tuple[Any, ...], made: torch.Tensor) -> None:
-        """`scatter` has made this of its arguments."""
+        """`func`, one of `MARKED`, has made this of its arguments."""
+        if func._opname in _LARGEST:
+            if self.is_data(args[0]):
+                remember(self._largest, self._key(made), None, _NEWEST)
+            return
         self._scattered(func, (self._number(args[0]), *args[1:]), made, 0)
 
     def _scattered(self, func: Operator, args: tuple[Any, ...], target: torch.Tensor, version: int) -> None:
@@ -214,18 +233,20 @@ class Marks:
         mask = zeros(size, dtype=torch.bool)
         _seen(mask, target).scatter_(dim, places, True)
         on = None if on is None else float(on)
-        remember(self._masks, self._key(target), _Mask(version, off, on, lambda: mask), _MASKS)
+        remember(self._masks, self._key(target), _Mask(version, target.itemsize, off, on, lambda: mask), _MASKS)
 
     def _number(self, tensor: torch.Tensor) -> float | None:
         """The one number of a tensor that nobody has written since it was made."""
-        return None if self._version(tensor) else self._filled.get(self._key(tensor))
+        number, dtype = self._filled.get(self._key(tensor), (None, None))
+        return number if tensor.dtype is dtype and not self._version(tensor) else None
 
     def _mask(self, tensor: object) -> _Mask | None:
         """What mask a tensor is, if it is one that has not been written since."""
         if not self._masks or not isinstance(tensor, torch.Tensor):
             return None
         mask = self._masks.get(self._key(tensor))
-        return mask if mask is not None and self._version(tensor) == mask.version else None
+        same = mask is not None and (self._version(tensor), tensor.itemsize) == (mask.version, mask.itemsize)
+        return mask if same else None
 
     def compared(self, func: Operator, args: tuple[Any, ...]) -> torch.Tensor | None:
         """How a mask compares with a number; None where the first argument is none, or has been written since. What

@@ -23,7 +23,7 @@ from torch import empty, full, randperm  # not those that a program puts in thei
 from torch.autograd.function import BackwardCFunction
 from torch.overrides import TorchFunctionMode
 
-from graph.fake_cuda.marks import COMPARING, MAKING, Marks, is_on_or_off, remember
+from graph.fake_cuda.marks import COMPARING, MAKING, MARKED, Marks, is_on_or_off, remember
 from graph.fake_cuda.shapes import numbers_as_tensors
 from graph.fake_cuda.torch_private import TorchDispatchMode, current_node, tree_leaves
 
@@ -88,8 +88,8 @@ def has_room(dtype: torch.dtype, size: int, *, mask: bool = False) -> bool:
 def knowable(func: Operator | None, made: torch.Tensor | Layout) -> bool:
     """The same of what `func` makes, or whether it may be known that all booleans of it are one, or that it is a
     mask."""
-    mask, scattered = (func is not None and func._opname in kinds for kinds in (_MAY_MASK, ("scatter",)))
-    return scattered or made.dtype is torch.bool or has_room(made.dtype, made.nbytes, mask=mask)
+    mask, marked = (func is not None and func._opname in kinds for kinds in (_MAY_MASK, MARKED))
+    return marked or made.dtype is torch.bool or has_room(made.dtype, made.nbytes, mask=mask)
 
 
 def alike(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -306,7 +306,7 @@ class Values:
                     self.put(tensor, host, mask=masks or func._opname in CARRYING)
         elif func._opname in _TAKING and (share := self._shares.get(self.key(args[0]))) is not None:
             self._shares[self.key(made[0])] = share
-        if func._opname == "scatter" and self.of(made[0]) is None:
+        if func._opname in MARKED and self.of(made[0]) is None:
             self.marks.made(func, args, made[0])
 
     def _marked(self, func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
@@ -439,6 +439,9 @@ class Values:
         if known is None and func._opname in ("eq", "ne") and self._is_data(args):
             self.assume("which of the numbers that the host sent are a given one", "none")
             known = func._opname == "ne"
+        if known is None and self.marks.are_large(func, args):
+            self.assume("whether the largest of many numbers is next to nothing", False)
+            known = False
         return self._compared(func, args) if known is None and func._opname in COMPARING else known
 
     def _is_data(self, args: tuple[Any, ...]) -> bool:

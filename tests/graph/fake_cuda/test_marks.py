@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -200,6 +201,35 @@ def test_pictures_from_the_host_are_no_padding(runtime: fake_cuda.Runtime, dtype
     assert found.shape == real(pictures(dtype)).shape == (2, 3, 100, 100)
 
 
+@pytest.mark.parametrize("rows", [100, 70_000])
+@pytest.mark.parametrize(
+    "largest",
+    [
+        lambda weights: torch.amax(weights[:-1], dim=1),
+        lambda weights: weights.max(dim=1)[0],
+        lambda weights: weights.norm(dim=-1),
+        lambda weights: torch.linalg.vector_norm(weights, dim=1),
+    ],
+)
+def test_no_row_of_weights_is_next_to_nothing(
+    runtime: fake_cuda.Runtime,
+    largest: Callable[[torch.Tensor], torch.Tensor],
+    rows: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As Unsloth looks for tokens that were never trained."""
+    monkeypatch.setattr(runtime.values, "finite", True)
+    weights = torch.nn.Parameter(torch.randn(rows, 64).bfloat16().cuda(), requires_grad=False)
+    found = largest(weights) <= 1e-16
+    both = found | torch.zeros_like(found)
+    assert len(torch.where(found)[0]) == found.sum().item() == (found.cpu() & both.cpu()).sum() == 0
+    computed = weights @ weights[:32].T
+    assert runtime.values.of(torch.amax(computed, dim=1) <= 1e-16) is None  # may have come near to what it goes to
+    assert runtime.values.of(largest(weights) <= 0.5) is None
+    monkeypatch.setattr(runtime.values, "finite", False)
+    assert runtime.values.of(largest(weights) <= 1e-16) is None
+
+
 def test_masks_from_the_host_may_be_any_number(runtime: fake_cuda.Runtime) -> None:
     mask = (pictures(torch.float32) > 1).float()
     there = mask.cuda()
@@ -208,6 +238,26 @@ def test_masks_from_the_host_may_be_any_number(runtime: fake_cuda.Runtime) -> No
     assert runtime.values.marks.is_data(there)
     there.copy_(mask)
     assert not runtime.values.marks.is_data(there)
+
+
+@pytest.mark.parametrize("rows", [8, 300, 512])
+def test_masks_can_be_copied_with_their_storage(
+    runtime: fake_cuda.Runtime, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As `copy.deepcopy` copies a model's buffers, for an average of it or for what it is compared with."""
+    monkeypatch.setattr(runtime.values, "finite", True)
+    drawn = (torch.rand(rows, rows, device="cuda") < 0.5).float()
+    for mask in (torch.tril(torch.ones(rows, rows)).cuda(), drawn, torch.bernoulli(torch.full_like(drawn, 0.5))):
+        copied = copy.deepcopy(mask)
+        assert (copied.shape, copied.untyped_storage().nbytes()) == (mask.shape, mask.untyped_storage().nbytes())
+        there = runtime.values.of(copied == 1)
+        assert there is None or there.equal((mask == 1).cpu())
+        assert not runtime.values.marks.places(mask.view(torch.uint8))  # bytes of it are none
+    half = torch.full((rows, rows), 0.5, device="cuda")
+    copied = copy.deepcopy(half)
+    assert runtime.values.marks.numbers(copied) is None
+    there = runtime.values.of(copied > 0.4)
+    assert there is None or there.all()
 
 
 def test_threads_that_remember_at_once() -> None:
