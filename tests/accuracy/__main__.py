@@ -8,11 +8,11 @@ of the installed torch and transformers), or the path of such a table with `--ki
 estimator, by setting; `gemini_fit [MODEL]...` the largest batches on a 16 GB card; `table2 [MODEL]...` the paper's
 Table 2; `published` peaks that others measured on real GPUs; `programs [NAME]...` whole programs that `record` runs;
 `scripts [NAME]...` the training scripts that are written for cases, beside the estimates of those cases; `sft
-[WORD]...`, `fitcheck [WORD]...`, `guide [WORD]...`, `litgpt [WORD]...`, `trainers [WORD]...`, `galvatron [WORD]...`,
-`adapters [WORD]...`, `adapters_images [WORD]...` training that others measured, `pipelines [WORD]...` inference, by
-their own programs; `fit` the first plans of `fit` for cases that do not fit, beside others; `opinfo [NAME]...`
-PyTorch's own operator database; `architectures [WORD]...` models of transformers and timm under `record`; `on_gpu
-[WORD]...` trainings on real GPUs.
+[WORD]...`, `fitcheck [WORD]...`, `guide [WORD]...`, `litgpt [WORD]...`, `notebooks [WORD]...`, `trainers [WORD]...`,
+`galvatron [WORD]...`, `adapters [WORD]...`, `adapters_images [WORD]...` training that others measured, `pipelines
+[WORD]...` inference, by their own programs; `fit` the first plans of `fit` for cases that do not fit, beside others;
+`opinfo [NAME]...` PyTorch's own operator database; `architectures [WORD]...` models of transformers and timm under
+`record`; `on_gpu [WORD]...` trainings on real GPUs.
 """
 
 from __future__ import annotations
@@ -48,6 +48,7 @@ MODULES: Final = frozenset(
             "gemini_fit",
             "guide",
             "litgpt",
+            "notebooks",
             "on_gpu",
             "opinfo",
             "pipelines",

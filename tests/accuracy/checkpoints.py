@@ -7,16 +7,26 @@ import math
 import struct
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final
 
 #: A tensor of a checkpoint: its name, dtype by safetensors' name, and shape.
 Tensor = tuple[str, str, tuple[int, ...]]
-_BYTES: Final = {"BF16": 2, "F16": 2, "I32": 4}
+_BYTES: Final = {"BF16": 2, "F16": 2, "F32": 4, "I32": 4, "U8": 1}
 _BITS: Final = 4
+#: Elements that share a scale in bitsandbytes' NF4, and scales that share one.
+_NF4_BLOCK: Final = 64
+_NESTED_BLOCK: Final = 256
+#: Its sixteen numbers (`create_normal_map`).
+_NF4: Final = (
+    *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334),
+    *(-0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
+    *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
+)
 
 
-def write(file: Path, tensors: Iterable[Tensor]) -> None:
-    """A file of safetensors whose numbers are not written."""
+def write(file: Path, tensors: Iterable[Tensor], contents: Mapping[str, bytes] = MappingProxyType({})) -> None:
+    """A file of safetensors whose numbers are not written, but those of `contents`, by their names."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, dtype, shape in tensors:
@@ -25,11 +35,14 @@ def write(file: Path, tensors: Iterable[Tensor]) -> None:
     text = json.dumps(header).encode()
     with file.open("wb") as opened:
         opened.write(struct.pack("<Q", len(text)) + text)
+        for name, content in contents.items():
+            opened.seek(8 + len(text) + header[name]["data_offsets"][0])
+            opened.write(content)
         opened.truncate(8 + len(text) + end)
 
 
 def llama(model: Mapping[str, Any]) -> Iterator[Tensor]:
-    """The weights of a Llama or Qwen2 in bf16. `model` is its config.json."""
+    """The weights of a Llama, Qwen2 or Qwen3 in bf16. `model` is its config.json."""
     width, heads = model["hidden_size"], model["num_attention_heads"]
     size = model.get("head_dim") or width // heads
     shared = model.get("num_key_value_heads") or heads
@@ -40,6 +53,8 @@ def llama(model: Mapping[str, Any]) -> Iterator[Tensor]:
             yield f"{layer}.self_attn.{name}_proj.weight", "BF16", (rows, width)
             if model["model_type"] == "qwen2":
                 yield f"{layer}.self_attn.{name}_proj.bias", "BF16", (rows,)
+        for name in ("q_norm", "k_norm") if model["model_type"] == "qwen3" else ():
+            yield f"{layer}.self_attn.{name}.weight", "BF16", (size,)
         yield f"{layer}.self_attn.o_proj.weight", "BF16", (width, heads * size)
         for name in ("gate", "up"):
             yield f"{layer}.mlp.{name}_proj.weight", "BF16", (model["intermediate_size"], width)
@@ -49,6 +64,40 @@ def llama(model: Mapping[str, Any]) -> Iterator[Tensor]:
     yield "model.norm.weight", "BF16", (width,)
     if not model.get("tie_word_embeddings"):
         yield "lm_head.weight", "BF16", (model["vocab_size"], width)
+
+
+def write_nf4(folder: Path, model: Mapping[str, Any]) -> None:
+    """The weights of such a model and its config.json as bitsandbytes keeps them, its layers' matrices in NF4 with
+    scales that are quantized too."""
+    skipped = ["lm_head", "multi_modal_projector", "merger", "modality_projection"]
+    kinds = {"bnb_4bit_compute_dtype": "bfloat16", "bnb_4bit_quant_storage": "uint8", "bnb_4bit_quant_type": "nf4"}
+    choices = {"load_in_4bit": True, "bnb_4bit_use_double_quant": True, "llm_int8_skip_modules": skipped}
+    settings = {"quant_method": "bitsandbytes", **kinds, **choices}
+    (folder / "config.json").write_text(json.dumps({**model, "quantization_config": settings}))
+    tensors, contents = list[Tensor](), dict[str, bytes]()
+    for name, dtype, shape in llama(model):
+        if len(shape) < len(("rows", "columns")) or not name.startswith("model.layers."):
+            tensors.append((name, dtype, shape))
+            continue
+        state = _quant_state(shape)
+        blocks = -(-math.prod(shape) // _NF4_BLOCK)
+        contents[f"{name}.quant_state.bitsandbytes__nf4"] = state
+        contents[f"{name}.quant_map"] = struct.pack("<16f", *_NF4)
+        tensors += [
+            (name, "U8", (math.prod(shape) // 2, 1)),
+            (f"{name}.absmax", "U8", (blocks,)),
+            (f"{name}.nested_absmax", "F32", (-(-blocks // _NESTED_BLOCK),)),
+            (f"{name}.nested_quant_map", "F32", (_NESTED_BLOCK,)),
+            (f"{name}.quant_map", "F32", (len(_NF4),)),
+            (f"{name}.quant_state.bitsandbytes__nf4", "U8", (len(state),)),
+        ]
+    write(folder / "model.safetensors", tensors, contents)
+
+
+def _quant_state(shape: tuple[int, ...]) -> bytes:
+    nested = {"nested_blocksize": _NESTED_BLOCK, "nested_dtype": "float32", "nested_offset": 0.04}
+    told = {"quant_type": "nf4", "blocksize": _NF4_BLOCK, "dtype": "bfloat16", "shape": shape, **nested}
+    return json.dumps(told).encode()
 
 
 def write_gptq(folder: Path, model: Mapping[str, Any], group: int) -> None:

@@ -25,7 +25,18 @@ from typing import Any, Final
 
 import numpy as np
 
-from tests.accuracy import adapters, adapters_images, fitcheck, galvatron, guide, litgpt, pipelines, sft, trainers
+from tests.accuracy import (
+    adapters,
+    adapters_images,
+    fitcheck,
+    galvatron,
+    guide,
+    litgpt,
+    notebooks,
+    pipelines,
+    sft,
+    trainers,
+)
 from tests.places import DATA, ROOT
 
 #: The whole collection, where it stands beside the project, and the part of it that the project has.
@@ -522,5 +533,5 @@ def main(arguments: list[str]) -> None:
             print(told(one), flush=True)
     print("\n" + "\n".join(summary(found)))
     print("\nkept from runs of their own programs (`python -m tests.accuracy NAME`):")
-    tables = (sft, fitcheck, guide, adapters, adapters_images, litgpt, trainers, pipelines, galvatron)
+    tables = (sft, fitcheck, notebooks, guide, adapters, adapters_images, litgpt, trainers, pipelines, galvatron)
     print("\n".join(line for table in tables for line in table.kept()))

@@ -7,11 +7,24 @@ import json
 import math
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.accuracy.sft import Run, read
-from tests.accuracy.trainers import GIB, KEPT, PROGRAMS, TABLE, TOKENS, Compared, command, kept, prepare, summary
+from tests.accuracy.trainers import (
+    GIB,
+    KEPT,
+    PROGRAMS,
+    TABLE,
+    TOKENS,
+    Compared,
+    command,
+    kept,
+    prepare,
+    prepare_scratch,
+    summary,
+)
 
 ROWS = read(TABLE)
 
@@ -19,7 +32,9 @@ ROWS = read(TABLE)
 def test_what_is_typed_for_a_row(tmp_path: Path) -> None:
     for row in ROWS:
         words = command(row, Path("root"), tmp_path)
-        if row["program"] == "torchao":
+        if row["program"] == "scratch":
+            assert words == ["train.py"]
+        elif row["program"] == "torchao":
             assert Path(words[0]).parts[:2] == ("root", "benchmarks")
             assert words[-2] == "--optim"
         elif row["program"] == "torchtune":
@@ -48,6 +63,21 @@ def test_files_for_the_programs(tmp_path: Path) -> None:
     weights = list(tmp_path.glob("*.safetensors"))
     assert sum(file.stat().st_size for file in weights) // 2 == pytest.approx(3.2128e9, rel=1e-4)
     assert sum(file.stat().st_blocks for file in weights) * 512 < 1 << 20
+
+
+def test_a_program_is_changed_as_a_row_says(tmp_path: Path) -> None:
+    (place := tmp_path / "ch05" / "10_llm-training-speed").mkdir(parents=True)
+    (place / "one.py").write_text('settings = {"batch_size": 32}\nmodel = torch.compile(model)\n')
+    (folder := tmp_path / "run").mkdir()
+    words = 'one.py; "batch_size": 32 -> "batch_size": 8; model = torch.compile(model) -> pass'
+    prepare_scratch({"words": words}, tmp_path, folder)
+    assert (folder / "train.py").read_text() == 'settings = {"batch_size": 8}\npass\n'
+    scope: dict[str, Any] = {}
+    exec((folder / "tiktoken.py").read_text(), scope)
+    text = (folder / "middlemarch.txt").read_text()
+    assert len(scope["get_encoding"]("gpt2").encode(text)) == len(text) // 4 == 450_000
+    with pytest.raises(ValueError, match="has no 'three'"):
+        prepare_scratch({"words": "one.py; three -> four"}, tmp_path, folder)
 
 
 @pytest.mark.parametrize("program", list(PROGRAMS))

@@ -1,7 +1,8 @@
 """Training that others measured on real GPUs by torchtitan, torchtune and torchao, by their programs, under `record`.
 
     python -m tests.accuracy trainers [--torchtitan ROOT] [--torchtitan-2024 ROOT] [--torchtitan-2025 ROOT]
-        [--torchtitan-h200 ROOT] [--torchtune ROOT] [--torchao ROOT] [--python PATH] [--results FILE] [WORD]...
+        [--torchtitan-h200 ROOT] [--torchtune ROOT] [--torchao ROOT] [--scratch ROOT] [--python PATH] [--results FILE]
+        [WORD]...
 
 Each row of `tests/data/published/trainers.csv` is a peak, in GiB as it was printed, and the options of its run; what
 they leave open is in the program's own file of settings:
@@ -20,12 +21,15 @@ they leave open is in the program's own file of settings:
   repository at commit 1814feb17 (2024-11-18); rows of its README.
 - torchao: a vision transformer of 630 M parameters, bf16 autocast, compiled, 8 pictures, one RTX 4070 Ti SUPER (here by
   an RTX 4080's kernels), the allocated memory that it prints. ROOT is its repository; rows of its optimizers' README.
+- scratch: GPT-2 of 124 M parameters as "LLMs from scratch" trains it on an A100, plain and faster, eager and compiled,
+  the reserved memory that it prints. ROOT is rasbt/LLMs-from-scratch; rows of its ch05/10_llm-training-speed, of which
+  two programs are there, and others by what a step's title says.
 
 PATH is the Python of an environment with PyTorch 2.7, its Triton, torchao (0.10 for torchtitan, 0.8 for that of 2024,
 0.7 for torchtune) and what the programs require (torchtitan of 2025: PyTorch 2.8, torchao 0.12; torchao's rows: PyTorch
-2.13, torchao 0.17, timm 1.0.22). Ours is the third step's, served as a GPU would, or with the workspace of autograd's
-own cuBLAS handle beside it. Tokens, pictures and weights are made up: batches are full whatever they say. WORD: only
-rows whose id has it.
+2.13, torchao 0.17, timm 1.0.22; of scratch: PyTorch 2.6). Ours is the third step's (of scratch: the first epoch's),
+served as a GPU would, or with the workspace of autograd's own cuBLAS handle beside it. Tokens, pictures and weights are
+made up: batches are full whatever they say. WORD: only rows whose id has it.
 """
 
 from __future__ import annotations
@@ -61,17 +65,35 @@ _LLAMA: Final = {
 }  # fmt: skip
 
 
+#: Of tiktoken, as much as the programs of "LLMs from scratch" ask: a token for every four letters.
+_TIKTOKEN: Final = """
+class Encoding:
+    def encode(self, text, allowed_special=()):
+        return [hash(text[place : place + 4]) % 50_000 for place in range(0, len(text), 4)]
+
+    def decode(self, tokens):
+        return str(tokens)
+
+
+def get_encoding(name):
+    return Encoding()
+"""
+
+
 @dataclass(frozen=True)
 class Program:
     """How rows of a program are run: options of `record`, and the workspace that is added to what it says (bytes).
 
-    Of torchtitan also the allocator's settings, and where in its repository the program and its settings lie.
+    `reserved` says whether its figures are of reserved memory, `steps` how long it trains. Of torchtitan also the
+    allocator's settings, and where in its repository the program and its settings lie.
     """
 
     options: tuple[str, ...]
     workspace: int = 0
     conf: str = ""
     places: tuple[str, str] | None = None
+    reserved: bool = False
+    steps: int = STEPS
 
 
 _H100: Final = ("--gpu", "H100-80GB", "--memory", "95GiB", "--on-gpu")
@@ -86,6 +108,7 @@ PROGRAMS: Final = {
     "torchtitan-h200": Program(("--gpu", "H200-141GB", "--on-gpu"), places=_LLAMA_3),
     "torchtune": Program(("--gpu", "A100-80GB"), 8_519_680),
     "torchao": Program(("--gpu", "RTX4080-16GB"), 8_519_680),
+    "scratch": Program(("--gpu", "A100-80GB", "--on-gpu"), reserved=True, steps=60),
 }
 
 
@@ -99,7 +122,7 @@ class Compared(Judged[Run]):
     def ours(self) -> float | None:
         """Our peak in GiB, of the kind that the row has; None where the run failed."""
         program = PROGRAMS[self.row["program"]]
-        peak = self.run.reserved if program.places else self.run.allocated
+        peak = self.run.reserved if program.places or program.reserved else self.run.allocated
         return None if not peak else (peak + program.workspace) / GIB
 
     def __str__(self) -> str:
@@ -129,8 +152,24 @@ def prepare(folder: Path) -> None:
         checkpoints.write(folder / f"model-0000{number}-of-00002.safetensors", part)
 
 
+def prepare_scratch(row: Mapping[str, str], root: Path, folder: Path) -> None:
+    """Put a program into a folder, with what a row changes of it, and a text and a tokenizer that it looks for."""
+    script, *changes = row["words"].split("; ")
+    text = (root / "ch05" / "10_llm-training-speed" / script).read_text()
+    for change in changes:
+        before, after = change.split(" -> ")
+        if before not in text:
+            raise ValueError(f"{script} has no {before!r}")
+        text = text.replace(before, after)
+    (folder / "train.py").write_text(text)
+    (folder / "middlemarch.txt").write_text(90_000 * "the quick brown fox ")  # as long as the book
+    (folder / "tiktoken.py").write_text(_TIKTOKEN)
+
+
 def command(row: Mapping[str, str], root: Path, folder: Path) -> list[str]:
     """What was typed, with what `prepare` has put in `folder`."""
+    if row["program"] == "scratch":
+        return ["train.py"]
     if row["program"] == "torchao":
         size = ["--model", "timm/vit_huge_patch14_224.orig_in21k", "--batch_size", "8", "--n_epochs", "1"]
         return [
@@ -162,11 +201,14 @@ def ran(row: Mapping[str, str], root: Path, python: str) -> Run:
     """Run the program of a row."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        prepare(folder)
+        if row["program"] == "scratch":
+            prepare_scratch(row, root, folder)
+        else:
+            prepare(folder)
         program, words = PROGRAMS[row["program"]], command(row, root, folder)
         given = {"HF_DATASETS_CACHE": str(folder / "cache"), "WANDB_MODE": "disabled"}
         given |= {"PYTORCH_CUDA_ALLOC_CONF": program.conf} if program.conf else {}
-        options = [*program.options, "--steps", str(STEPS), "--"]
+        options = [*program.options, "--steps", str(program.steps), "--"]
         rank, failure = recorded([*options, *words], folder, python, root, **given)
         if rank is None or failure:
             return Run(failure=failure)
