@@ -89,8 +89,12 @@ def way_out(error: BaseException) -> str:
 
 
 @contextlib.contextmanager
-def compiling(runtime: Runtime, folder: Path, tell: Tell, keeping: Keeping | None = None) -> Iterator[None]:
+def compiling(
+    runtime: Runtime, folder: Path, tell: Tell, keeping: Keeping | None = None, *, on_gpu: bool = False
+) -> Iterator[None]:
     """Inside, torch.compile works for the device of `runtime`; Inductor keeps its files in `folder`.
+
+    `on_gpu`: where products of matrices are measured, padded ones win as on a GPU, else as if all took the same time.
 
     `keeping` (`graph.host.kept`) is there for what was compiled in an earlier run, from when something is compiled.
 
@@ -104,6 +108,8 @@ def compiling(runtime: Runtime, folder: Path, tell: Tell, keeping: Keeping | Non
             """Inductor is imported when something is compiled, not before."""
             stack.enter_context(_device(runtime))
             stack.enter_context(_inductor(runtime, folder, tell))
+            if on_gpu:
+                stack.enter_context(_padded())
             if keeping is not None:
                 stack.enter_context(keeping(folder))
 
@@ -339,6 +345,21 @@ def _inductor(runtime: Runtime, folder: Path, tell: Tell) -> Iterator[None]:
         following(runtime.values, backend),
     ):
         yield
+
+
+def _padded() -> contextlib.AbstractContextManager[object]:
+    """Where Inductor measures it (`pad_mm.py`), a product of matrices whose rows do not begin at multiples of 16 bytes
+    is slower than that of padded ones, if tensor cores make it: in 16 bits, and in 32 by TF32."""
+    module = inductor("fx_passes.pad_mm")
+    name = "_should_pad" if hasattr(module, "_should_pad") else "_should_pad_bench"  # from 2.11 on
+    plain = getattr(module, name)
+
+    def asked(match: object, first: torch.Tensor, *rest: object, **named: object) -> Any:
+        cores = first.dtype in (torch.float16, torch.bfloat16) or torch.backends.cuda.matmul.allow_tf32
+        with mock.patch.object(module, "_skip_do_bench_times", cores):
+            return plain(match, first, *rest, **named)
+
+    return mock.patch.object(module, name, asked)
 
 
 def _own_kernels() -> contextlib.AbstractContextManager[object]:

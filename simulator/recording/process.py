@@ -122,7 +122,7 @@ def main(text: str, objects: int, further: int) -> int:
             never_read(runtime, folder),
             kept_as_made(runtime),
             never_converged(runtime),
-            compiled.compiling(runtime, folder / "inductor", recorder.writes, keeping),
+            compiled.compiling(runtime, folder / "inductor", recorder.writes, keeping, on_gpu=request.on_gpu),
             recorder.ordered_casts(),
             cycles.followed(recorder),
             joined(

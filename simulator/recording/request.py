@@ -32,7 +32,7 @@ class Request:
     `begins`: the program begins them itself. `watched`: somebody looks at standard error. `late`: memory in use on
     another stream comes back when the host waits. `timed`: kernels take time, and collectives over `interconnect`
     (`strategies.timing.Clock.connected`). `endless`: memory never runs out, although the program is told that the GPU
-    has what it has. `on_gpu`: libraries take what they take on a GPU, and addresses are the driver's
+    has what it has. `on_gpu`: libraries take what they take there, padded products win, and addresses are the driver's
     (`simulator.engine.on_gpu`). `floats`: what floating-point numbers are that the program reads and that have no
     values. `exchange`: the socket over which it speaks with other ranks' processes, -1 where it has none. `gpus`: how
     many GPUs the process works on, each of which is told of as a rank; more than one only without other ranks.

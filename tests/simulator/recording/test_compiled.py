@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -40,6 +41,38 @@ for rows in (64, 96, 128, 160):
     optimizer.step()
     optimizer.zero_grad()
 print(counters["stats"]["unique_graphs"], sum(counters["graph_break"].values()))
+"""
+
+
+ALIGNED = """
+import json
+import torch
+from torch._inductor import config
+
+NAMES = "requested_bytes.all.peak", "requested_bytes.all.allocated", "allocation.all.allocated"
+
+def figures(dtype, tf32=False, **settings):
+    # of a second step
+    torch._dynamo.reset()
+    torch.backends.cuda.matmul.allow_tf32 = tf32
+    weight = torch.randn(50_257, 768, device="cuda", dtype=dtype, requires_grad=True)
+    given = torch.randn(4096, 768, device="cuda", dtype=dtype)
+
+    @torch.compile
+    def logits(given, weight):
+        return (given @ weight.t()).float().logsumexp(-1).sum()
+
+    with config.patch(settings):
+        for _ in range(2):
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_stats()
+            logits(given, weight).backward()
+            weight.grad = None
+    return [torch.cuda.memory_stats()[name] - before[name] for name in NAMES]
+
+half = [figures(torch.bfloat16, **one) for one in ({}, {"shape_padding": False}, {"force_shape_pad": True})]
+single = [figures(torch.float32, **one) for one in ({}, {"shape_padding": False}, {"force_shape_pad": True})]
+print(json.dumps([half, single, figures(torch.float32, tf32=True)]))
 """
 
 
@@ -191,3 +224,18 @@ def test_casts_to_float8_are_compiled(tmp_path: Path) -> None:
     folder_of(tmp_path, {"train.py": FLOAT8})
     done = record(tmp_path, "--gpu", "H100-80GB", "--steps", "all", "train.py")
     assert (done.returncode, done.stdout) == (0, "138412032 106\n"), done.stderr
+
+
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_products_are_padded_as_on_a_gpu_where_they_are_measured(on_gpu: bool, tmp_path: Path) -> None:
+    """50,257 rows do not begin at multiples of 16 bytes: tensor cores are faster with more, which PyTorch can be told
+    to have in any case (`force_shape_pad`), or in none."""
+    folder_of(tmp_path, {"program.py": ALIGNED})
+    done = record(tmp_path, "--steps", "all", *(["--on-gpu"] if on_gpu else []), "program.py")
+    assert answer(tmp_path)["exit_code"] == 0, done.stderr
+    (half, never, always), (single, plain, forced), by_tensor_cores = json.loads(done.stdout.splitlines()[0])
+    assert never != always
+    assert plain != forced
+    assert half == (always if on_gpu else never)
+    assert single == plain
+    assert by_tensor_cores == (forced if on_gpu else plain)
