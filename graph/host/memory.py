@@ -204,7 +204,9 @@ def _joining() -> Callable[..., torch.Tensor]:
             return made
         there = [torch.empty_strided(one.shape, one.stride(), dtype=one.dtype, device="meta") for one in tensors]
         joined = torch.cat(there, dim)
-        return torch.empty_strided(joined.shape, joined.stride(), dtype=joined.dtype, device="cpu")
+        empty = torch.empty_strided(joined.shape, joined.stride(), dtype=joined.dtype, device="cpu")
+        pages.emptied(empty)  # it may be where something was before
+        return empty
 
     return kernel
 

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -24,6 +25,7 @@ from torch.distributed.checkpoint import state_dict_loader, state_dict_saver  # 
 
 from graph.fake_cuda.device import Runtime, fake_cuda  # noqa: E402
 from graph.hardware.profile import profile  # noqa: E402
+from graph.host import pages  # noqa: E402
 from graph.host.memory import LARGE, untouched  # noqa: E402
 from graph.host.weights import _StandIn, never_read  # noqa: E402
 from graph.recorder.checkpoints import Saving  # noqa: E402
@@ -236,6 +238,24 @@ def test_experts_of_a_file_are_made_one_tensor_and_not_read(runtime: Runtime, tm
     assert joined.shape == (32, 2048, 1536)
     assert grown(before) < 64 << 20
     assert cached(path, size) < 1 << 20
+
+
+def test_what_joins_experts_takes_no_memory_that_was_written_before(runtime: Runtime, tmp_path: Path) -> None:
+    plain, size = torch.empty_strided, 8 << 20
+
+    def written(*args: Any, **kwargs: Any) -> torch.Tensor:
+        """As where the C library gives away again what was freed."""
+        made = plain(*args, **kwargs)
+        if made.device.type == "cpu":
+            ctypes.memset(made.data_ptr(), 1, made.nbytes)
+        return made
+
+    path = tmp_path / "experts"
+    path.write_bytes(bytes(size))
+    whole = torch.empty(0, dtype=torch.bfloat16).set_(torch.UntypedStorage.from_file(str(path), False, size))
+    with mock.patch.object(torch, "empty_strided", written):
+        joined = torch.stack(whole.view(4, 1024, 1024).unbind())
+    assert not pages.is_written(joined)
 
 
 def cached(path: Path, size: int) -> int:
