@@ -243,7 +243,7 @@ def test_experts_of_a_file_are_made_one_tensor_and_not_read(runtime: Runtime, tm
 def test_what_joins_experts_takes_no_memory_that_was_written_before(runtime: Runtime, tmp_path: Path) -> None:
     plain, size = torch.empty_strided, 8 << 20
 
-    def written(*args: Any, **kwargs: Any) -> torch.Tensor:
+    def written(*args: Any, **kwargs: Any) -> Any:
         """As where the C library gives away again what was freed."""
         made = plain(*args, **kwargs)
         if made.device.type == "cpu":
