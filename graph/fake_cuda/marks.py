@@ -32,8 +32,9 @@ _T = TypeVar("_T")
 
 #: Operators in place that make masks, and what masks are made of.
 MAKING: Final = frozenset({"fill_", "zero_", "scatter_", "copy_", "uniform_", "bernoulli_"})
-#: Operators that make new tensors of which more is known than their values.
+#: Operators that make the largest numbers of rows, or their norms.
 _LARGEST: Final = frozenset({"amax", "max", "norm", "linalg_vector_norm"})
+#: Operators that make new tensors of which something is known without their values.
 MARKED: Final = _LARGEST | {"scatter"}
 #: A bound up to this asks for what is zero, or was never trained.
 _TINY: Final = 1e-6

@@ -26,7 +26,7 @@ from statistics import NormalDist
 from typing import Any, Final
 
 from graph.models import catalogue
-from tests.accuracy.sft import FOLDER, Judged, of_kept, of_root, read, recorded, spread
+from tests.accuracy.sft import FOLDER, Judged, keeping, of_kept, of_root, read, recorded, spread
 
 TABLE: Final = FOLDER / "adapters.csv"
 #: What our runs of the table's rows held (README there).
@@ -58,6 +58,9 @@ class Run:
     reserved: int | None = None
     trained: int | None = None
     failure: str = ""
+
+
+known: Final = keeping(Run)
 
 
 @dataclass(frozen=True)
@@ -154,18 +157,6 @@ def summary(found: Sequence[Compared]) -> str:
     errors = [one.error for one in ran if one.row["id"] != FITTED]
     within = sum(abs(error or 0.0) <= 0.01 for error in errors)
     return f"{len(ran)} of {len(found)} rows ran{spread(errors)}; {within} of {len(errors)} within 1 %"
-
-
-def known(results: Path) -> dict[str, Run]:
-    """Runs that a file keeps, by the id of their row."""
-    return {
-        row["id"]: Run(
-            int(row["reserved"]) if row["reserved"] else None,
-            int(row["trained"]) if row["trained"] else None,
-            row["failure"],
-        )
-        for row in read(results)
-    }
 
 
 def kept() -> list[str]:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, fields
@@ -23,7 +22,7 @@ from typing import Any, Final
 
 from graph.models import catalogue
 from tests.accuracy import checkpoints
-from tests.accuracy.sft import FOLDER, LIMIT, Judged, of_kept, of_root, read, record, spread
+from tests.accuracy.sft import FOLDER, Judged, keeping, of_kept, of_root, output, read, spread
 
 TABLE: Final = FOLDER / "fitcheck.csv"
 #: What our runs of the table's rows printed (README there).
@@ -60,6 +59,7 @@ class Printed:
     failure: str = ""
 
 
+known: Final = keeping(Printed)
 FIGURES: Final = tuple(field.name for field in fields(Printed) if field.name != "failure")
 
 
@@ -96,18 +96,13 @@ class Compared(Judged[Printed]):
 
 def printed(text: str) -> Printed:
     """The figures of what the program printed. Raises ValueError where one is not there."""
-    found = {}
+    found: dict[str, Any] = {}
     for name, begins in _LINES.items():
         line = re.search(rf"^ *{begins}.*? ([\d,]+) MiB$", text, re.MULTILINE)
         if line is None:
             raise ValueError(f"no line {begins.strip()!r}")
-        found[name] = line[1].replace(",", "")
-    return _of(found)
-
-
-def _of(figures: Mapping[str, str], failure: str = "") -> Printed:
-    found: dict[str, Any] = {name: int(figures[name]) if figures[name] else None for name in FIGURES}
-    return Printed(**found, failure=failure)
+        found[name] = int(line[1].replace(",", ""))
+    return Printed(**found)
 
 
 def command(row: Mapping[str, str], root: Path) -> list[str]:
@@ -138,18 +133,11 @@ def ran(row: Mapping[str, str], root: Path, python: str) -> Printed:
         folder = Path(name)
         prepare(row["id"].partition("/")[0], folder)
         words = [*_CARD, "--steps", "all", *command(row, root)]
-        try:
-            done = record(words, folder, python, root, HF_HOME=name)
-            return printed(done.stdout)
-        except subprocess.TimeoutExpired:
-            return Printed(failure=f"not done in {LIMIT} s")
-        except ValueError as missing:
-            return Printed(failure=(done.stderr.strip().splitlines() or [str(missing)])[-1])
-
-
-def known(results: Path) -> dict[str, Printed]:
-    """Runs that a file keeps, by the id of their row."""
-    return {row["id"]: _of(row, row["failure"]) for row in read(results)}
+        text, failure = output(words, folder, python, root, HF_HOME=name)
+    try:
+        return printed(text)
+    except ValueError as missing:
+        return Printed(failure=failure or str(missing))
 
 
 def summary(found: Sequence[Compared]) -> str:

@@ -25,7 +25,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from tests.accuracy.sft import FOLDER, MIB, WORKSPACE, of_kept, of_root, read, record
+from tests.accuracy.sft import FOLDER, MIB, WORKSPACE, failure_of, keeping, of_kept, of_root, read, record
 
 TABLE: Final = FOLDER / "galvatron.csv"
 #: What our runs of the table's rows held (README there).
@@ -50,6 +50,7 @@ class Run:
     failure: str = ""
 
 
+known: Final = keeping(Run)
 FIGURES: Final = tuple(one.name for one in fields(Run) if one.type == "int")
 
 
@@ -101,7 +102,7 @@ def ran(row: Mapping[str, str], root: Path, python: str) -> Run:
         written = list((folder / "configs").glob("memory_profiling_*_all.json"))
         found: dict[str, Any] = dict(_found(json.loads(written[0].read_text()))) if written else {}
     if len(found) < len(FIGURES):
-        return Run(failure=next((line for line in reversed(done.stderr.splitlines()) if "Error" in line), "?"))
+        return Run(failure=failure_of(done))
     return Run(**found)
 
 
@@ -132,13 +133,6 @@ def summary(found: Sequence[Compared]) -> list[str]:
             far = f"median {np.median(sizes):.3%}, worst {sizes.max():.2%}"
             lines.append(f"{told}: {within} of {len(sizes)} within 0.01 %, {far}")
     return lines
-
-
-def known(results: Path) -> dict[str, Run]:
-    """Runs that a file keeps, by the id of their row."""
-    return {
-        row["id"]: Run(**{name: int(row[name]) for name in FIGURES}, failure=row["failure"]) for row in read(results)
-    }
 
 
 def kept() -> list[str]:

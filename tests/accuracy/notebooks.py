@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -23,7 +22,7 @@ from typing import Any, Final
 
 from graph.models import catalogue
 from tests.accuracy import checkpoints
-from tests.accuracy.sft import FOLDER, LIMIT, Judged, of_kept, of_root, read, record, spread
+from tests.accuracy.sft import FOLDER, Judged, keeping, of_kept, of_root, output, read, spread
 
 TABLE: Final = FOLDER / "notebooks.csv"
 #: What our runs of the table's rows printed (README there).
@@ -55,6 +54,9 @@ class Printed:
     start: float | None = None
     peak: float | None = None
     failure: str = ""
+
+
+known: Final = keeping(Printed)
 
 
 @dataclass(frozen=True)
@@ -103,8 +105,9 @@ def prepare(name: str, folder: Path) -> None:
     """Put a model, whose weights are holes in 4 bits, and a tokenizer of a thousand words into a folder."""
     model = {**catalogue.configuration(name), "torch_dtype": "bfloat16"}
     checkpoints.write_nf4(folder, model)
-    end, fill = _SPECIAL[str(model["model_type"])]
-    tokens = {**{f"w{number}": number for number in range(900)}, **_SPECIAL[str(model["model_type"])]}
+    special = _SPECIAL[str(model["model_type"])]
+    tokens = {**{f"w{number}": number for number in range(900)}, **special}
+    end, fill = special
     told = {
         "model": {"type": "WordLevel", "vocab": tokens, "unk_token": "w0"},
         "pre_tokenizer": {"type": "Whitespace"},
@@ -129,22 +132,11 @@ def ran(row: Mapping[str, str], root: Path, python: str) -> Printed:
         notebook = json.loads((root / "nb" / f"{row['id']}.ipynb").read_text())
         (folder / "notebook.py").write_text(program(notebook, model, trains=bool(row["peak"])))
         words = [*row["options"].split(), "--context", _CONTEXT, "--on-gpu", "--steps", "all", "notebook.py"]
-        try:
-            done = record(words, folder, python, FOLDER / "programs", UNSLOTH_DISABLE_STATISTICS="1")
-        except subprocess.TimeoutExpired:
-            return Printed(failure=f"not done in {LIMIT} s")
-        found = re.search(r"^reserved ([\d.]+) ([\d.]+)$", done.stdout, re.MULTILINE)
-        if found is None:
-            return Printed(failure=next((line for line in reversed(done.stderr.splitlines()) if "Error" in line), "?"))
-        return Printed(float(found[1]), round(float(found[2]), 3))
-
-
-def known(results: Path) -> dict[str, Printed]:
-    """Runs that a file keeps, by the id of their row."""
-    return {
-        row["id"]: Printed(float(row["start"] or 0) or None, float(row["peak"] or 0) or None, row["failure"])
-        for row in read(results)
-    }
+        text, failure = output(words, folder, python, FOLDER / "programs", UNSLOTH_DISABLE_STATISTICS="1")
+    found = re.search(r"^reserved ([\d.]+) ([\d.]+)$", text, re.MULTILINE)
+    if found is None:
+        return Printed(failure=failure or "no figures")
+    return Printed(float(found[1]), round(float(found[2]), 3))
 
 
 def summary(found: Sequence[Compared]) -> str:

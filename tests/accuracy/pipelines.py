@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from tests.accuracy.sft import FOLDER, Judged, of_kept, of_root, read, record, spread
+from tests.accuracy.sft import FOLDER, Judged, failure_of, keeping, of_kept, of_root, read, record, spread
 
 TABLE: Final = FOLDER / "pipelines.csv"
 #: What our runs of the table's rows held (README there).
@@ -47,6 +47,9 @@ class Run:
 
     gib: float | None = None
     failure: str = ""
+
+
+known: Final = keeping(Run)
 
 
 @dataclass(frozen=True)
@@ -107,8 +110,7 @@ def ran(row: Mapping[str, str], root: Path, python: str) -> Run:
         printed = [json.loads(file.read_text()) for file in set(folder.glob("*.json")) - before]
         gib = next((float(one["inference_memory"]) for one in printed if "inference_memory" in one), None)
         if gib is None:
-            errors = [line for line in done.stderr.splitlines() if "Error" in line]
-            return Run(failure=errors[-1] if errors else f"exit code {done.returncode}")
+            return Run(failure=failure_of(done))
         return Run(gib)
 
 
@@ -116,11 +118,6 @@ def summary(found: Sequence[Compared]) -> str:
     """Rows that ran, and how far off they are."""
     ran = [one.error for one in found if one.run.gib is not None]
     return f"{len(ran)} of {len(found)} rows ran{spread(ran)}"
-
-
-def known(results: Path) -> dict[str, Run]:
-    """Runs that a file keeps, by the id of their row."""
-    return {row["id"]: Run(float(row["gib"]) if row["gib"] else None, row["failure"]) for row in read(results)}
 
 
 def kept() -> list[str]:

@@ -27,6 +27,7 @@ from pathlib import Path
 from subprocess import CompletedProcess
 from typing import Any, ClassVar, Final, Generic, TypeVar
 
+import msgspec
 import numpy as np
 
 from graph.hardware.profile import profile
@@ -45,6 +46,7 @@ MIB: Final = 1 << 20
 #: The cuBLAS workspace of an A100.
 WORKSPACE: Final = 8_519_680
 LIMIT: Final = 900
+_LATE: Final = f"not done in {LIMIT} s"
 #: bigcode/gpt_bigcode-santacoder, which the catalogue does not have.
 SANTACODER: Final = {
     "model_type": "gpt_bigcode", "architectures": ["GPTBigCodeForCausalLM"], "n_embd": 2048, "n_head": 16,
@@ -241,11 +243,26 @@ def recorded(
     try:
         done = record(["--ranks", "0", "--json", str(answer), *words], folder, python, *paths, **environment)
     except subprocess.TimeoutExpired:
-        return None, f"not done in {LIMIT} s"
+        return None, _LATE
     if not answer.exists():
         return None, (done.stderr.strip().splitlines() or ["nothing said"])[-1]
-    failure = next((line for line in reversed(done.stderr.splitlines()) if "Error" in line), "?")
-    return json.loads(answer.read_text())["ranks"][0], failure if done.returncode else ""
+    return json.loads(answer.read_text())["ranks"][0], failure_of(done) if done.returncode else ""
+
+
+def output(words: Sequence[str], folder: Path, python: str, *paths: Path, **environment: str) -> tuple[str, str]:
+    """What a program prints under `record`, and why it failed, if it did."""
+    try:
+        done = record(words, folder, python, *paths, **environment)
+    except subprocess.TimeoutExpired:
+        return "", _LATE
+    return done.stdout, failure_of(done) if done.returncode else ""
+
+
+def failure_of(done: CompletedProcess[str]) -> str:
+    """The last error that a program has printed; its exit code where it has none."""
+    return next(
+        (line for line in reversed(done.stderr.splitlines()) if "Error" in line), f"exit code {done.returncode}"
+    )
 
 
 def outside(row: Mapping[str, str]) -> int:
@@ -320,13 +337,18 @@ def read(table: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def known(results: Path) -> dict[str, Run]:
-    """Runs that a file keeps, by the id of their row."""
-    return {row["id"]: Run(_bytes(row["allocated"]), _bytes(row["reserved"]), row["failure"]) for row in read(results)}
+def keeping(kind: type[R]) -> Callable[[Path], dict[str, R]]:
+    """What reads the runs that `keep` has put into a file, by the id of their row: of a dataclass whose fields have
+    defaults, which stand for what is empty there."""
+
+    def known(results: Path) -> dict[str, R]:
+        rows = ({name: text for name, text in row.items() if text} for row in read(results))
+        return {row["id"]: msgspec.convert(row, kind, strict=False) for row in rows}
+
+    return known
 
 
-def _bytes(text: str) -> int | None:
-    return int(text) if text else None
+known: Final = keeping(Run)
 
 
 def spread(errors: Iterable[float | None]) -> str:

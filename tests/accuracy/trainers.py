@@ -101,11 +101,15 @@ _LLAMA_3: Final = ("torchtitan/train.py", "torchtitan/models/llama3/train_config
 _PAGES: Final = "expandable_segments:True"
 PROGRAMS: Final = {
     "torchtitan": Program(
-        ("--gpu", "H100-80GB"), 33_554_432, _PAGES, ("torchtitan/train.py", "torchtitan/models/llama/train_configs")
+        ("--gpu", "H100-80GB"),
+        33_554_432,
+        _PAGES,
+        ("torchtitan/train.py", "torchtitan/models/llama/train_configs"),
+        reserved=True,
     ),
-    "torchtitan-2024": Program(_H100, places=("train.py", "train_configs")),
-    "torchtitan-2025": Program(_H100, conf=_PAGES, places=_LLAMA_3),
-    "torchtitan-h200": Program(("--gpu", "H200-141GB", "--on-gpu"), places=_LLAMA_3),
+    "torchtitan-2024": Program(_H100, places=("train.py", "train_configs"), reserved=True),
+    "torchtitan-2025": Program(_H100, conf=_PAGES, places=_LLAMA_3, reserved=True),
+    "torchtitan-h200": Program(("--gpu", "H200-141GB", "--on-gpu"), places=_LLAMA_3, reserved=True),
     "torchtune": Program(("--gpu", "A100-80GB"), 8_519_680),
     "torchao": Program(("--gpu", "RTX4080-16GB"), 8_519_680),
     "scratch": Program(("--gpu", "A100-80GB", "--on-gpu"), reserved=True, steps=60),
@@ -122,7 +126,7 @@ class Compared(Judged[Run]):
     def ours(self) -> float | None:
         """Our peak in GiB, of the kind that the row has; None where the run failed."""
         program = PROGRAMS[self.row["program"]]
-        peak = self.run.reserved if program.places or program.reserved else self.run.allocated
+        peak = self.run.reserved if program.reserved else self.run.allocated
         return None if not peak else (peak + program.workspace) / GIB
 
     def __str__(self) -> str:
