@@ -259,10 +259,9 @@ def output(words: Sequence[str], folder: Path, python: str, *paths: Path, **envi
 
 
 def failure_of(done: CompletedProcess[str]) -> str:
-    """The last error that a program has printed; its exit code where it has none."""
-    return next(
-        (line for line in reversed(done.stderr.splitlines()) if "Error" in line), f"exit code {done.returncode}"
-    )
+    """The last error that a program, or `record`, has printed; its exit code where there is none."""
+    errors = (line for line in reversed(done.stderr.splitlines()) if "Error" in line or line.startswith("error: "))
+    return next(errors, f"exit code {done.returncode}")
 
 
 def outside(row: Mapping[str, str]) -> int:
