@@ -123,7 +123,7 @@ class Runtime:
         self.late = False  # whether work ends only when the host waits for the device, or for any event
         self.synchronizations: Callable[[], None] | None = None
         self.emptied: Callable[[], None] | None = None
-        self._libraries: list[Any] = []
+        self.libraries: list[Any] = []
 
     @property
     def index(self) -> int:
@@ -327,7 +327,7 @@ class Runtime:
         """The same of many operators of a library, each given as (name in it, dispatch key, kernel)."""
         library: Any = torch.library.Library
         library = library(space, "IMPL")  # its `_destroy` takes them away again
-        self._libraries.append(library)
+        self.libraries.append(library)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that they stand before others is what they are for
             for name, key, kernel in kernels:
@@ -687,7 +687,7 @@ def _kernels(runtime: Runtime) -> Iterator[None]:
         runtime.register([("_pin_memory", "CPU", _pinned), *((name, "CUDA", kernel(name)) for name in names())])
         yield
     finally:
-        for used in reversed(runtime._libraries):
+        for used in reversed(runtime.libraries):
             used._destroy()
 
 

@@ -297,6 +297,10 @@ class _CudaDeviceProperties(types.SimpleNamespace):
     __hash__ = object.__hash__  # type: ignore[assignment]
 
 
+#: What `torch.cuda.get_device_properties` gives: a constant to Dynamo.
+DEVICE_PROPERTIES: Final = _CudaDeviceProperties
+
+
 @functools.cache
 def _properties(card: Profile, index: int) -> _CudaDeviceProperties:
     """`torch.cuda.get_device_properties`, of the GPU of this number."""

@@ -272,9 +272,28 @@ def _device(runtime: Runtime) -> Iterator[None]:
         stack.enter_context(mock.patch.object(utils, "triton", importlib.import_module("triton"), create=True))
         for module, name, told in _triton_answers(runtime):
             stack.enter_context(mock.patch.object(importlib.import_module(module), name, told, create=True))
+        for table in _tables(rules):
+            stack.enter_context(mock.patch.dict(table, _also_ours(table)))
+        stubs = importlib.import_module("graph.fake_cuda.stubs")
+        utils.common_constant_types.add(stubs.DEVICE_PROPERTIES)
+        stack.callback(utils.common_constant_types.discard, stubs.DEVICE_PROPERTIES)
         _forget()
         stack.callback(_forget)
         yield
+
+
+def _tables(rules: Any) -> list[dict[Any, Any]]:
+    """What Dynamo knows of functions, by the function."""
+    functions = importlib.import_module("torch._dynamo.variables.torch")
+    streams = importlib.import_module("torch._dynamo.variables.streams")
+    tables = [functions.constant_fold_functions, functions.constant_fold_functions_need_guards]
+    return [rules.get_torch_obj_rule_map(), *tables, getattr(streams, "_stream_fn_to_variable_cls", {})]
+
+
+def _also_ours(table: Mapping[Any, Any]) -> dict[Any, Any]:
+    """What the table says of functions of `torch.cuda`, for those that stand in their place now."""
+    known = {one: one.__name__ for one in table if str(getattr(one, "__module__", "")).startswith("torch.cuda")}
+    return {getattr(torch.cuda, name): table[one] for one, name in known.items() if hasattr(torch.cuda, name)}
 
 
 def _triton_answers(runtime: Runtime) -> list[tuple[str, str, object]]:

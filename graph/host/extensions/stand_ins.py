@@ -15,7 +15,16 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Final
 
 from graph.host.driver import nvml
-from graph.host.extensions import apex, deepspeed_ops, flash_attn, mamba, torchvision, triton_installed, xformers
+from graph.host.extensions import (
+    apex,
+    deepspeed_ops,
+    flash_attn,
+    flash_attn3,
+    mamba,
+    torchvision,
+    triton_installed,
+    xformers,
+)
 from graph.host.imports import Change, changed
 from graph.models import quantization
 
@@ -38,6 +47,12 @@ _TAKEN: Final = {
 
 #: What the error of an extension that is not here says, and what to do instead.
 _WAYS_OUT: Final = (
+    (
+        r"flash_attn_interface|flash_attn_3",
+        "FlashAttention-3's Python code is enough here, and installs without CUDA from the folder `hopper` of "
+        "flash-attention's repository: FLASH_ATTENTION_FORCE_BUILD=TRUE FLASH_ATTENTION_SKIP_CUDA_BUILD=TRUE "
+        "pip install --no-build-isolation --no-deps ./hopper",
+    ),
     (
         r"flash.?attn|FlashAttention",
         "flash-attn's Python code is enough here, and installs without CUDA: FLASH_ATTENTION_FORCE_BUILD=TRUE "
@@ -120,16 +135,15 @@ def launching_nothing(runtime: Runtime) -> Iterator[None]:
 
 
 def _standing(runtime: Runtime) -> Mapping[str, ModuleType]:
-    """The extensions that packages of this environment would have and do not, by name."""
-    made = {}
+    """The extensions of packages of this environment, by name, whether they have been compiled or not."""
+    made = flash_attn3.modules(runtime)
     for package, extensions in _STAND_INS.items():
         if importlib.util.find_spec(package) is not None:
             for name, functions in extensions().items():
-                if importlib.util.find_spec(name) is None:
-                    made[name] = ModuleType(name, extensions.__doc__)
-                    said = _TAKEN.get(name)
-                    told = {} if said is None else {way: _told(runtime, said, functions[way]) for way in functions}
-                    vars(made[name]).update(told or functions)
+                said = None if importlib.util.find_spec(name) is not None else _TAKEN.get(name)
+                made[name] = ModuleType(name, extensions.__doc__)
+                told = {} if said is None else {way: _told(runtime, said, functions[way]) for way in functions}
+                vars(made[name]).update(told or functions)
     return made
 
 

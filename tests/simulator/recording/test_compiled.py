@@ -103,6 +103,27 @@ def test_an_operator_that_dynamo_does_not_know_has_pytorchs_message_and_a_way_ou
     assert (done.returncode, done.stdout) == (0, "torch.Size([])\n"), done.stderr
 
 
+ASKING = """
+import torch
+
+@torch.compile(backend="eager", fullgraph=True)
+def blocks(x):
+    card = torch.cuda.get_device_properties("cuda")
+    torch.cuda.current_stream().synchronize()
+    return x.new_empty(card.multi_processor_count + torch.cuda.current_device(), card.major)
+
+if torch.cuda.is_available():
+    print(tuple(blocks(torch.ones(8, device="cuda")).shape), type(torch.cuda.get_device_properties(0)).__name__)
+"""
+
+
+def test_what_compiled_code_asks_of_the_gpu_breaks_no_graph(tmp_path: Path) -> None:
+    """A GPU's figures are constants to Dynamo, and its streams are known to it (torch/_dynamo/variables)."""
+    folder_of(tmp_path, {"train.py": ASKING})
+    done = record(tmp_path, "--gpu", "H100-80GB", "train.py")
+    assert (done.returncode, done.stdout) == (0, "(132, 9) _CudaDeviceProperties\n"), done.stderr
+
+
 @pytest.mark.parametrize("words", [(), ("break",), ("graphs",), ("tuned",)])
 def test_graphs_breaks_and_recompilations_are_pytorchs(words: tuple[str, ...], tmp_path: Path) -> None:
     """As many as without us, on the CPU. The second size makes sizes symbols; a break makes two graphs of one."""

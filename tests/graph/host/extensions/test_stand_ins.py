@@ -114,6 +114,7 @@ class MisconfigurationException(Exception):  # noqa: N818
             ModuleNotFoundError("No module named 'flash_attn'", name="flash_attn"),
             PYTHON_SIDE,
         ),
+        (ModuleNotFoundError("No module named 'flash_attn_interface'", name="flash_attn_interface"), "./hopper"),
         (ModuleNotFoundError("No module named 'apex.optimizers'", name="apex.optimizers"), "the folder `apex`"),
         (ModuleNotFoundError("No module named 'mamba_ssm'", name="mamba_ssm"), "MAMBA_SKIP_CUDA_BUILD=TRUE"),
         (ImportError("The fast path needs selective_scan and causal-conv1d"), "CAUSAL_CONV1D_SKIP_CUDA_BUILD=TRUE"),
@@ -310,6 +311,76 @@ def test_flash_attn_allocates_what_its_extension_would(tmp_path: Path) -> None:
     kept = 1000 * 16 * 96 * 2 + lse + 512
     row_sums = -(-rows * 16 * 4 // 512) * 512
     assert found[2] == (kept, kept, row_sums, row_sums + rows * 16 * 96 * 4)
+
+
+def test_what_was_compiled_for_a_gpu_is_not_loaded(tmp_path: Path) -> None:
+    """An environment that was made for a GPU has the extensions themselves, which fail without one."""
+    files = {"flash_attn/__init__.py": "", "flash_attn_2_cuda.py": "raise ImportError('libcudart.so.12')"}
+    files["train.py"] = "import torch\nimport flash_attn_2_cuda\nprint(callable(flash_attn_2_cuda.fwd))\n"
+    done = record(folder_of(tmp_path, files), "train.py", PYTHONPATH=f"{ROOT}:{tmp_path}")
+    assert (done.returncode, done.stdout) == (0, "True\n"), done.stderr
+
+
+#: As hopper/flash_attn_interface.py calls its operators (August 2026).
+HOPPER = """
+import torch
+import flash_attn_3._C
+from torch.ops import flash_attn_3 as it
+
+def taken(work):
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_stats()["requested_bytes.all.current"]
+    made = work()
+    print(*(torch.cuda.memory_stats()[f"requested_bytes.all.{name}"] - before for name in ("current", "peak")))
+    return made
+
+def forward(q, k, v, ends=None, longest=None, window=(-1, -1), splits=1, pages=None):
+    nothing, used = [None] * 3, None if pages is None else torch.ones(len(pages), dtype=torch.int32, device="cuda")
+    return taken(lambda: it.fwd(
+        q, k, v, *nothing, None, ends, ends, None, None, used, longest, longest, pages, *[None] * 8, None, True,
+        *window, 0, 0.0, True, None, splits, None, 0))
+
+def backward(q, k, v, made, ends=None, longest=None, window=(-1, -1)):
+    given = [torch.empty_like(one) for one in (q, k, v)]
+    return taken(lambda: it.bwd(
+        q, q, k, v, *made[:2], *given, ends, ends, None, None, longest, longest, None, True, *window, 0.0, False, 0))
+
+def operands(*shape, fewer=None):
+    shapes = (shape, *[fewer or shape] * 2)
+    return [torch.empty(one, dtype=torch.bfloat16, device="cuda") for one in shapes]
+
+batch = operands(8, 1000, 16, 96, fewer=(8, 1000, 4, 96))
+backward(*batch, forward(*batch))
+packed = operands(5000, 6, 128)
+ends = torch.arange(0, 5001, 100, dtype=torch.int32, device="cuda")
+backward(*packed, forward(*packed, ends, 896, (128, 0)), ends, 896, (128, 0))
+decoded = operands(2, 1, 8, 128, fewer=(64, 256, 8, 128))
+forward(*decoded, splits=0, pages=torch.zeros(2, 32, dtype=torch.int32, device="cuda"))
+"""
+
+
+def test_flash_attention_3_allocates_what_its_operators_would(tmp_path: Path) -> None:
+    """Bytes by hopper/flash_api.cpp on an H100: output, fp32 logarithms, what tells blocks their work; twice the sums
+    by row and an accumulator of dQ in fp32, where heads are grouped of dK and dV too; keys in parts."""
+    folder_of(tmp_path, {"train.py": HOPPER, "flash_attn_interface.py": ""})
+    done = record(tmp_path, "--gpu", "H100-80GB", "--steps", "all", "train.py", PYTHONPATH=f"{ROOT}:{tmp_path}")
+    assert done.returncode == 0, done.stderr
+    found = [tuple(map(int, line.split())) for line in done.stdout.splitlines()]
+    lse = 8 * 16 * 1000 * 4
+    kept = 8 * 1000 * 16 * 96 * 2 + lse
+    assert found[0] == (kept, kept + (1 + 2 * 8) * 4)  # and two for each sequence
+    sums, keys = 8 * 16 * 1024 * 4, 8 * 4 * 1024 * 4  # blocks of 64 rows and 128 columns
+    kept = 2 * sums + sums * 96 + 2 * keys * 96
+    assert found[1] == (kept, kept + 16 * 8 * 16 * 4)
+    kept = 5000 * 6 * 128 * 2 + 5000 * 6 * 4
+    assert found[2] == (kept, kept + (1 + 3 * 52) * 4)  # 50 sequences, to 4; a window needs 3 numbers of each
+    rows = -(-(5000 + 50 * 64) // 64) * 64
+    kept = 2 * rows * 6 * 4 + rows * 6 * 128 * 4
+    assert found[3] == (kept, kept + 14 * 50 * 6 * 4)
+    # One row of each of 8 heads leaves 124 of 132 processors idle; 8192 keys are 64 blocks of 128. 33 parts fill all
+    # processors twice, 15 are the fewest that fill 85 % of them (120 of 132).
+    kept = 2 * 8 * 128 * 2 + 2 * 8 * 4 + 15 * 2 * 8 * 128 * 4 + 15 * 2 * 8 * 4
+    assert found[4] == (kept, kept + (1 + 4 * 4) * 4)
 
 
 #: As flash_attn/flash_attn_interface.py of 2.3.4 calls its extension.
