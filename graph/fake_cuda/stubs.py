@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import copy
+import ctypes
 import functools
 import heapq
 import importlib
@@ -22,7 +23,16 @@ from torch.profiler import ProfilerActivity
 from graph.fake_cuda import graphs, objects, sdpa, served
 from graph.fake_cuda.operators import comm, places, rnn
 from graph.fake_cuda.operators.composed import jitted
-from graph.fake_cuda.torch_private import BINDINGS, JITTED, RAW_STREAM, RUN_BACKWARD, fake_tensor, set_device
+from graph.fake_cuda.torch_private import (
+    BINDINGS,
+    COMPILER,
+    DRIVER,
+    JITTED,
+    RAW_STREAM,
+    RUN_BACKWARD,
+    fake_tensor,
+    set_device,
+)
 from graph.hardware.profile import STREAMS
 
 if TYPE_CHECKING:
@@ -61,6 +71,11 @@ class Stream:
     def priority_range() -> tuple[int, int]:
         """The least and the greatest priority (of CUDA's, those that PyTorch has pools of streams for)."""
         return 0, -3
+
+    @property
+    def _as_parameter_(self) -> ctypes.c_void_p:
+        """What ctypes gives to functions of CUDA's libraries."""
+        return ctypes.c_void_p(self.cuda_stream)
 
     def query(self) -> bool:
         """All is done."""
@@ -329,6 +344,18 @@ def _nothing(*args: object, **kwargs: object) -> None:
     """A call that has no effect without a device."""
 
 
+class _Driver:
+    """CUDA's driver for kernels of the program's own: all it is asked for succeeds, a launch does nothing."""
+
+    def __getattr__(self, name: str) -> Callable[..., int]:
+        return lambda *args: 0
+
+
+def _compiled(source: str, name: str, *args: object, **kwargs: object) -> tuple[bytes, str]:
+    """A kernel that the program gives as CUDA source (`torch.cuda._compile_kernel`): no code, and its name."""
+    return b"", name
+
+
 def _each(names: str, answer: Callable[..., Any]) -> dict[str, Callable[..., Any]]:
     """A function of its own for each name: Dynamo has a rule for every function of torch, by the function."""
     return {name: lambda *args, **kwargs: answer(*args, **kwargs) for name in names.split()}
@@ -564,6 +591,8 @@ def patched(runtime: Runtime) -> Iterator[None]:
         (torch.backends.cudnn, "is_acceptable", rnn.acceptable),
         (importlib.import_module("torch.backends.cudnn.rnn"), "get_cudnn_mode", rnn.mode_number),
     ]
+    changes += [(owner, name, _Driver) for owner, name in DRIVER]
+    changes += [(owner, name, _compiled) for owner, name in COMPILER]
     changes += [(owner, name, _settled(getattr(owner, name))) for owner, name in RUN_BACKWARD]
     changes += [(Distribution, name, _valid(runtime, getattr(Distribution, name))) for name in _VALIDATING]
     changes += [(BINDINGS, name, answer) for name, answer in sdpa.answers(runtime.profile).items()]

@@ -32,7 +32,9 @@ __all__ = [
     "BY_CPU_KERNEL",
     "BY_CPU_KERNEL_OF",
     "CHECKED",
+    "COMPILER",
     "DEVICE_TYPES",
+    "DRIVER",
     "JITTED",
     "MODE_KEYS",
     "NVTX",
@@ -132,6 +134,7 @@ with _needed():
         FakeTensorMode,
         UnsupportedOperatorException,
     )
+    from torch.cuda import _utils as cuda_utils
     from torch.cuda import jiterator
     from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils._python_dispatch import _disable_current_modes as without_modes
@@ -201,6 +204,13 @@ def of_two_devices(error: Exception) -> bool:
 
 #: Where CUDA builds have the function that gives the number of the current stream, and its name; others lack it.
 RAW_STREAM: Final[tuple[ModuleType, str]] = (BINDINGS, "_cuda_getCurrentRawStream")
+#: Where `torch.cuda._compile_kernel` finds the driver's library and NVRTC (the latter, and all of it, since 2.8).
+DRIVER: Final[tuple[tuple[ModuleType, str], ...]] = tuple(
+    (cuda_utils, name) for name in ("_get_cuda_library", "_get_gpu_runtime_library") if hasattr(cuda_utils, name)
+)
+COMPILER: Final[tuple[tuple[ModuleType, str], ...]] = tuple(
+    (cuda_utils, name) for name in ("_nvrtc_compile",) if hasattr(cuda_utils, name)
+)
 #: Where autograd's Python side has the function that runs its engine, and its name (torch.compiler replaces both too).
 RUN_BACKWARD: Final[tuple[tuple[ModuleType, str], ...]] = (
     (torch.autograd.graph, "_engine_run_backward"),

@@ -135,7 +135,8 @@ def main(text: str, objects: int, further: int) -> int:
             phases.followed(),
             arguments.followed(keeper.arguments),
         ):
-            phases.settle = _settling(job, recorder, request.late)
+            job.late = request.late
+            phases.settle = _settling(job, recorder)
             not_yet_imported(DYNAMO, further)
             as_if_on(objects)
             code, error = _run(request)
@@ -145,11 +146,11 @@ def main(text: str, objects: int, further: int) -> int:
     return code
 
 
-def _settling(job: Collectives, recorder: ProgramRecorder, late: bool) -> Callable[[], None]:
+def _settling(job: Collectives, recorder: ProgramRecorder) -> Callable[[], None]:
     """What is done where a phase ends: works of collectives are let go of, and waited for."""
 
     def settle() -> None:
-        job.settle(recorder.operators, recorder.waits, late=late)
+        job.settle(recorder.operators, recorder.waits)
         recorder.settle()
 
     return settle

@@ -67,13 +67,13 @@ class Native(Method):
 
     def settle(self) -> None:
         """The watchdog drops what is finished; while the host waits for the device, it has the time to look."""
-        job, recorder, late = self._collectives, self._recorder, self.case.deferred == "late"
+        job, recorder = self._collectives, self._recorder
         if job is None or recorder is None:
             return
-        if self.case.sync and not late:
+        if self.case.sync and not job.late:
             job.release()
         else:
-            job.settle(recorder.operators, recorder.waits, late=late)
+            job.settle(recorder.operators, recorder.waits)
         if recorder.step <= 0:
             self._first = job.issued
         self.settled = job.dropped >= self._first

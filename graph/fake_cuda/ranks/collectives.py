@@ -117,6 +117,7 @@ class Collectives:
         self.runtime = runtime
         self.recorder = recorder
         self.kept = kept
+        self.late = runtime.late  # whether work is finished only once the host has waited for the device
         self.batches = frozenset({_BATCH} if runtime.profile.release >= _ALONE else {_BATCH, _OF_PIPELINES})
         self.keeps: Callable[[], bool] = lambda: True  # whether nobody waits for one of these
         self.named: Callable[[Any], str] = _group_name
@@ -154,14 +155,14 @@ class Collectives:
         with mock.patch.object(dist.Work, "wait", wait), callbacks_on_streams():
             yield
 
-    def settle(self, operators: int, waits: int, *, late: bool) -> None:
+    def settle(self, operators: int, waits: int) -> None:
         """Finished work is dropped, as ProcessGroupNCCL's watchdog does.
 
         So many operators have run, and waits been made. It looks every 100 ms (kWatchdogThreadSleepMillis); a host
         takes about 50 us for an operator. `late`: work is finished only once the host has waited for the device after
         it was issued. What the program itself asked for is dropped when the next collective begins.
         """
-        if late:
+        if self.late:
             self._settle_late(operators, waits)
         else:
             self._look(operators)
@@ -185,7 +186,7 @@ class Collectives:
                 one.finished = bool(one.settlings)
             self._waited = operators
         elif operators - self._waited >= OPERATORS_A_LOOK:
-            self._held = [one for one in self._held if not one.finished]
+            self._held = [one for one in self._held if one.asked or not one.finished]
 
     def _look(self, operators: int) -> None:
         """The watchdog looks, if it is time, and drops what the program did not ask for and that has ended."""
@@ -195,9 +196,13 @@ class Collectives:
 
     def _begin(self) -> None:
         """A collective begins: what the program asked for and the watchdog has seen complete is dropped."""
-        if not self.runtime.late:
-            self._look(self.recorder.operators)
-            seen = self.recorder.operators - OPERATORS_A_LOOK
+        operators = self.recorder.operators
+        if self.late:
+            looked = operators - self._waited >= OPERATORS_A_LOOK
+            self._held = [one for one in self._held if not (one.asked and one.finished and looked)]
+        else:
+            self._look(operators)
+            seen = operators - OPERATORS_A_LOOK
             self._held = [
                 one for one in self._held if not one.asked or (one.settlings < SETTLINGS and one.since > seen)
             ]

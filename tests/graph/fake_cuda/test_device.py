@@ -155,6 +155,21 @@ def test_flash_attention_is_there(runtime: Runtime) -> None:
     assert torch.backends.cuda.is_flash_attention_available()
 
 
+def test_a_kernel_of_ones_own_in_cuda_is_launched_and_does_nothing(runtime: Runtime) -> None:
+    """torch.cuda._compile_kernel (since 2.8): the launch's checks are PyTorch's, the driver's answers ours."""
+    compile_kernel: Any = getattr(torch.cuda, "_compile_kernel", None)
+    if compile_kernel is None:
+        pytest.skip("this release compiles no kernels")
+    kernel = compile_kernel('extern "C" __global__ void add(float *a, int n) {}', "add", compute_capability="80")
+    given = torch.empty(1024, device="cuda")
+    before = runtime.allocated()
+    kernel((4, 1, 1), (256, 1, 1), (given, 1024), stream=torch.cuda.Stream())
+    kernel((4, 1, 1), (256, 1, 1), (given, 1024))
+    assert runtime.allocated() == before
+    with pytest.raises(ValueError, match="must be CUDA tensors"):
+        kernel((4, 1, 1), (256, 1, 1), (torch.empty(4), 4))
+
+
 def test_pytorch_says_how_it_was_built(runtime: Runtime) -> None:
     """Programs put it beside their results."""
     assert torch.__config__.show().startswith("PyTorch built with:")
