@@ -163,7 +163,7 @@ def test_a_kernel_of_ones_own_in_cuda_is_launched_and_does_nothing(runtime: Runt
     kernel = compile_kernel('extern "C" __global__ void add(float *a, int n) {}', "add", compute_capability="80")
     given = torch.empty(1024, device="cuda")
     before = runtime.allocated()
-    kernel((4, 1, 1), (256, 1, 1), (given, 1024), stream=torch.cuda.Stream())
+    kernel((4, 1, 1), (256, 1, 1), (given, 1024), stream=torch.cuda.current_stream())
     kernel((4, 1, 1), (256, 1, 1), (given, 1024))
     assert runtime.allocated() == before
     with pytest.raises(ValueError, match="must be CUDA tensors"):
