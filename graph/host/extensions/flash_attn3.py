@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 import torch
 
+from graph.host.extensions import libraries
 from graph.workspaces.metadata import up, upper
 
 if TYPE_CHECKING:
@@ -83,11 +84,7 @@ def modules(runtime: Runtime) -> dict[str, ModuleType]:
 
 def register(runtime: Runtime, library: str = LIBRARY) -> None:
     """Define the operators in this library, with ours under them, while the runtime lasts."""
-    defined: Any = torch.library.Library
-    defined = defined(library, "FRAGMENT")
-    runtime.libraries.append(defined)
-    for one in _DEFINED:
-        defined.define(one)
+    libraries.define(runtime, library, _DEFINED)
     for name, kernel in _KERNELS.items():
         schema = getattr(getattr(torch.ops, library), name).default._schema
         defaults = {one.name: one.default_value for one in schema.arguments}

@@ -20,6 +20,7 @@ from graph.host.extensions import (
     deepspeed_ops,
     flash_attn,
     flash_attn3,
+    hub,
     mamba,
     torchvision,
     triton_installed,
@@ -127,7 +128,7 @@ def launching_nothing(runtime: Runtime) -> Iterator[None]:
     standing = _standing(runtime)
     sys.modules.update(standing)
     try:
-        with changed(changes):
+        with changed(changes), hub.found(runtime):
             yield
     finally:
         for name in standing:

@@ -321,6 +321,41 @@ def test_what_was_compiled_for_a_gpu_is_not_loaded(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout) == (0, "True\n"), done.stderr
 
 
+#: As `_ops.py` of a build of the Hub names its operators, and flash_attn2/flash_attn_interface.py calls them.
+HUB = """
+import torch
+from flash_attn2 import _flash_attn2_cuda_1a2b3c
+from flash_attn3 import _flash_attn3_cuda_4d5e6f
+
+def taken(work):
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_stats()["requested_bytes.all.current"]
+    made = work()
+    print(*(torch.cuda.memory_stats()[f"requested_bytes.all.{name}"] - before for name in ("current", "peak")))
+    return made
+
+second, third = torch.ops._flash_attn2_cuda_1a2b3c, torch.ops._flash_attn3_cuda_4d5e6f
+q, k, v = (torch.empty(8, 1024, 16, 96, dtype=torch.bfloat16, device="cuda") for _ in range(3))
+out, lse, p, state = taken(
+    lambda: second.fwd(q, k, v, None, None, 0.0, 1.0, True, -1, -1, 0.0, False, None))
+grads = [torch.empty_like(one) for one in (q, k, v)]
+taken(lambda: second.bwd(out, q, k, v, out, lse, *grads, None, 0.0, 1.0, True, -1, -1, 0.0, False, None, state))
+taken(lambda: third.fwd(q, k, v, num_splits=1))
+"""
+
+
+def test_the_hubs_builds_of_flash_attention_allocate_what_they_would(tmp_path: Path) -> None:
+    """Bytes as of flash-attn 2 and 3. The extension that a build brings is not loaded."""
+    builds = ("flash_attn2/_flash_attn2_cuda_1a2b3c.abi3.so", "flash_attn3/_flash_attn3_cuda_4d5e6f.abi3.so")
+    files = dict.fromkeys(("flash_attn2/__init__.py", "flash_attn3/__init__.py", *builds), "")
+    done = record(folder_of(tmp_path, {"train.py": HUB, **files}), "--gpu", "A100-80GB", "--steps", "all", "train.py")
+    assert done.returncode == 0, done.stderr
+    found = [tuple(map(int, line.split())) for line in done.stdout.splitlines()]
+    tokens = 8 * 1024
+    lse, out = tokens * 16 * 4, tokens * 16 * 96 * 2
+    assert found == [(out + lse + 16,) * 2, (lse, lse + tokens * 16 * 96 * 4), (out + lse,) * 2]
+
+
 #: As hopper/flash_attn_interface.py calls its operators (August 2026).
 HOPPER = """
 import torch
