@@ -583,6 +583,7 @@ def patched(runtime: Runtime) -> Iterator[None]:
         (BINDINGS, "_show_config", lambda: _BUILT),
         (torch, "Stream", Stream),
         (torch, "Event", Event),
+        *((BINDINGS, kind.__name__, kind) for kind in (Stream, Event)),  # compiled code makes its own of these
         (JITTED, "__call__", jitted),
         (BINDINGS, "_has_cudnn", True),
         (BINDINGS, "_cuda_get_cudnn_benchmark_limit", lambda: tried[0]),

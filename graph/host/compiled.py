@@ -272,22 +272,43 @@ def _device(runtime: Runtime) -> Iterator[None]:
         stack.enter_context(mock.patch.object(utils, "triton", importlib.import_module("triton"), create=True))
         for module, name, told in _triton_answers(runtime):
             stack.enter_context(mock.patch.object(importlib.import_module(module), name, told, create=True))
-        for table in _tables(rules):
-            stack.enter_context(mock.patch.dict(table, _also_ours(table)))
-        stubs = importlib.import_module("graph.fake_cuda.stubs")
-        utils.common_constant_types.add(stubs.DEVICE_PROPERTIES)
-        stack.callback(utils.common_constant_types.discard, stubs.DEVICE_PROPERTIES)
+        _know(stack, rules, utils)
         _forget()
         stack.callback(_forget)
         yield
 
 
+def _know(stack: ExitStack, rules: Any, utils: Any) -> None:
+    """What Dynamo knows of functions and classes of torch, it knows of those that stand in their place."""
+    for table in _tables(rules):
+        stack.enter_context(mock.patch.dict(table, _also_ours(table)))
+    contexts = importlib.import_module("torch._dynamo.variables.ctx_manager")
+    for name in ("exchange", "maybe_exchange"):
+        if hasattr(contexts.CUDADeviceVariable, f"_{name}_fn"):
+            ours = staticmethod(getattr(torch.cuda, f"_{name}_device"))
+            stack.enter_context(mock.patch.object(contexts.CUDADeviceVariable, f"_{name}_fn", ours))
+    stubs, objects = (importlib.import_module(f"graph.fake_cuda.{name}") for name in ("stubs", "objects"))
+    utils.common_constant_types.add(stubs.DEVICE_PROPERTIES)
+    stack.callback(utils.common_constant_types.discard, stubs.DEVICE_PROPERTIES)
+    scripted = importlib.import_module("torch._dynamo.variables.script_object").TorchScriptObjectVariable
+    plain = scripted.is_matching_cls
+    of_scripts = staticmethod(lambda kind: kind is not objects.Generator and plain(kind))  # since 2.12 those are, too
+    stack.enter_context(mock.patch.object(scripted, "is_matching_cls", of_scripts))
+
+
 def _tables(rules: Any) -> list[dict[Any, Any]]:
-    """What Dynamo knows of functions, by the function."""
+    """What Dynamo knows of functions and classes, by themselves."""
     functions = importlib.import_module("torch._dynamo.variables.torch")
     streams = importlib.import_module("torch._dynamo.variables.streams")
-    tables = [functions.constant_fold_functions, functions.constant_fold_functions_need_guards]
-    return [rules.get_torch_obj_rule_map(), *tables, getattr(streams, "_stream_fn_to_variable_cls", {})]
+    contexts = importlib.import_module("torch._dynamo.variables.ctx_manager")
+    return [
+        rules.get_torch_obj_rule_map(),
+        functions.constant_fold_functions,
+        functions.constant_fold_functions_need_guards,
+        functions.supported_ctx_manager_classes,
+        getattr(streams, "_stream_fn_to_variable_cls", {}),
+        getattr(contexts, "_device_context_manager_map", {}),
+    ]
 
 
 def _also_ours(table: Mapping[Any, Any]) -> dict[Any, Any]:
