@@ -592,6 +592,7 @@ class Kernels:
         """Masks become the places where they are set (`expandTensors`); a number put there fills (IndexingUtils.h)."""
         usual = self._usual(func)
         fills = func._opname == "_index_put_impl_"
+        comes = self.runtime.profile.release >= (2, 9)  # as one tensor, not by dimension
 
         def kernel(source: torch.Tensor, indices: Sequence[torch.Tensor | None], *rest: Any, **kwargs: Any) -> Any:
             masks = [index for index in indices if index is not None and index.dtype in (torch.bool, torch.uint8)]
@@ -604,8 +605,11 @@ class Kernels:
                 return torch.ops.aten.masked_fill_.Scalar(source, mask, rest[0].item())
             places: list[Any] = []
             for index in indices:
-                masked = index is not None and index.dtype in (torch.bool, torch.uint8)
-                places.extend(torch.ops.aten.nonzero.default(index).unbind(1) if masked else [index])
+                if index is None or index.dtype not in (torch.bool, torch.uint8):
+                    places.append(index)
+                    continue
+                found = torch.ops.aten.nonzero.default(index)
+                places.extend((found.to(source.device) if comes and not accumulate else found).unbind(1))
             return usual(source, places, *rest, **kwargs)
 
         return kernel

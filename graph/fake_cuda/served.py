@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 import torch
 
 from graph.fake_cuda.operators import places
-from graph.fake_cuda.torch_private import BINDINGS, has_triton_package
+from graph.fake_cuda.torch_private import BINDINGS, compile_with, compiling, has_triton_package
 
 if TYPE_CHECKING:
     from graph.fake_cuda.device import Runtime
@@ -223,10 +223,13 @@ def unwound(kernel: Callable[..., Any]) -> Callable[..., Any]:
     """A kernel whose frames keep no tensor alive where it ends in an error, as frames of C++ keep none.
 
     A program that catches the error may go on while it has the traceback, and counts on what the call held being gone.
-    Where memory runs out the traceback is the program's alone.
+    Where memory runs out the traceback is the program's alone. Dynamo sees no frame either: it compiles what it meets.
     """
 
     def called(*args: object, **kwargs: object) -> Any:
+        compiles = compiling()
+        if compiles is not None:
+            compile_with(None)
         try:
             return kernel(*args, **kwargs)
         except torch.OutOfMemoryError as error:
@@ -235,6 +238,9 @@ def unwound(kernel: Callable[..., Any]) -> Callable[..., Any]:
             del args, kwargs
             traceback.clear_frames(error.__traceback__)
             raise
+        finally:
+            if compiles is not None:
+                compile_with(compiles)
         del args, kwargs
         try:
             raise failure

@@ -55,6 +55,8 @@ __all__ = [
     "TorchDispatchMode",
     "UnsupportedOperatorException",
     "alert_not_deterministic",
+    "compile_with",
+    "compiling",
     "cudnn_rnn",
     "current_device",
     "current_node",
@@ -125,6 +127,8 @@ with _needed():
     # arguments and outputs, flat and back; whether Triton is installed.
     from torch._C import fork as typed_future
     from torch._C._distributed_c10d import _create_work_from_future as finished_work  # type: ignore[attr-defined]
+    from torch._C._dynamo.eval_frame import get_eval_frame_callback as compiling
+    from torch._C._dynamo.eval_frame import set_eval_frame as compile_with
     from torch._prims_common import alert_not_deterministic
     from torch._subclasses import fake_tensor
     from torch._subclasses.fake_tensor import (

@@ -141,6 +141,8 @@ class Phases:
             self.begin(before)
 
     def _sleep(self, plain: Callable[[float], None], seconds: float) -> None:
+        if threading.get_ident() == self._main and self.settle is not None:
+            self.settle()  # what was issued before ends meanwhile
         plain(seconds)
         if threading.get_ident() == self._main:
             self.recorder.pause(seconds)

@@ -81,8 +81,8 @@ def power(call: Call) -> Plan | None:
 
 
 def power_of(call: Call) -> Plan | None:
-    """`pow` with a number: integers are cast first where the exponent is none."""
-    return None if call.args[1] in (0, 1) else _cast(call, "base")
+    """`pow` with a number: integers are cast first where the exponent is none (Pow.cpp, the meta function)."""
+    return _cast(call, "base")
 
 
 def clamped(call: Call) -> Plan | None:

@@ -45,7 +45,7 @@ RESERVED: Final = FOLDER / "sft_reserved.csv"
 MIB: Final = 1 << 20
 #: The cuBLAS workspace of an A100.
 WORKSPACE: Final = 8_519_680
-LIMIT: Final = 900
+LIMIT: Final = 3600
 _LATE: Final = f"not done in {LIMIT} s"
 #: bigcode/gpt_bigcode-santacoder, which the catalogue does not have.
 SANTACODER: Final = {

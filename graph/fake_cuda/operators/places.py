@@ -15,7 +15,7 @@ import importlib.util
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, SupportsIndex
+from typing import TYPE_CHECKING, Any, Final, SupportsIndex, cast
 
 import torch
 
@@ -56,8 +56,8 @@ def checked(func: Operator, kernel: Callable[..., Any]) -> Callable[..., Any]:
 
 def number_of(device: object) -> int | None:
     """The number of the GPU that is named by a number, a name or a device; None where that has none."""
-    if isinstance(device, SupportsIndex):
-        index: int | None = int(device)
+    if hasattr(type(device), "__index__"):
+        index: int | None = int(cast("SupportsIndex", device))
     else:
         index = getattr(torch.device(device) if isinstance(device, str) else device, "index", None)
     return None if index is None or index < 0 else index

@@ -100,6 +100,7 @@ class _Kept:
     work: object
     tensors: object
     asked: bool
+    group: str
     since: int
     """Operators that had run when it was issued; of what the program did not ask for, at the first settling."""
     results: frozenset[int] = frozenset()
@@ -194,18 +195,21 @@ class Collectives:
             one for one in self._held if one.asked or not one.settlings or operators - one.since < OPERATORS_A_LOOK
         ]
 
-    def _begin(self) -> None:
-        """A collective begins: what the program asked for and the watchdog has seen complete is dropped."""
+    def _begin(self, group: str) -> None:
+        """A collective of a group begins: what the program asked of it and the watchdog has seen complete is dropped
+        (`shelvesToUnstash_` of ProcessGroupNCCL)."""
         operators = self.recorder.operators
-        if self.late:
-            looked = operators - self._waited >= OPERATORS_A_LOOK
-            self._held = [one for one in self._held if not (one.asked and one.finished and looked)]
-        else:
+        if not self.late:
             self._look(operators)
-            seen = operators - OPERATORS_A_LOOK
-            self._held = [
-                one for one in self._held if not one.asked or (one.settlings < SETTLINGS and one.since > seen)
-            ]
+        self._held = [
+            one for one in self._held if one.group != group or not one.asked or not self._seen(one, operators)
+        ]
+
+    def _seen(self, one: _Kept, operators: int) -> bool:
+        """Whether the watchdog has seen that it is complete."""
+        if self.late:
+            return one.finished and operators - self._waited >= OPERATORS_A_LOOK
+        return one.settlings >= SETTLINGS or operators - one.since >= OPERATORS_A_LOOK
 
     def _keep(self, name: str, given: Mapping[str, Any], work: object, tensors: object) -> None:
         """What an asynchronous work keeps until it is waited for."""
@@ -218,7 +222,7 @@ class Collectives:
             self.issued += 1
             made = metadata.tensors(tensors) if functional else ()
             results = frozenset(self.runtime.values.key(one) for one in made if one.is_cuda)
-            self._held.append(_Kept(work, tensors, asked, self.recorder.operators, results))
+            self._held.append(_Kept(work, tensors, asked, _of(given), self.recorder.operators, results))
 
     def install(self) -> None:
         """Put our kernels under torch.distributed's operators on CUDA tensors."""
@@ -269,7 +273,7 @@ class Collectives:
         def kernel(*args: object) -> Any:
             given = dict(zip(names, args, strict=False))
             self._check(name, given)
-            self._begin()
+            self._begin(_of(given))
             result = list(metadata.tensors(args[0]))
             whole: list[torch.Tensor] = []
             self._tell(name, given, args)
@@ -325,6 +329,11 @@ class Collectives:
         self.recorder.collective("send_recv", way, size, stream)
         if name != "send":
             self.recorder.wait_stream(0, stream)
+
+
+def _of(given: Mapping[str, Any]) -> str:
+    """The name of a collective's group, which is its own."""
+    return str(dist.ProcessGroup.unbox(given["process_group"]).group_name)
 
 
 def _flattened(lists: Iterable[Sequence[torch.Tensor]]) -> list[torch.Tensor]:

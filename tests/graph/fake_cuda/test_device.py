@@ -26,11 +26,14 @@ from graph.fake_cuda import self_check as fake_check
 from graph.fake_cuda.device import Runtime
 from graph.fake_cuda.operators import native
 from graph.fake_cuda.operators.native import cuda_operators
+from graph.fake_cuda.served import unwound
 from graph.fake_cuda.shapes import Shapes
 from graph.fake_cuda.stubs import FIRST_POINT
+from graph.fake_cuda.torch_private import compile_with, compiling
 from graph.hardware.profile import profile
 from tests.places import DATA
 from tests.support import recorded_steps
+from traces.release import version_of
 
 A100 = profile("A100", "2.13")
 
@@ -153,6 +156,18 @@ def test_cuda_is_initialized_by_what_needs_it(runtime: Runtime, first: Callable[
 def test_flash_attention_is_there(runtime: Runtime) -> None:
     """As in every CUDA build of PyTorch: xformers asks for it when it is imported, and makes its operators of it."""
     assert torch.backends.cuda.is_flash_attention_available()
+
+
+def test_dynamo_sees_no_frame_of_a_kernel() -> None:
+    """It would compile what it meets there, or end the program where the whole of a function is to be one graph."""
+    seen: list[object] = []
+    before = compile_with(False)
+    try:
+        unwound(lambda: seen.append(compiling()))()
+        seen.append(compiling())
+    finally:
+        compile_with(before)
+    assert seen == [None, False]
 
 
 def test_a_kernel_of_ones_own_in_cuda_is_launched_and_does_nothing(runtime: Runtime) -> None:
@@ -321,6 +336,19 @@ def test_what_copies_to_the_device_take_is_a_workspace(log: Log) -> None:
     target.copy_(torch.zeros(64, 64))
     target.copy_(torch.zeros(64, 64), non_blocking=True)
     assert log.events == []
+
+
+@pytest.mark.skipif(version_of(torch.__version__) < (2, 9), reason="they come by dimension")
+def test_places_of_a_mask_on_the_host_come_as_one_tensor(log: Log) -> None:
+    """`expandTensors` (IndexingUtils.h), as PyTorch 2.13.0+cu130 allocated it; not where what is put accumulates."""
+    source, mask = torch.ones(8, 4, 2, device="cuda"), torch.arange(64).view(8, 4, 2) % 3 == 0
+    places = f"+{22 * 3 * 8}"
+    log.events.clear()
+    made = source[mask]
+    assert [event for event in log.events if event[0] == "+"] == [places, "+88"]
+    log.events.clear()
+    source[mask] = made
+    assert [event for event in log.events if event[0] == "+"] == [places]
 
 
 def test_the_gradient_of_a_squared_error_is_contiguous(runtime: Runtime) -> None:

@@ -184,6 +184,13 @@ def test_every_rule_has_recordings() -> None:
     assert len({record[1] for record in RECORDS}) >= 7
 
 
+@pytest.mark.parametrize("exponent", [0.0, -0.0, 1.0, 2.0, -1.0])
+def test_integers_to_a_power_that_is_none_are_cast_first(exponent: float) -> None:
+    """As PyTorch 2.13.0+cu130 allocated for `torch.arange(1000) ** exponent`, whatever the exponent is."""
+    made = call("aten.pow.Tensor_Scalar", Tensor("int64", [1000]), exponent, out=Tensor("float32", [1000]))
+    assert [event[-1] for event in followed(plan(made), [4000]) if event[0] == "alloc"] == [4000]
+
+
 def test_an_operator_without_a_rule_has_no_plan() -> None:
     source = Tensor("float32", [4, 4])
     assert plan(call("aten.add.Tensor", source, source, out=Tensor("float32", [4, 4]))) is None

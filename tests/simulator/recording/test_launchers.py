@@ -388,6 +388,36 @@ def test_works_pile_up_where_the_watchdog_has_not_looked(tmp_path: Path) -> None
     assert record(tmp_path, *words).stdout.splitlines() == ["32 48"] * 4  # it looks within a step
 
 
+GROUPS = """
+import os
+import time
+import torch
+import torch.distributed as dist
+
+torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+dist.init_process_group("nccl")
+other, small = dist.new_group([0, 1]), torch.ones(8, device="cuda")
+
+def said():
+    torch.cuda.synchronize()
+    time.sleep(0.3)
+    print(torch.cuda.memory_allocated() >> 20)
+
+dist.all_reduce(torch.ones(1 << 20, device="cuda"), group=other, async_op=True).get_future().wait()
+said()
+for group in (None, None, other):
+    dist.all_reduce(small, group=group)
+    said()
+"""
+
+
+def test_works_of_a_group_go_when_its_next_collective_begins(tmp_path: Path) -> None:
+    """As PyTorch 2.13.0+cu130 said: a collective of another group lets go of nothing."""
+    folder_of(tmp_path, {"train.py": GROUPS})
+    done = record(tmp_path, "-q", "--ranks", "0", "--", "torchrun", "--nproc-per-node", "2", "train.py")
+    assert done.stdout.split() == ["4", "4", "4", "0"], done.stderr
+
+
 BUCKETS = """
 import time
 import torch
@@ -427,6 +457,32 @@ replica = DistributedDataParallel(model, device_ids=[0], check_reduction=True)
 for step in range(12):
     replica(torch.ones(2, 8, device="cuda")).sum().backward()
 """
+
+
+PAUSED = """
+import time
+import torch
+import torch.distributed as dist
+
+dist.init_process_group("nccl")
+layers = torch.nn.Sequential(*[torch.nn.Linear(512, 512) for _ in range(8)]).cuda()
+model = torch.nn.parallel.DistributedDataParallel(layers, device_ids=[0])
+optimizer = torch.optim.SGD(model.parameters())
+for step in range(3):
+    model(torch.ones(4, 512, device="cuda")).sum().backward()
+    torch.cuda.synchronize()
+    time.sleep(0.3)
+    print(torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated())
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+def test_the_first_buckets_of_ddp_go_where_the_host_pauses_before_the_step(tmp_path: Path) -> None:
+    """As PyTorch 2.13.0+cu130 did on one rank, without DDP's check of shapes."""
+    folder_of(tmp_path, {"train.py": PAUSED})
+    done = record(tmp_path, "-q", "--steps", "all", "--", "torchrun", "--nproc-per-node", "1", "train.py")
+    assert done.stdout.splitlines() == ["33734656 33752064"] * 3, done.stderr
 
 
 def test_what_is_said_of_a_replica_has_the_line_that_makes_it(tmp_path: Path) -> None:
