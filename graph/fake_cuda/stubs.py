@@ -352,7 +352,7 @@ class _Driver:
 
 
 def _compiled(source: str, name: str, *args: object, **kwargs: object) -> tuple[bytes, str]:
-    """A kernel that the program gives as CUDA source (`torch.cuda._compile_kernel`): no code, and its name."""
+    """A kernel that the program gives as CUDA source: no code, and its name."""
     return b"", name
 
 

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, Any, Final
 from unittest import mock
 
@@ -278,7 +278,7 @@ def _device(runtime: Runtime) -> Iterator[None]:
         yield
 
 
-def _know(stack: ExitStack, rules: Any, utils: Any) -> None:
+def _know(stack: ExitStack, rules: ModuleType, utils: ModuleType) -> None:
     """What Dynamo knows of functions and classes of torch, it knows of those that stand in their place."""
     for table in _tables(rules):
         stack.enter_context(mock.patch.dict(table, _also_ours(table)))
@@ -296,7 +296,7 @@ def _know(stack: ExitStack, rules: Any, utils: Any) -> None:
     stack.enter_context(mock.patch.object(scripted, "is_matching_cls", of_scripts))
 
 
-def _tables(rules: Any) -> list[dict[Any, Any]]:
+def _tables(rules: ModuleType) -> list[dict[Any, Any]]:
     """What Dynamo knows of functions and classes, by themselves."""
     functions = importlib.import_module("torch._dynamo.variables.torch")
     streams = importlib.import_module("torch._dynamo.variables.streams")
