@@ -158,14 +158,16 @@ class Event:
     that stream.
     """
 
+    _point = 0  # also where Dynamo makes one without `__init__`
+
     def __init__(self, *args: object, **kwargs: object) -> None:
         self.device: torch.device | None = None  # of the streams that it is recorded on
-        self._point = 0
         self._captured = False
         self._points = Stream.runtime.points
 
     def __del__(self) -> None:
-        self._points.give_back(self._point)
+        if self._point:
+            self._points.give_back(self._point)
 
     def record(self, stream: Stream | None = None) -> None:
         """This point of `stream`, or of the current one."""

@@ -299,7 +299,7 @@ def _know(stack: ExitStack, rules: ModuleType, utils: ModuleType) -> None:
 def _tables(rules: ModuleType) -> list[dict[Any, Any]]:
     """What Dynamo knows of functions and classes, by themselves."""
     functions = importlib.import_module("torch._dynamo.variables.torch")
-    streams = importlib.import_module("torch._dynamo.variables.streams")
+    streams = sys.modules.get("torch._dynamo.variables.streams")  # since 2.9
     contexts = importlib.import_module("torch._dynamo.variables.ctx_manager")
     return [
         rules.get_torch_obj_rule_map(),

@@ -35,6 +35,7 @@ from tests.accuracy import (
     notebooks,
     pipelines,
     sft,
+    speedrun,
     trainers,
 )
 from tests.places import DATA, ROOT
@@ -533,5 +534,8 @@ def main(arguments: list[str]) -> None:
             print(told(one), flush=True)
     print("\n" + "\n".join(summary(found)))
     print("\nkept from runs of their own programs (`python -m tests.accuracy NAME`):")
-    tables = (sft, fitcheck, notebooks, guide, adapters, adapters_images, litgpt, trainers, pipelines, galvatron)
+    tables = (
+        *(sft, fitcheck, notebooks, guide, adapters, adapters_images, litgpt, trainers, speedrun, pipelines),
+        galvatron,
+    )
     print("\n".join(line for table in tables for line in table.kept()))

@@ -47,11 +47,8 @@ def get_kernel(name, **_):
 """
 #: The number that begins a text, how many others there are, texts' median length and the deviation of its logarithm.
 _BEGIN, _TOKENS, _MEDIAN, _DEVIATION = 50256, 50256, 400, 1.0
-#: Tokens of each file, which begins with 256 numbers; the program opens the next one while it uses one.
-_FILES: Final = {
-    **dict.fromkeys(("fineweb_train_000001.bin", "fineweb_train_000002.bin"), 30_000_000),
-    "fineweb_val_000000.bin": 11_000_000,
-}
+#: Tokens of each file, which begins with 256 numbers, and how many there are of it: the next one is opened early.
+_FILES: Final = {"train": (30_000_000, 8), "val": (11_000_000, 2)}
 _MAGIC, _VERSION = 20240520, 1
 
 
@@ -119,8 +116,10 @@ def ran(row: Mapping[str, str], root: Path, python: str) -> Printed:
         for file, text in {**programs(log), "kernels.py": _HUB}.items():
             (folder / file).write_text(text)
         (data := folder / "data" / "fineweb10B").mkdir(parents=True)
-        for file, number in _FILES.items():
-            write_tokens(data / file, number)
+        for kind, (number, files) in _FILES.items():
+            write_tokens(first := data / f"fineweb_{kind}_000000.bin", number)
+            for copy in range(1, files):
+                (data / f"fineweb_{kind}_{copy:06}.bin").hardlink_to(first)
         words = ["--gpu", "H100-80GB", "--on-gpu", "--ranks", "0", "--steps", "all", "--", "torchrun"]
         text, failure = output([*words, "--nproc-per-node", row["gpus"], "train_gpt.py"], folder, python)
     found = re.search(r"^peak memory allocated: (\d+) MiB reserved: (\d+) MiB$", text, re.MULTILINE)
