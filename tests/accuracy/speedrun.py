@@ -48,7 +48,7 @@ def get_kernel(name, **_):
 #: The number that begins a text, how many others there are, texts' median length and the deviation of its logarithm.
 _BEGIN, _TOKENS, _MEDIAN, _DEVIATION = 50256, 50256, 400, 1.0
 #: Tokens of each file, which begins with 256 numbers, and how many there are of it: the next one is opened early.
-_FILES: Final = {"train": (30_000_000, 8), "val": (11_000_000, 2)}
+_FILES: Final = {"train": (30_000_000, 8), "val": (40_000_000, 2)}
 _MAGIC, _VERSION = 20240520, 1
 
 
