@@ -123,7 +123,7 @@ class Runtime:
         self.late = False  # whether work ends only when the host waits for the device, or for any event
         self.synchronizations: Callable[[], None] | None = None
         self.emptied: Callable[[], None] | None = None
-        self.libraries: list[Any] = []
+        self._libraries: list[Any] = []
 
     @property
     def index(self) -> int:
@@ -323,11 +323,15 @@ class Runtime:
         placed = places.on_its_device(kernel) if self.several else kernel
         self.register([(rest, key, placed if key == "CUDA" else kernel) for key in keys], space or "aten")
 
+    def library(self, space: str, kind: str) -> Any:
+        """A `torch.library.Library` that lasts as long as the runtime: its `_destroy` takes away what is in it."""
+        made: Any = torch.library.Library
+        self._libraries.append(made(space, kind))
+        return self._libraries[-1]
+
     def register(self, kernels: list[tuple[str, str, Callable[..., Any]]], space: str = "aten") -> None:
         """The same of many operators of a library, each given as (name in it, dispatch key, kernel)."""
-        library: Any = torch.library.Library
-        library = library(space, "IMPL")  # its `_destroy` takes them away again
-        self.libraries.append(library)
+        library = self.library(space, "IMPL")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that they stand before others is what they are for
             for name, key, kernel in kernels:
@@ -687,7 +691,7 @@ def _kernels(runtime: Runtime) -> Iterator[None]:
         runtime.register([("_pin_memory", "CPU", _pinned), *((name, "CUDA", kernel(name)) for name in names())])
         yield
     finally:
-        for used in reversed(runtime.libraries):
+        for used in reversed(runtime._libraries):
             used._destroy()
 
 

@@ -12,7 +12,7 @@ import importlib
 import os
 import time
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -25,11 +25,10 @@ from graph.fake_cuda.operators import comm, places, rnn
 from graph.fake_cuda.operators.composed import jitted
 from graph.fake_cuda.torch_private import (
     BINDINGS,
-    COMPILER,
-    DRIVER,
     JITTED,
     RAW_STREAM,
     RUN_BACKWARD,
+    cuda_utils,
     fake_tensor,
     set_device,
 )
@@ -358,6 +357,14 @@ def _compiled(source: str, name: str, *args: object, **kwargs: object) -> tuple[
     return b"", name
 
 
+#: Where a kernel that the program gives as CUDA source finds the driver and the compiler (since 2.8).
+_COMPILING: Final[Mapping[str, Callable[..., Any]]] = {
+    "_get_cuda_library": _Driver,
+    "_get_gpu_runtime_library": _Driver,
+    "_nvrtc_compile": _compiled,
+}
+
+
 def _each(names: str, answer: Callable[..., Any]) -> dict[str, Callable[..., Any]]:
     """A function of its own for each name: Dynamo has a rule for every function of torch, by the function."""
     return {name: lambda *args, **kwargs: answer(*args, **kwargs) for name in names.split()}
@@ -594,8 +601,7 @@ def patched(runtime: Runtime) -> Iterator[None]:
         (torch.backends.cudnn, "is_acceptable", rnn.acceptable),
         (importlib.import_module("torch.backends.cudnn.rnn"), "get_cudnn_mode", rnn.mode_number),
     ]
-    changes += [(owner, name, _Driver) for owner, name in DRIVER]
-    changes += [(owner, name, _compiled) for owner, name in COMPILER]
+    changes += [(cuda_utils, name, answer) for name, answer in _COMPILING.items() if hasattr(cuda_utils, name)]
     changes += [(owner, name, _settled(getattr(owner, name))) for owner, name in RUN_BACKWARD]
     changes += [(Distribution, name, _valid(runtime, getattr(Distribution, name))) for name in _VALIDATING]
     changes += [(BINDINGS, name, answer) for name, answer in sdpa.answers(runtime.profile).items()]

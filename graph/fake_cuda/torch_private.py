@@ -32,9 +32,7 @@ __all__ = [
     "BY_CPU_KERNEL",
     "BY_CPU_KERNEL_OF",
     "CHECKED",
-    "COMPILER",
     "DEVICE_TYPES",
-    "DRIVER",
     "JITTED",
     "MODE_KEYS",
     "NVTX",
@@ -57,6 +55,7 @@ __all__ = [
     "alert_not_deterministic",
     "compile_with",
     "compiling",
+    "cuda_utils",
     "cudnn_rnn",
     "current_device",
     "current_node",
@@ -208,13 +207,6 @@ def of_two_devices(error: Exception) -> bool:
 
 #: Where CUDA builds have the function that gives the number of the current stream, and its name; others lack it.
 RAW_STREAM: Final[tuple[ModuleType, str]] = (BINDINGS, "_cuda_getCurrentRawStream")
-#: Where `torch.cuda._compile_kernel` finds the driver's library and NVRTC (the latter, and all of it, since 2.8).
-DRIVER: Final[tuple[tuple[ModuleType, str], ...]] = tuple(
-    (cuda_utils, name) for name in ("_get_cuda_library", "_get_gpu_runtime_library") if hasattr(cuda_utils, name)
-)
-COMPILER: Final[tuple[tuple[ModuleType, str], ...]] = tuple(
-    (cuda_utils, name) for name in ("_nvrtc_compile",) if hasattr(cuda_utils, name)
-)
 #: Where autograd's Python side has the function that runs its engine, and its name (torch.compiler replaces both too).
 RUN_BACKWARD: Final[tuple[tuple[ModuleType, str], ...]] = (
     (torch.autograd.graph, "_engine_run_backward"),

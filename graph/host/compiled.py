@@ -253,7 +253,7 @@ def _hidden() -> Callable[[], None]:
 @contextlib.contextmanager
 def _device(runtime: Runtime) -> Iterator[None]:
     """Dynamo's view of the device is what `torch.cuda` is now, and Triton is there for it."""
-    interface = importlib.import_module("torch._dynamo.device_interface")
+    interface = _dynamo("device_interface")
     cuda, raw = torch.cuda, torch._C._cuda_getCurrentRawStream
     answers = {name: staticmethod(getattr(cuda, name)) for name in _INTERFACE}
     answers |= {name: getattr(cuda, name) for name in ("device", "Event", "Stream")}
@@ -265,10 +265,10 @@ def _device(runtime: Runtime) -> Iterator[None]:
     with ExitStack() as stack:
         for name, answer in answers.items():
             stack.enter_context(mock.patch.object(interface.CudaInterface, name, answer))
-        rules = importlib.import_module("torch._dynamo.trace_rules")  # the device's kernels are no code to be traced
+        rules = _dynamo("trace_rules")  # the device's kernels are no code to be traced
         skipped = re.compile(f"{rules.SKIP_DIRS_RE.pattern}|{re.escape(_OURS)}/(graph|simulator|strategies|traces)/")
         stack.enter_context(mock.patch.object(rules, "SKIP_DIRS_RE", skipped))
-        utils = importlib.import_module("torch._dynamo.utils")
+        utils = _dynamo("utils")
         stack.enter_context(mock.patch.object(utils, "triton", importlib.import_module("triton"), create=True))
         for module, name, told in _triton_answers(runtime):
             stack.enter_context(mock.patch.object(importlib.import_module(module), name, told, create=True))
@@ -282,7 +282,7 @@ def _know(stack: ExitStack, rules: ModuleType, utils: ModuleType) -> None:
     """What Dynamo knows of functions and classes of torch, it knows of those that stand in their place."""
     for table in _tables(rules):
         stack.enter_context(mock.patch.dict(table, _also_ours(table)))
-    contexts = importlib.import_module("torch._dynamo.variables.ctx_manager")
+    contexts = _dynamo("variables.ctx_manager")
     for name in ("exchange", "maybe_exchange"):
         if hasattr(contexts.CUDADeviceVariable, f"_{name}_fn"):
             ours = staticmethod(getattr(torch.cuda, f"_{name}_device"))
@@ -290,7 +290,7 @@ def _know(stack: ExitStack, rules: ModuleType, utils: ModuleType) -> None:
     stubs, objects = (importlib.import_module(f"graph.fake_cuda.{name}") for name in ("stubs", "objects"))
     utils.common_constant_types.add(stubs.DEVICE_PROPERTIES)
     stack.callback(utils.common_constant_types.discard, stubs.DEVICE_PROPERTIES)
-    scripted = importlib.import_module("torch._dynamo.variables.script_object").TorchScriptObjectVariable
+    scripted = _dynamo("variables.script_object").TorchScriptObjectVariable
     plain = scripted.is_matching_cls
     of_scripts = staticmethod(lambda kind: kind is not objects.Generator and plain(kind))  # since 2.12 those are, too
     stack.enter_context(mock.patch.object(scripted, "is_matching_cls", of_scripts))
@@ -298,14 +298,13 @@ def _know(stack: ExitStack, rules: ModuleType, utils: ModuleType) -> None:
 
 def _tables(rules: ModuleType) -> list[dict[Any, Any]]:
     """What Dynamo knows of functions and classes, by themselves."""
-    functions = importlib.import_module("torch._dynamo.variables.torch")
+    functions = _dynamo("variables.torch")
     streams = sys.modules.get("torch._dynamo.variables.streams")  # since 2.9
-    contexts = importlib.import_module("torch._dynamo.variables.ctx_manager")
+    contexts = _dynamo("variables.ctx_manager")
     return [
         rules.get_torch_obj_rule_map(),
         functions.constant_fold_functions,
         functions.constant_fold_functions_need_guards,
-        functions.supported_ctx_manager_classes,
         getattr(streams, "_stream_fn_to_variable_cls", {}),
         getattr(contexts, "_device_context_manager_map", {}),
     ]
@@ -347,6 +346,11 @@ def _forget() -> None:
             getattr(getattr(sys.modules[module], owner), name).cache_clear()
 
 
+def _dynamo(part: str) -> Any:
+    """A module of Dynamo."""
+    return importlib.import_module(f"torch._dynamo.{part}")
+
+
 def inductor(part: str) -> Any:
     """A module of Inductor."""
     return importlib.import_module(f"torch._inductor.{part}")
@@ -354,7 +358,7 @@ def inductor(part: str) -> Any:
 
 def counted(what: str, event: str) -> int:
     """How often PyTorch has counted an event of compilation."""
-    return int(importlib.import_module("torch._dynamo.utils").counters[what][event])
+    return int(_dynamo("utils").counters[what][event])
 
 
 @contextlib.contextmanager

@@ -141,10 +141,11 @@ class Phases:
             self.begin(before)
 
     def _sleep(self, plain: Callable[[float], None], seconds: float) -> None:
-        if threading.get_ident() == self._main and self.settle is not None:
+        main = threading.get_ident() == self._main
+        if main and self.settle is not None:
             self.settle()  # what was issued before ends meanwhile
         plain(seconds)
-        if threading.get_ident() == self._main:
+        if main:
             self.recorder.pause(seconds)
 
     def _make(self, plain: Callable[..., Any], optimizer: torch.optim.Optimizer, *args: object, **kw: object) -> None:

@@ -60,18 +60,18 @@ class _Steps:
 # ---------------------------------------------------------------------------------------------------------- flash
 
 
-def flash_splits(blocks: int, processors: int, key_blocks: int, most: int = 128) -> int:
+def flash_splits(blocks: int, processors: int, key_blocks: int, most: int = 128, *, empty: bool = False) -> int:
     """How many parts the keys are split into: `num_splits_heuristic` of flash_api.cpp, in its single precision.
 
     The smallest number of parts within 85 % of the best filling of the processors, each part a whole number of key
-    blocks; 1 if the row blocks alone fill 80 % of them.
+    blocks; 1 if the row blocks alone fill 80 % of them. `empty`: also parts of which the last have no keys.
     """
     if np.float32(blocks) >= np.float32(0.8) * np.float32(processors):
         return 1
     most = min(most, processors, key_blocks)
     filling: dict[int, np.float32] = {}
     for splits in range(1, most + 1):
-        if splits > 1 and up(key_blocks, splits) == up(key_blocks, splits - 1):
+        if not empty and splits > 1 and up(key_blocks, splits) == up(key_blocks, splits - 1):
             continue
         waves = np.float32(blocks * splits) / np.float32(processors)
         filling[splits] = waves / np.ceil(waves)

@@ -130,12 +130,12 @@ def main(text: str, objects: int, further: int) -> int:
                 recorder,
                 Connection(request.exchange) if request.exchange >= 0 else None,
                 begins=request.begins,
+                late=request.late,
             ) as job,
             changed({LAUNCHER: launching}),
             phases.followed(),
             arguments.followed(keeper.arguments),
         ):
-            job.late = request.late
             phases.settle = _settling(job, recorder)
             not_yet_imported(DYNAMO, further)
             as_if_on(objects)

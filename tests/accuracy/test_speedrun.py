@@ -45,7 +45,7 @@ def test_tokens_begin_texts(tmp_path: Path) -> None:
 def test_what_is_printed() -> None:
     row = {"id": "one", "allocated": "1000", "reserved": "2000"}
     exact, failed = Compared(row, Printed(1000.0, 2020.0)), Compared(row, Printed(failure="ImportError: x"))
-    assert str(exact).split(maxsplit=1)[1] == ("allocated 1,000 for 1,000 MiB +0.00%, reserved 2,020 for 2,000 +1.00%")
+    assert str(exact).split(maxsplit=1)[1] == "allocated 1,000 for 1,000 MiB +0.00%, reserved 2,020 for 2,000 +1.00%"
     assert str(failed).endswith("FAILED: ImportError: x")
     told = "1 of 2 rows ran, allocated: median 0.00%, worst 0.00%; reserved: median 1.00%, worst 1.00%"
     assert summary([exact, failed]) == told

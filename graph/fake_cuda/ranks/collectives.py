@@ -114,11 +114,11 @@ class _Kept:
 class Collectives:
     """The collectives of one rank."""
 
-    def __init__(self, runtime: Runtime, recorder: Recorder, kept: frozenset[str]) -> None:
+    def __init__(self, runtime: Runtime, recorder: Recorder, kept: frozenset[str], *, late: bool = False) -> None:
         self.runtime = runtime
         self.recorder = recorder
         self.kept = kept
-        self.late = runtime.late  # whether work is finished only once the host has waited for the device
+        self.late = late  # whether work is finished only once the host has waited for the device
         self.batches = frozenset({_BATCH} if runtime.profile.release >= _ALONE else {_BATCH, _OF_PIPELINES})
         self.keeps: Callable[[], bool] = lambda: True  # whether nobody waits for one of these
         self.named: Callable[[Any], str] = _group_name
@@ -161,7 +161,7 @@ class Collectives:
 
         So many operators have run, and waits been made. It looks every 100 ms (kWatchdogThreadSleepMillis); a host
         takes about 50 us for an operator. `late`: work is finished only once the host has waited for the device after
-        it was issued. What the program itself asked for is dropped when the next collective begins.
+        it was issued. What the program itself asked for is dropped when its group's next collective begins.
         """
         if self.late:
             self._settle_late(operators, waits)
@@ -222,7 +222,7 @@ class Collectives:
             self.issued += 1
             made = metadata.tensors(tensors) if functional else ()
             results = frozenset(self.runtime.values.key(one) for one in made if one.is_cuda)
-            self._held.append(_Kept(work, tensors, asked, _of(given), self.recorder.operators, results))
+            self._held.append(_Kept(work, tensors, asked, _group_of(given), self.recorder.operators, results))
 
     def install(self) -> None:
         """Put our kernels under torch.distributed's operators on CUDA tensors."""
@@ -273,7 +273,7 @@ class Collectives:
         def kernel(*args: object) -> Any:
             given = dict(zip(names, args, strict=False))
             self._check(name, given)
-            self._begin(_of(given))
+            self._begin(_group_of(given))
             result = list(metadata.tensors(args[0]))
             whole: list[torch.Tensor] = []
             self._tell(name, given, args)
@@ -331,7 +331,7 @@ class Collectives:
             self.recorder.wait_stream(0, stream)
 
 
-def _of(given: Mapping[str, Any]) -> str:
+def _group_of(given: Mapping[str, Any]) -> str:
     """The name of a collective's group, which is its own."""
     return str(dist.ProcessGroup.unbox(given["process_group"]).group_name)
 
@@ -447,7 +447,7 @@ def process_group(
     runtime: Runtime, recorder: Recorder, rank: int, world: int, kept: frozenset[str] = frozenset()
 ) -> Iterator[Collectives]:
     """`torch.distributed` as rank `rank` of `world`, while inside; nobody waits for collectives of kinds `kept`."""
-    collectives = Collectives(runtime, recorder, kept)
+    collectives = Collectives(runtime, recorder, kept, late=runtime.late)
     with mock.patch.object(sys, "excepthook"):  # torch puts one with the rank there
         dist.init_process_group("fake", rank=rank, world_size=world, store=fake_store())
         try:

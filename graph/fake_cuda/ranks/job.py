@@ -61,11 +61,12 @@ _NO_LAUNCHER: Final = (
 
 @contextlib.contextmanager
 def joined(
-    runtime: Runtime, recorder: Any, peers: Peers | None = None, *, begins: bool = False
+    runtime: Runtime, recorder: Any, peers: Peers | None = None, *, begins: bool = False, late: bool = False
 ) -> Iterator[Collectives]:
     """Inside, a program that starts a process group is one rank of the job of the environment; `peers` are the others,
-    as far as they have processes. `begins`: no launcher has, so that processes which it starts are the ranks."""
-    collectives = Collectives(runtime, recorder, frozenset({"all_reduce"}))
+    as far as they have processes. `begins`: no launcher has, so that processes which it starts are the ranks. `late`:
+    work ends only once the host has waited for the device."""
+    collectives = Collectives(runtime, recorder, frozenset({"all_reduce"}), late=late)
     collectives.messages = messages = Messages(runtime, peers or Alone())
     collectives.keeps = lambda: graph_task() >= 0 and not _functional()  # in backward, DDP's reducer: others wait
     collectives.named = _members

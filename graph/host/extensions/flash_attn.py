@@ -55,7 +55,8 @@ def _rounded(head: int) -> int:
     return upper(head, 32) if head <= 192 else 256
 
 
-def _float(like: torch.Tensor, *shape: int) -> torch.Tensor:
+def single(like: torch.Tensor, *shape: int) -> torch.Tensor:
+    """Numbers of single precision, beside a tensor."""
     return torch.empty(shape, dtype=torch.float32, device=like.device)
 
 
@@ -67,7 +68,7 @@ def _split(q: torch.Tensor, batch: int, heads: int, rows: int, columns: int) -> 
     splits = flash_parts(batch, heads, rows, columns, head, processors, at_once)
     if splits <= 1:
         return ()
-    return _float(q, splits, batch, heads, rows), _float(q, splits, batch, heads, rows, _rounded(head))
+    return single(q, splits, batch, heads, rows), single(q, splits, batch, heads, rows, _rounded(head))
 
 
 def _rest(q: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, *split: int) -> Made:
@@ -108,7 +109,7 @@ def _fwd(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor | 
     if not dropout:
         rows, heads = flash_rows(rows, heads, key_heads)
     out = torch.empty_like(q) if out is None else out
-    lse = _float(q, batch, heads, rows)
+    lse = single(q, batch, heads, rows)
     return _returned(_rest(q, out, lse, *(() if dropout else (batch, heads, rows, columns))), head, q, k, v)
 
 
@@ -120,7 +121,7 @@ def _varlen_fwd(
     total, heads, _ = q.shape
     out = torch.empty_like(q) if out is None else out
     sums = (heads, total) if _release() >= (2, 6) else (len(ends) - 1, heads, _number(int, rest))
-    return _returned(_rest(q, out, _float(q, *sums)), head, q, k, v)
+    return _returned(_rest(q, out, single(q, *sums)), head, q, k, v)
 
 
 def _fwd_kvcache(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: object) -> tuple[torch.Tensor, torch.Tensor]:
@@ -128,7 +129,7 @@ def _fwd_kvcache(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: objec
     columns, key_heads = k.shape[1:3]
     rows, heads = flash_rows(rows, heads, key_heads)
     out = torch.empty_like(q)
-    lse = _float(q, batch, heads, rows)
+    lse = single(q, batch, heads, rows)
     _split(q, batch, heads, rows, columns)
     return out, lse
 
@@ -155,8 +156,8 @@ def _backward(
     """dQ, dK, dV and the sums by row, of this shape; dQ's accumulator, whose rows are so, is gone again."""
     q, k, _ = operands
     gradients = _gradients(operands, made)
-    by_row = _float(q, *sums)
-    accumulated = _float(q, *rows, q.shape[-2], _rounded(q.shape[-1]))
+    by_row = single(q, *sums)
+    accumulated = single(q, *rows, q.shape[-2], _rounded(q.shape[-1]))
     _summed(q, k, *gradients[1:])
     del accumulated
     return (*gradients, by_row)
@@ -205,7 +206,7 @@ def _norm_fwd(
     x = torch.empty_like(x0, dtype=dtype) if changed else None
     mask = torch.empty_like(x0, dtype=torch.uint8) if dropout > 0 else None
     z = torch.empty_like(x0)
-    return z, x, mask, _float(x0, len(x0)), _float(x0, len(x0))
+    return z, x, mask, single(x0, len(x0)), single(x0, len(x0))
 
 
 def _norm_bwd(
@@ -233,5 +234,5 @@ def _norm_bwd(
     weights = [gamma, gamma] if colscale is None else [gamma, gamma, colscale]
     gradients = [torch.empty_like(one) for one in weights]
     blocks = _BLOCKS * torch.cuda.get_device_properties(x.device).multi_processor_count
-    parts = [_float(x, blocks, gamma.numel()) for _ in weights]
+    parts = [single(x, blocks, gamma.numel()) for _ in weights]
     return dx0, dresidual, *gradients[:2], *parts[:2], *gradients[2:], *parts[2:]

@@ -10,15 +10,15 @@ from __future__ import annotations
 
 import importlib.util
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Final
 
-import numpy as np
 import torch
 
-from graph.host.extensions import libraries
+from graph.host.extensions.flash_attn import single
+from graph.workspaces.attention import flash_splits
 from graph.workspaces.metadata import up, upper
 
 if TYPE_CHECKING:
@@ -38,9 +38,10 @@ _WRITTEN: Final[Given] = {LIBRARY: {}, "flash_attn_config": {"CONFIG": {"build_f
 #: Head dimensions that there are kernels for; values may have one more.
 _HEADS: Final = (64, 96, 128, 192, 256)
 _HEADS_OF_VALUES: Final = (*_HEADS, 512)
-#: Bytes of a GPU's second cache that splitting counts on, and the most parts of the keys.
+#: Bytes of a GPU's second cache that splitting counts on, the most parts of the keys, and blocks that are not split.
 _CACHE: Final = 50 << 20
 _MOST_PARTS: Final = 128
+_FEW_BLOCKS: Final = 4
 #: The operators as TORCH_LIBRARY(flash_attn_3) of flash_api.cpp defines them.
 _DEFINED: Final = (
     "fwd(Tensor q, Tensor k, Tensor v, Tensor(k_new!)? k_new = None, Tensor(v_new!)? v_new = None, Tensor? q_v = None, "
@@ -84,11 +85,18 @@ def modules(runtime: Runtime) -> dict[str, ModuleType]:
 
 def register(runtime: Runtime, library: str = LIBRARY) -> None:
     """Define the operators in this library, with ours under them, while the runtime lasts."""
-    libraries.define(runtime, library, _DEFINED)
+    define(runtime, library, _DEFINED)
     for name, kernel in _KERNELS.items():
         schema = getattr(getattr(torch.ops, library), name).default._schema
         defaults = {one.name: one.default_value for one in schema.arguments}
         runtime.override(schema.name, _by_name(defaults, kernel))
+
+
+def define(runtime: Runtime, library: str, schemas: Sequence[str]) -> None:
+    """Operators of these schemas, while the runtime lasts; what they do is told by `Runtime.override`."""
+    defined = runtime.library(library, "FRAGMENT")
+    for schema in schemas:
+        defined.define(schema)
 
 
 def _by_name(defaults: Given, kernel: Callable[[Given], object]) -> Callable[..., object]:
@@ -139,14 +147,19 @@ def _rounded(head: int, heads: tuple[int, ...] = _HEADS) -> int:
     return next((one for one in heads if head <= one), heads[-1])
 
 
-def _mask(given: Given, rows: int, columns: int, *, one_row_sees_all: bool = False) -> _Mask:
-    """What reaches over all columns is no window; the causal mask of a single row hides nothing."""
+def _mask(given: Given, rows: int, columns: int, *, drops: bool = False) -> _Mask:
+    """What reaches over all columns is no window; `drops`: a causal mask is none of a single row, which sees all."""
     left, right = int(given["window_size_left"]), int(given["window_size_right"])
     left, right = -1 if left >= columns - 1 else left, -1 if right >= rows - 1 else right
     chunk = int(given.get("attention_chunk", 0))
-    if given["is_causal"] and not (one_row_sees_all and rows == 1 and (left, right, chunk) == (-1, -1, 0)):
+    if given["is_causal"] and not (drops and rows == 1 and (left, right, chunk) == (-1, -1, 0)):
         right = 0
     return _Mask(left < 0 and right == 0 and not chunk, (left, right), chunk)
+
+
+def _drops(head: int, *, paged: bool) -> bool:
+    """Whether the forward leaves out a mask that hides nothing: not where blocks of pages are better with it."""
+    return head <= 64 or head > 128 or not paged
 
 
 def _varies(given: Given) -> bool:
@@ -154,12 +167,18 @@ def _varies(given: Given) -> bool:
     return any(given.get(name) is not None for name in names)
 
 
+def _longest(given: Given) -> tuple[int, int, int]:
+    """How many sequences there are, and the most rows and columns of one."""
+    q, k, ends, key_ends = (given[name] for name in ("q", "k", "cu_seqlens_q", "cu_seqlens_k"))
+    batch, rows = (len(ends) - 1, int(given["max_seqlen_q"])) if ends is not None else q.shape[:2]
+    return batch, rows, int(given["max_seqlen_k"]) if key_ends is not None else k.shape[1]
+
+
 def _call(given: Given) -> _Call:
     """Of `fwd`."""
-    q, k, v, table, ends = (given[name] for name in ("q", "k", "v", "page_table", "cu_seqlens_q"))
-    batch, rows = (len(ends) - 1, int(given["max_seqlen_q"])) if ends is not None else tuple(q.shape[:2])
+    q, k, v, table = (given[name] for name in ("q", "k", "v", "page_table"))
+    batch, rows, columns = _longest(given)
     page = 0 if table is None else k.shape[1]
-    columns = int(given["max_seqlen_k"]) if given["cu_seqlens_k"] is not None else k.shape[1]
     columns = table.shape[1] * page if page else columns
     head, values = q.shape[-1], v.shape[-1]
     return _Call(
@@ -172,7 +191,7 @@ def _call(given: Given) -> _Call:
         head_of_values=_rounded(values, _HEADS if values == head else _HEADS_OF_VALUES),
         width=q.element_size(),
         varies=_varies(given),
-        mask=_mask(given, rows, columns, one_row_sees_all=head <= 64 or head > 128 or not page),
+        mask=_mask(given, rows, columns, drops=_drops(head, paged=page > 0)),
         softcap=given["softcap"] > 0,
         page=page,
         by_pointer=page > 0 and (given["leftpad_k"] is not None or given["k_new"] is not None),
@@ -210,29 +229,13 @@ def _parts(call: _Call, processors: int) -> int:
     of_head = call.columns * (call.head + call.head_of_values) * call.width
     all_blocks = (1 if call.varies else call.batch) * call.key_heads * blocks
     masked = call.mask.causal or call.mask.local
-    if all_blocks >= np.float32(0.8) * np.float32(processors):
-        large = of_head > _CACHE and blocks >= 2 * processors and not masked
-        return min(up(of_head, _CACHE), _MOST_PARTS) if large else 1
-    return _fullest(all_blocks, processors, up(seen, columns_of_block))
-
-
-def _fullest(blocks: int, processors: int, columns: int) -> int:
-    """The fewest parts that fill 85 % of the processors that the best number fills: `num_splits_heuristic`."""
-    if columns <= 4:
-        return 1
-    waves = [
-        np.float32(blocks * parts) / np.float32(processors)
-        for parts in range(1, 1 + min(_MOST_PARTS, processors, columns))
-    ]
-    filled = [float(one / np.ceil(one)) for one in waves]
-    return 1 + next(i for i, one in enumerate(filled) if one >= 0.85 * max(filled))
+    if of_head > _CACHE and blocks >= 2 * processors and not masked:
+        return min(up(of_head, _CACHE), _MOST_PARTS)
+    key_blocks = up(seen, columns_of_block)
+    return 1 if key_blocks <= _FEW_BLOCKS else flash_splits(all_blocks, processors, key_blocks, _MOST_PARTS, empty=True)
 
 
 # ------------------------------------------------------------------------------------------------------- operators
-
-
-def _float(like: torch.Tensor, *shape: int) -> torch.Tensor:
-    return torch.empty(shape, dtype=torch.float32, device=like.device)
 
 
 def _integers(like: torch.Tensor, number: int) -> torch.Tensor:
@@ -252,7 +255,7 @@ def _fwd(given: Given) -> Made:
     sums = (heads, q.shape[0]) if ends is not None else (call.batch, heads, call.rows)
     dtype = torch.bfloat16 if call.width == 1 else q.dtype
     out = given["out"] if given["out"] is not None else torch.empty(shape, dtype=dtype, device=q.device)
-    lse = _float(q, *sums)
+    lse = single(q, *sums)
     card = torch.cuda.get_device_properties(q.device)
     hopper, parts = card.major >= 9, int(given["num_splits"])
     if parts <= 0:
@@ -264,7 +267,7 @@ def _fwd(given: Given) -> Made:
         metadata = _integers(q, _metadata_size(call.batch, call.mask, varies=call.varies, semaphore=semaphore))
     if parts <= 1:
         return out, lse, None, None
-    return out, lse, _float(q, parts, *sums, shape[-1]), _float(q, parts, *sums)
+    return out, lse, single(q, parts, *sums, shape[-1]), single(q, parts, *sums)
 
 
 def _bwd_block(head: int, mask: _Mask, major: int, minor: int, *, softcap: bool) -> tuple[int, int]:
@@ -283,8 +286,7 @@ def _bwd(given: Given) -> Made:
     q, k, v, ends, key_ends = (given[name] for name in ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k"))
     heads, key_heads = q.shape[-2], k.shape[-2]
     head = _rounded(max(q.shape[-1], v.shape[-1]))
-    batch, rows = (len(ends) - 1, int(given["max_seqlen_q"])) if ends is not None else tuple(q.shape[:2])
-    columns = int(given["max_seqlen_k"]) if key_ends is not None else k.shape[1]
+    batch, rows, columns = _longest(given)
     mask = _mask(given, rows, columns)
     card = torch.cuda.get_device_properties(q.device)
     of_rows, of_columns = _bwd_block(head, mask, card.major, card.minor, softcap=given["softcap"] > 0)
@@ -295,10 +297,10 @@ def _bwd(given: Given) -> Made:
     keys: tuple[int, ...] = (key_heads, upper(all_columns + batch * of_columns, of_columns))
     if not _varies(given):
         sums, keys = (batch, heads, upper(rows, of_rows)), (batch, key_heads, upper(columns, of_columns))
-    by_row, in_base_2 = _float(q, *sums), _float(q, *sums)
+    by_row, in_base_2 = single(q, *sums), single(q, *sums)
     grouped = heads != key_heads
-    dq = _float(q, *sums, head)
-    dk, dv = (_float(q, *keys, head) if grouped else None for _ in range(2))
+    dq = single(q, *sums, head)
+    dk, dv = (single(q, *keys, head) if grouped else None for _ in range(2))
     semaphores = [_integers(q, up(rows, of_rows) * batch * heads)]
     if grouped and given["deterministic"]:
         semaphores += [_integers(q, up(columns, of_columns) * batch * key_heads) for _ in range(2)]
@@ -314,13 +316,12 @@ def _combine(given: Given) -> Made:
         dtype = given["out_dtype"] or parts.dtype
         out = torch.empty(padded.shape[1:], dtype=dtype, device=parts.device)
     batch, rows, heads = lse.shape[1:]
-    return out, _float(parts, batch, heads, rows).transpose(1, 2)
+    return out, single(parts, batch, heads, rows).transpose(1, 2)
 
 
 def _scheduler_metadata(given: Given) -> torch.Tensor:
     rows, columns, head = (int(given[name]) for name in ("max_seqlen_q", "max_seqlen_k", "headdim"))
-    sees_all = head <= 64 or head > 128 or given["page_size"] is None
-    mask = _mask(given, rows, columns, one_row_sees_all=sees_all)
+    mask = _mask(given, rows, columns, drops=_drops(head, paged=given["page_size"] is not None))
     used = given["seqused_k"]
     semaphore = torch.cuda.get_device_properties(used.device).major >= 9 or int(given["num_splits"]) > 1
     return _integers(used, _metadata_size(int(given["batch_size"]), mask, varies=True, semaphore=semaphore))

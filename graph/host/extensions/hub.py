@@ -18,7 +18,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Final
 
-from graph.host.extensions import flash_attn, flash_attn3, libraries
+from graph.host.extensions import flash_attn, flash_attn3
 
 if TYPE_CHECKING:
     from graph.fake_cuda.device import Runtime
@@ -64,9 +64,8 @@ class _Extension(Loader):
         if self.generation == "3":
             flash_attn3.register(self.runtime, self.library)
         else:
-            kernels = flash_attn.functions()["flash_attn_2_cuda"]
-            libraries.define(self.runtime, self.library, _SECOND)
-            for name, kernel in kernels.items():
+            flash_attn3.define(self.runtime, self.library, _SECOND)
+            for name, kernel in flash_attn.functions()["flash_attn_2_cuda"].items():
                 self.runtime.override(f"{self.library}::{name}", kernel)
 
 

@@ -382,9 +382,8 @@ def test_works_pile_up_where_the_watchdog_has_not_looked(tmp_path: Path) -> None
     step are kept, where the program waits for futures and not for the works."""
     folder_of(tmp_path, {"train.py": PILED})
     words = ("-q", "--ranks", "0", "--steps", "all", "--", "torchrun", "--nproc-per-node", "2", "train.py")
-    assert record(tmp_path, "--deferred", "late", *words).stdout.splitlines() == [
-        *("48 48", "80 80", "112 112", "144 144"),
-    ]
+    late = record(tmp_path, "--deferred", "late", *words).stdout.splitlines()
+    assert late == ["48 48", "80 80", "112 112", "144 144"]
     assert record(tmp_path, *words).stdout.splitlines() == ["32 48"] * 4  # it looks within a step
 
 

@@ -321,11 +321,9 @@ def test_what_was_compiled_for_a_gpu_is_not_loaded(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout) == (0, "True\n"), done.stderr
 
 
-#: As `_ops.py` of a build of the Hub names its operators, and flash_attn2/flash_attn_interface.py calls them.
-HUB = """
+#: What a call asks for, and at most while it runs.
+TAKEN = """
 import torch
-from flash_attn2 import _flash_attn2_cuda_1a2b3c
-from flash_attn3 import _flash_attn3_cuda_4d5e6f
 
 def taken(work):
     torch.cuda.reset_peak_memory_stats()
@@ -333,6 +331,11 @@ def taken(work):
     made = work()
     print(*(torch.cuda.memory_stats()[f"requested_bytes.all.{name}"] - before for name in ("current", "peak")))
     return made
+"""
+#: As `_ops.py` of a build of the Hub names its operators, and flash_attn2/flash_attn_interface.py calls them.
+HUB = """
+from flash_attn2 import _flash_attn2_cuda_1a2b3c
+from flash_attn3 import _flash_attn3_cuda_4d5e6f
 
 second, third = torch.ops._flash_attn2_cuda_1a2b3c, torch.ops._flash_attn3_cuda_4d5e6f
 q, k, v = (torch.empty(8, 1024, 16, 96, dtype=torch.bfloat16, device="cuda") for _ in range(3))
@@ -348,7 +351,9 @@ def test_the_hubs_builds_of_flash_attention_allocate_what_they_would(tmp_path: P
     """Bytes as of flash-attn 2 and 3. The extension that a build brings is not loaded."""
     builds = ("flash_attn2/_flash_attn2_cuda_1a2b3c.abi3.so", "flash_attn3/_flash_attn3_cuda_4d5e6f.abi3.so")
     files = dict.fromkeys(("flash_attn2/__init__.py", "flash_attn3/__init__.py", *builds), "")
-    done = record(folder_of(tmp_path, {"train.py": HUB, **files}), "--gpu", "A100-80GB", "--steps", "all", "train.py")
+    done = record(
+        folder_of(tmp_path, {"train.py": TAKEN + HUB, **files}), "--gpu", "A100-80GB", "--steps", "all", "train.py"
+    )
     assert done.returncode == 0, done.stderr
     found = [tuple(map(int, line.split())) for line in done.stdout.splitlines()]
     tokens = 8 * 1024
@@ -358,16 +363,8 @@ def test_the_hubs_builds_of_flash_attention_allocate_what_they_would(tmp_path: P
 
 #: As hopper/flash_attn_interface.py calls its operators (August 2026).
 HOPPER = """
-import torch
 import flash_attn_3._C
 from torch.ops import flash_attn_3 as it
-
-def taken(work):
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_stats()["requested_bytes.all.current"]
-    made = work()
-    print(*(torch.cuda.memory_stats()[f"requested_bytes.all.{name}"] - before for name in ("current", "peak")))
-    return made
 
 def forward(q, k, v, ends=None, longest=None, window=(-1, -1), splits=1, pages=None):
     nothing, used = [None] * 3, None if pages is None else torch.ones(len(pages), dtype=torch.int32, device="cuda")
@@ -397,7 +394,7 @@ forward(*decoded, splits=0, pages=torch.zeros(2, 32, dtype=torch.int32, device="
 def test_flash_attention_3_allocates_what_its_operators_would(tmp_path: Path) -> None:
     """Bytes by hopper/flash_api.cpp on an H100: output, fp32 logarithms, what tells blocks their work; twice the sums
     by row and an accumulator of dQ in fp32, where heads are grouped of dK and dV too; keys in parts."""
-    folder_of(tmp_path, {"train.py": HOPPER, "flash_attn_interface.py": ""})
+    folder_of(tmp_path, {"train.py": TAKEN + HOPPER, "flash_attn_interface.py": ""})
     done = record(tmp_path, "--gpu", "H100-80GB", "--steps", "all", "train.py", PYTHONPATH=f"{ROOT}:{tmp_path}")
     assert done.returncode == 0, done.stderr
     found = [tuple(map(int, line.split())) for line in done.stdout.splitlines()]
