@@ -408,7 +408,14 @@ def of_root(
     parser.add_argument("--root", type=Path, required=True)
     options = parser.parse_args(arguments)
     root = options.root.resolve()
-    return compared(rows, options, known, lambda row: ran(row, root, options.python), beside)
+
+    def run(row: Mapping[str, str]) -> R:
+        try:
+            return ran(row, root, options.python)
+        except FileNotFoundError as missing:
+            sys.exit(f"error: {missing.filename}: no such file; --root names the repository that has the programs")
+
+    return compared(rows, options, known, run, beside)
 
 
 def of_kept(

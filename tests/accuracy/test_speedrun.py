@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from tests.accuracy.sft import read
-from tests.accuracy.speedrun import KEPT, TABLE, Compared, Printed, kept, programs, summary, write_tokens
+from tests.accuracy.speedrun import KEPT, TABLE, Compared, Printed, kept, main, programs, summary, write_tokens
 
 LOG = f"""import os
     num_scheduled_iterations: int = 1365  # steps
@@ -49,6 +50,11 @@ def test_what_is_printed() -> None:
     assert str(failed).endswith("FAILED: ImportError: x")
     told = "1 of 2 rows ran, allocated: median 0.00%, worst 0.00%; reserved: median 1.00%, worst 1.00%"
     assert summary([exact, failed]) == told
+
+
+def test_a_root_without_the_log_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match=r"^error: .*/records/track_1_short/.*\.txt: no such file; --root names"):
+        main(["1-gpu", "--root", str(tmp_path)])
 
 
 def test_every_row_has_a_run_that_is_kept() -> None:
