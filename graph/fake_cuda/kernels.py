@@ -25,7 +25,7 @@ from graph.fake_cuda.sdpa import corrected
 from graph.fake_cuda.shapes import Shapes
 from graph.fake_cuda.torch_private import BY_CPU_KERNEL, is_dense, tree_leaves
 from graph.fake_cuda.values import alike, knowable, may_have_values
-from graph.workspaces import metadata, rules
+from graph.workspaces import metadata, norm, rules
 from traces.release import version_of
 
 if TYPE_CHECKING:
@@ -64,6 +64,7 @@ _CONTIGUOUS: Final = frozenset(
 _REDUCED_LOSSES: Final = {"aten::mse_loss": 2, "aten::smooth_l1_loss": 2, "aten::binary_cross_entropy": 3}
 
 #: Up to PyTorch 2.6 the seed and the offset of its random numbers (the two results before the last) are on the host.
+_RELEASE: Final = version_of(torch.__version__)
 _FLASH: Final = "aten::_scaled_dot_product_flash_attention"
 
 #: Copies to the host of up to so many bytes get values; larger ones keep what their memory holds.
@@ -160,11 +161,11 @@ def _as_on_cuda(
     if not isinstance(first, Layout):
         return made
     name = func._schema.name
-    if name in _CONTIGUOUS:
+    if name in _CONTIGUOUS and not (name == "aten::native_group_norm" and norm.by_format(_RELEASE, args[0])):
         return tuple(_dense(one) if isinstance(one, Layout) else one for one in made)
     if iterated.is_iterated(func):
         return (Layout(first.shape, iterated.steps(func, args), first.dtype), *made[1:])
-    if name == _FLASH and version_of(torch.__version__) < (2, 7):
+    if name == _FLASH and _RELEASE < (2, 7):
         return (*made[:6], *[_Host((), torch.int64)] * 2, *made[8:])
     if name == "aten::_weight_norm_interface" and first.dtype == torch.float16:  # for the backward (WeightNorm.cu)
         return (first, Layout(made[1].shape, made[1].strides, torch.float32))

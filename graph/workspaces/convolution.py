@@ -17,7 +17,7 @@ from functools import partial
 from math import prod
 from typing import TYPE_CHECKING, Any, Final
 
-from graph.workspaces.gemm import by_cublas
+from graph.workspaces.gemm import products
 from graph.workspaces.metadata import (
     CHANNELS_LAST,
     argument,
@@ -359,7 +359,8 @@ def columns_forward(call: Call) -> Plan | None:
     stride, padding = argument(call, 4, "stride"), argument(call, 5, "padding")
     plain = "2d_forward" in call.name and _row(weight) == weight.sizes[1] and max(stride) == 1 and max(padding) == 0
     inside = [] if plain else [("columns", _row(weight) * prod(out.sizes[2:]) * width(call.args[0]))]
-    return within(_needed([("input", source), ("weight", weight)], False), REST, *by_cublas(call, inside))
+    steps = within(inside, *products(call, source.sizes[0]))
+    return within(_needed([("input", source), ("weight", weight)], False), REST, *steps)
 
 
 def transposed_forward(call: Call) -> Plan | None:
@@ -368,9 +369,10 @@ def transposed_forward(call: Call) -> Plan | None:
     source, weight, out = (_Operand.of(tensor) for tensor in (*call.args[:2], next(tensors(call.out))))
     item, operands = width(call.args[0]), [("input", source), ("weight", weight)]
     inside = [("columns", _row(weight) * prod(source.sizes[2:]) * item)]
-    if argument(call, 3, "bias") is not None:
+    biased = argument(call, 3, "bias") is not None
+    if biased:
         inside.append(("ones", prod(out.sizes[2:]) * item))
-    steps = within(_needed(operands, False), *by_cublas(call, inside))
+    steps = within(_needed(operands, False), *within(inside, *products(call, source.sizes[0] * (1 + biased))))
     if len(source.sizes) == 4 or out.bytes <= source.bytes:
         return (REST, *steps)
     return (("alloc", "first", source.bytes), REST, ("free", "first"), *steps)
@@ -394,9 +396,9 @@ class _Group:
         """The births at these places, of those that are wanted."""
         return tuple(step for place in places if (step := self.births[place]) is not None)
 
-    def product(self) -> Plan:
-        """A product of matrices."""
-        return by_cublas(self.call)
+    def products(self) -> Plan:
+        """A product of matrices for each image."""
+        return products(self.call, self.gradient.sizes[0])
 
     def total(self) -> Plan:
         """The sum that is the bias's gradient."""
@@ -407,29 +409,32 @@ class _Group:
         bias = (*self.born(2), *self.total())
         made: Plan = bias
         if self.births[0]:
-            made = (*self.born(0), *within(self.columns, *self.product(), *bias, *self.born(1)))
+            weight = (*self.born(1), *self.products()) if self.births[1] else ()
+            made = (*self.born(0), *within(self.columns, *self.products(), *bias, *weight))
         elif self.births[1]:
-            made = (*bias, *self.born(1), *within(self.columns, *self.product()))
+            made = (*bias, *self.born(1), *within(self.columns, *self.products()))
         return within(self.copied, *made)
 
     def dilated(self) -> Plan:
-        """`slow_conv_dilated2d_backward`, `3d`: all at once; the bias has a sum of each image added to it."""
-        inside: Plan = ()
+        """`slow_conv_dilated2d_backward`, `3d`: image by image; the bias has a sum of each added to it."""
+        by_products = [birth for birth in self.births[:2] if birth]
+        total: Plan = ()
         if self.births[2]:
             image = self.gradient.image()
-            one = within([("sum", image.sizes[1] * width(self.call.args[0]))], *_sum(self.call, image))
-            inside = one * self.gradient.sizes[0]
-        if self.births[0] or self.births[1]:
-            inside = within(self.columns, *self.product(), *inside)
+            total = within([("sum", image.sizes[1] * width(self.call.args[0]))], *_sum(self.call, image))
+        images = range(self.gradient.sizes[0])
+        inside = tuple(step for _ in images for step in (*products(self.call, len(by_products)), *total))
+        if by_products:
+            inside = within(self.columns, *inside)
         return within(self.copied, *self.born(0, 1, 2), *inside)
 
     def transposed(self) -> Plan:
         """`slow_conv_transpose2d_backward`, `3d`: the input's gradient, then the others."""
         made: Plan = ()
         if self.births[0]:
-            made = within(self.copied, *self.born(0), *within(self.columns, *self.product()))
+            made = within(self.copied, *self.born(0), *within(self.columns, *self.products()))
         if self.births[1] or self.births[2]:
-            inside = within(self.columns, *self.product(), *self.total())
+            inside = within(self.columns, *(self.products() if self.births[1] else ()), *self.total())
             made += (*self.born(1, 2), *within(self.copied, *inside))
         return made
 
@@ -440,6 +445,8 @@ def _columns_backward(
     """`convolution_backward` without cuDNN: group by group, whose results are put together at the end."""
     transposed, groups, item = bool(call.args[7]), int(call.args[9]), width(call.args[1])
     columns = [("columns", _row(weight) * prod((source if transposed else gradient).sizes[2:]) * item)]
+    if transposed and _row(weight) == weight.sizes[1] and max(call.args[4]) == max(call.args[6]) == 1:
+        columns *= max(call.args[5]) > 0  # filters of one pixel read the gradient as it is
     sizes = source.bytes // groups, weight.bytes // groups, gradient.sizes[1] // groups * item
     copies = _needed([("input", source), ("weight", weight)], False)
 

@@ -28,6 +28,7 @@ from graph.workspaces.metadata import (
     is_conjugated,
     is_contiguous,
     is_dense,
+    is_half,
     shape,
     size,
     strides,
@@ -117,6 +118,11 @@ def by_cublas(call: Call, scratch: Iterable[tuple[str, int]] = ()) -> Plan:
     return within(scratch, *before, *after)
 
 
+def products(call: Call, number: int = 1) -> Plan:
+    """So many kernels one after another that use a cuBLAS handle, and nothing between them."""
+    return tuple(step for _ in range(number) for steps in cublas(call) for step in steps)
+
+
 def cublaslt(call: Call) -> tuple[list[Step], list[Step]]:
     """The steps before and after a kernel that uses cuBLASLt, whose handle is the cuBLAS one."""
     release, settings = call.profile.release, _settings(call)
@@ -189,8 +195,8 @@ def addmm(call: Call) -> Plan | None:
     """`addmm`, `_addmm_activation`: as mm; a bias goes to cuBLASLt's epilogue.
 
     That is for beta 1, both sizes of the second matrix above 1, a contiguous bias of the result's columns (one
-    dimension; two with a single row from 2.10, any two with an activation; a whole matrix from 2.15) and floating point
-    (`isInputCompliesAddmmCudaLt`, Blas.cpp).
+    dimension; two with a single row from 2.10, any two with an activation) and floating point
+    (`isInputCompliesAddmmCudaLt`, Blas.cpp). From 2.15 on a whole matrix of 16 bits is added by cuBLASLt too.
     """
     bias, first, second = call.args[0], call.args[1], call.args[2]
     if elements(first) == 0 or elements(second) == 0:
@@ -205,6 +211,8 @@ def _takes_lt(call: Call, bias: torch.Tensor, second: torch.Tensor, result: torc
     columns = shape(second)[1]
     if call.name.startswith("aten.addmm_."):
         return False
+    if release >= (2, 15) and _adds_whole(call, bias, second, result):
+        return True
     if call.kwargs.get("beta", 1) != 1 or dtype(second) not in FLOATING:
         return False
     if shape(second)[0] <= 1 or columns <= 1 or not (is_contiguous(bias) and is_contiguous(result)):
@@ -214,9 +222,16 @@ def _takes_lt(call: Call, bias: torch.Tensor, second: torch.Tensor, result: torc
         return True
     if len(form) != 2 or release < (2, 10):
         return False
-    if form == (1, columns) or "_addmm_activation" in call.name:
-        return True
-    return form == shape(result) and release >= (2, 15) and dtype(second) != "float64"
+    return form == (1, columns) or "_addmm_activation" in call.name
+
+
+def _adds_whole(call: Call, bias: torch.Tensor, second: torch.Tensor, result: torch.Tensor) -> bool:
+    """Whether cuBLASLt adds a matrix as large as the result: both lie by rows."""
+    rows, columns = shape(result)
+    if shape(bias) != (rows, columns) or min(rows, *shape(second)) <= 1 or not is_half(second):
+        return False
+    by_rows = all(strides(one)[1] == 1 and strides(one)[0] >= columns for one in (bias, result))
+    return by_rows and call.kwargs.get("beta", 1) != 0
 
 
 def bmm(call: Call) -> Plan | None:
@@ -247,9 +262,7 @@ def bmm(call: Call) -> Plan | None:
 
 
 def vector(call: Call) -> Plan | None:
-    """`dot`, `vdot`: the cuBLAS workspace alone (Blas.cpp)."""
-    if any(elements(operand) == 0 for operand in call.args if hasattr(operand, "numel")):
-        return None
+    """`dot`, `vdot`: the cuBLAS workspace alone, also for no elements (Blas.cpp)."""
     return _product(call, [], lt=False) or None
 
 

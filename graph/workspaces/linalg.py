@@ -43,12 +43,12 @@ def solve_triangular(call: Call) -> Plan | None:
     columns."""
     factors = call.args[0]
     copied = [] if is_contiguous(factors) or _by_columns(factors) else [("factors", size(factors))]
-    return (REST, *by_cublas(call, [*copied, *_pointers(factors)])) if elements(call.args[1]) else None
+    return (REST, *by_cublas(call, [*copied, *_pointers(factors)] if elements(call.args[1]) else ()))
 
 
 def triangular_solve(call: Call) -> Plan | None:
     """`triangular_solve`: the triangular matrices come second."""
-    return (REST, *by_cublas(call, _pointers(call.args[1]))) if elements(call.args[0]) else None
+    return (REST, *by_cublas(call, _pointers(call.args[1]) if elements(call.args[0]) else ()))
 
 
 def _by_columns(matrix: torch.Tensor) -> bool:

@@ -9,7 +9,19 @@ from collections.abc import Mapping
 from math import prod
 from typing import TYPE_CHECKING, Final
 
-from graph.workspaces.metadata import elements, is_contiguous, is_half, size, tensors, up, width
+from graph.workspaces.metadata import (
+    elements,
+    is_channels_last,
+    is_contiguous,
+    is_half,
+    shape,
+    size,
+    strides,
+    suggests_channels_last,
+    tensors,
+    up,
+    width,
+)
 from graph.workspaces.reduction import merged, scratch
 from graph.workspaces.rules import REST, Call, Plan, Rule, Step, within
 
@@ -21,8 +33,8 @@ _TALL: Final = 64 * 1024
 _MOST_BLOCKS: Final = 32 * 1024
 
 
-def _copied(steps: list[Step], sources: list[tuple[str, torch.Tensor | None]]) -> Plan | None:
-    made = [(name, size(tensor)) for name, tensor in sources if tensor is not None and not is_contiguous(tensor)]
+def _copied(steps: list[Step], sources: list[tuple[str, torch.Tensor]]) -> Plan | None:
+    made = [(name, size(tensor)) for name, tensor in sources if not is_contiguous(tensor)]
     if not made and steps == [("rest",)]:
         return None
     return within(made, *steps)
@@ -33,7 +45,7 @@ def forward(call: Call) -> Plan | None:
     return _copied([("rest",)], [("input", call.args[0]), *_parameters(call, 2)])
 
 
-def _parameters(call: Call, first: int) -> list[tuple[str, torch.Tensor | None]]:
+def _parameters(call: Call, first: int) -> list[tuple[str, torch.Tensor]]:
     """Tensors from this argument on; statistics among them are never strided."""
     return [(f"parameter {place}", given) for place, given in enumerate(tensors(call.args[first:]))]
 
@@ -103,35 +115,64 @@ class Rows:
 def group_norm(call: Call) -> Plan | None:
     """`native_group_norm`: two fp32 coefficients a channel; from 2.12 fp32 statistics for 16-bit inputs.
 
-    Without weight and bias, and for one value a channel (`GroupNorm1dForward`), there are no coefficients.
+    Without weight and bias, and for one value a channel (`GroupNorm1dForward`), there are no coefficients. From 2.15 on
+    there are where channels lie last, and it copies an input that does not lie as its memory format says, and strided
+    weights and biases.
     Arguments: input, weight, bias, N, C, HxW, groups, eps.
     """
     batch, channels, groups = int(call.args[3]), int(call.args[4]), int(call.args[6])
-    made: list[tuple[str, int]] = []
+    made = _formatted(call, call.args[0])
     if is_half(call.args[0]) and call.profile.release >= (2, 12):
         made += [(name, batch * groups * 4) for name in ("mean", "rstd")]
-    if int(call.args[5]) > 1 and (call.args[1] is not None or call.args[2] is not None):
+    scaled = call.args[1] is not None or call.args[2] is not None or by_format(call.profile.release, call.args[0])
+    if int(call.args[5]) > 1 and scaled:
         made += [(name, batch * channels * 4) for name in ("scale", "shift")]
     return (REST, *within(made))
+
+
+def by_format(release: tuple[int, ...], source: torch.Tensor) -> bool:
+    """Whether group norm goes by its input's channels, which lie last; up to 2.14 inputs were made contiguous."""
+    return release >= (2, 15) and suggests_channels_last(shape(source), strides(source))
+
+
+def _formatted(call: Call, *operands: torch.Tensor) -> list[tuple[str, int]]:
+    """Copies of what does not lie as the last one's memory format says, and of strided parameters."""
+    if call.profile.release < (2, 15):
+        return []
+    last = by_format(call.profile.release, operands[-1])
+
+    def lies(tensor: torch.Tensor) -> bool:
+        return is_channels_last(shape(tensor), strides(tensor)) if last else is_contiguous(tensor)
+
+    strided = [(f"operand {place}", size(one)) for place, one in enumerate(operands) if not lies(one)]
+    return strided + [(name, size(one)) for name, one in _parameters(call, len(operands)) if not is_contiguous(one)]
 
 
 def group_norm_backward(call: Call) -> Plan | None:
     """`native_group_norm_backward`: sums a channel and coefficients, fp32.
 
-    The coefficient a channel is made where there is a weight and more than one value a channel.
+    The coefficient a channel is made where there is a weight and more than one value a channel. From 2.15 on gradient
+    and input are copied where they do not lie as the input's format says, channels that lie last need no coefficient
+    a channel, and one value a channel needs no sums; weights that are strided are copied.
     Arguments: gradient, input, mean, rstd, weight, N, C, HxW, groups, mask.
     """
-    batch, channels, groups = int(call.args[5]), int(call.args[6]), int(call.args[8])
-    if elements(call.args[1]) == 0:
+    gradient, source, mask = call.args[0], call.args[1], call.args[9]
+    batch, channels, pixels, groups = (int(call.args[place]) for place in (5, 6, 7, 8))
+    if elements(source) == 0:
         return None
     by_channel, by_group = batch * channels * 4, batch * groups * 4
-    coefficients: tuple[Step, ...] = ()
-    if call.args[9][0]:
-        coefficients = (("alloc", "c2", by_group), ("alloc", "c3", by_group))
-        by_weight = call.args[4] is not None and int(call.args[7]) > 1
-        coefficients += (("alloc", "c1", by_channel),) if by_weight else ()
-        coefficients += (("free", "c3"), ("free", "c2"), *((("free", "c1"),) if by_weight else ()))
-    return (REST, *within([("ds", by_channel), ("db", by_channel)], *coefficients))
+    sums = [("ds", by_channel), ("db", by_channel)]
+    if pixels == 1 and call.profile.release >= (2, 15):
+        sums = []
+    coefficients: list[tuple[str, int]] = []
+    if mask[0]:
+        coefficients = [("c2", by_group), ("c3", by_group)]
+        if call.args[4] is not None and pixels > 1 and not by_format(call.profile.release, source):
+            coefficients.append(("c1", by_channel))
+    births = [("alloc", *one) for one in coefficients]
+    deaths = [("free", name) for name in ("c3", "c2", "c1") if name in dict(coefficients)]
+    inside = within(sums, *births, *deaths)
+    return within(_formatted(call, gradient, source), REST, *inside)
 
 
 RULES: Mapping[str, Rule] = {
