@@ -53,9 +53,10 @@ _GENERIC: Final = (
 #: DepthwiseConv2d.cu, group_norm.cpp, RreluWithNoise.cu); PyTorch's rules for shapes have it lie as an operand does.
 _CONTIGUOUS: Final = frozenset(
     {
-        *("aten::_log_softmax", "aten::_log_softmax_backward_data", "aten::native_group_norm"),
+        *("aten::_log_softmax", "aten::_log_softmax_backward_data", "aten::rrelu_with_noise"),
+        *("aten::native_group_norm", "aten::native_group_norm_backward"),
         *("aten::native_layer_norm", "aten::native_layer_norm_backward", "aten::_conv_depthwise2d"),
-        *("aten::_fused_rms_norm_backward", "aten::rrelu_with_noise"),
+        "aten::_fused_rms_norm_backward",
     }
 )
 
@@ -161,7 +162,7 @@ def _as_on_cuda(
     if not isinstance(first, Layout):
         return made
     name = func._schema.name
-    if name in _CONTIGUOUS and not (name == "aten::native_group_norm" and norm.by_format(_RELEASE, args[0])):
+    if name in _CONTIGUOUS and not norm.keeps_format(_RELEASE, name, args):
         return tuple(_dense(one) if isinstance(one, Layout) else one for one in made)
     if iterated.is_iterated(func):
         return (Layout(first.shape, iterated.steps(func, args), first.dtype), *made[1:])

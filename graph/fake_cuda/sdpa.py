@@ -162,12 +162,16 @@ def _inner_strides(request: Request, *, ignore_single: bool) -> bool:
     return dense and (request.mask is None or request.mask.stride[-1] == 1)
 
 
-def _heads(request: Request, *, grouped: bool, same_heads: bool = True) -> bool:
-    """Whether batch and heads fit (`check_batch_size_and_num_heads_dense`, `check_grouped_query_attention`)."""
+def _heads(request: Request, profile: Profile, *, grouped: bool, same_heads: bool = True) -> bool:
+    """Whether batch and heads fit (`check_batch_size_and_num_heads_dense`, `check_grouped_query_attention`).
+
+    From 2.14 on a single head of keys and values is a group of all, asked for or not.
+    """
     q, k, v = request.query.shape, request.key.shape, request.value.shape
     if not q[0] == k[0] == v[0]:
         return False
-    if not (request.enable_gqa and grouped):
+    shared = profile.release >= (2, 14) and k[-3] == v[-3] == 1
+    if not ((request.enable_gqa or shared) and grouped):
         return q[-3] == k[-3] == v[-3]
     if same_heads and k[-3] != v[-3]:
         return False
@@ -224,7 +228,7 @@ def _cudnn_can(request: Request, profile: Profile, flags: Flags) -> bool:
         and _between(profile, (8, 0), (12, 1))
         and _nonzero_lengths(request)
         and _inner_strides(request, ignore_single=True)
-        and _heads(request, grouped=True, same_heads=False)
+        and _heads(request, profile, grouped=True, same_heads=False)
         and _cudnn_shapes(request, profile)
         and _cudnn_dropout(request, profile)
     )
@@ -249,7 +253,7 @@ def _flash_can(request: Request, profile: Profile, flags: Flags) -> bool:
         and _flash_head_dim(request, profile)
         and (not request.is_causal or request.query.shape[-2] == request.key.shape[-2])
         and _low_precision(request, profile)
-        and _heads(request, grouped=True)
+        and _heads(request, profile, grouped=True)
         and _nonzero_lengths(request)
         and _inner_strides(request, ignore_single=True)
     )
@@ -289,7 +293,7 @@ def _efficient_can(request: Request, profile: Profile, flags: Flags) -> bool:
         and outer % alignment == 0
         and _nonzero_lengths(request)
         and _inner_strides(request, ignore_single=False)
-        and _heads(request, grouped=profile.release >= (2, 14))
+        and _heads(request, profile, grouped=profile.release >= (2, 14))
         and _same_dtype(request, dtypes)
         and _efficient_offsets(request, profile)
     )

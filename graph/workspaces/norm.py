@@ -5,9 +5,9 @@ Source: aten/src/ATen/native/cuda/layer_norm_kernel.cu and group_norm_kernel.cu.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from math import prod
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from graph.workspaces.metadata import (
     elements,
@@ -115,9 +115,9 @@ class Rows:
 def group_norm(call: Call) -> Plan | None:
     """`native_group_norm`: two fp32 coefficients a channel; from 2.12 fp32 statistics for 16-bit inputs.
 
-    Without weight and bias, and for one value a channel (`GroupNorm1dForward`), there are no coefficients. From 2.15 on
-    there are where channels lie last, and it copies an input that does not lie as its memory format says, and strided
-    weights and biases.
+    Without weight and bias, and for one value a channel (`GroupNorm1dForward`), there are no coefficients; from 2.15
+    on there are where channels lie last. From 2.14 on an input that does not lie as it takes it is copied here, and
+    strided weights and biases.
     Arguments: input, weight, bias, N, C, HxW, groups, eps.
     """
     batch, channels, groups = int(call.args[3]), int(call.args[4]), int(call.args[6])
@@ -131,13 +131,20 @@ def group_norm(call: Call) -> Plan | None:
 
 
 def by_format(release: tuple[int, ...], source: torch.Tensor) -> bool:
-    """Whether group norm goes by its input's channels, which lie last; up to 2.14 inputs were made contiguous."""
+    """Whether group norm goes by its input's channels, which lie last; before, inputs are made contiguous."""
     return release >= (2, 15) and suggests_channels_last(shape(source), strides(source))
 
 
+def keeps_format(release: tuple[int, ...], schema: str, args: Sequence[Any]) -> bool:
+    """Whether the results of an operator of this schema lie as its input does, since it is such a group norm."""
+    place = {"aten::native_group_norm": 0, "aten::native_group_norm_backward": 1}.get(schema)
+    return place is not None and by_format(release, args[place])
+
+
 def _formatted(call: Call, *operands: torch.Tensor) -> list[tuple[str, int]]:
-    """Copies of what does not lie as the last one's memory format says, and of strided parameters."""
-    if call.profile.release < (2, 15):
+    """Copies of what does not lie as the last one's memory format says (up to 2.14: contiguous), and of strided
+    parameters."""
+    if call.profile.release < (2, 14):
         return []
     last = by_format(call.profile.release, operands[-1])
 
@@ -151,9 +158,9 @@ def _formatted(call: Call, *operands: torch.Tensor) -> list[tuple[str, int]]:
 def group_norm_backward(call: Call) -> Plan | None:
     """`native_group_norm_backward`: sums a channel and coefficients, fp32.
 
-    The coefficient a channel is made where there is a weight and more than one value a channel. From 2.15 on gradient
-    and input are copied where they do not lie as the input's format says, channels that lie last need no coefficient
-    a channel, and one value a channel needs no sums; weights that are strided are copied.
+    The coefficient a channel is made where there is a weight and more than one value a channel. From 2.14 on gradient
+    and input are copied here where they do not lie as it takes them, and strided weights; one value a channel needs no
+    sums. From 2.15 on channels that lie last need no coefficient a channel.
     Arguments: gradient, input, mean, rstd, weight, N, C, HxW, groups, mask.
     """
     gradient, source, mask = call.args[0], call.args[1], call.args[9]
@@ -162,7 +169,7 @@ def group_norm_backward(call: Call) -> Plan | None:
         return None
     by_channel, by_group = batch * channels * 4, batch * groups * 4
     sums = [("ds", by_channel), ("db", by_channel)]
-    if pixels == 1 and call.profile.release >= (2, 15):
+    if pixels == 1 and call.profile.release >= (2, 14):
         sums = []
     coefficients: list[tuple[str, int]] = []
     if mask[0]:

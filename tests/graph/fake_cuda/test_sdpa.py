@@ -94,6 +94,10 @@ def test_every_recorded_choice() -> None:
         ("A100", "2.13", request(dtype="float64"), Backend.MATH),
         ("A100", "2.13", request(mask=dense((2, 1, 128, 128), "bool")), Backend.EFFICIENT),
         ("A100", "2.13", request(key_heads=2, gqa=True), Backend.FLASH),
+        ("A100", "2.13", request(key_heads=1), Backend.MATH),  # and the next three as 2.14.1 and 2.15.0 allocated
+        ("A100", "2.14", request(key_heads=1), Backend.FLASH),
+        ("A100", "2.15", request(key_heads=1, dtype="float32"), Backend.EFFICIENT),
+        ("A100", "2.15", request(key_heads=2), Backend.MATH),
         ("A100", "2.13", request(key_heads=2, gqa=True, dtype="float32"), Backend.MATH),
         ("A100", "2.13", request(key_heads=2, gqa=True, mask=dense((128, 128))), Backend.MATH),
         ("A100", "2.13", request(rows=100, columns=128, causal=True), Backend.EFFICIENT),
