@@ -290,7 +290,8 @@ def _know(stack: ExitStack, rules: ModuleType, utils: ModuleType) -> None:
     stubs, objects = (importlib.import_module(f"graph.fake_cuda.{name}") for name in ("stubs", "objects"))
     utils.common_constant_types.add(stubs.DEVICE_PROPERTIES)
     stack.callback(utils.common_constant_types.discard, stubs.DEVICE_PROPERTIES)
-    scripted = _dynamo("variables.script_object").TorchScriptObjectVariable
+    scripts = _dynamo("variables.script_object")
+    scripted = getattr(scripts, "CustomClassObjectVariable", None) or scripts.TorchScriptObjectVariable  # since 2.14
     plain = scripted.is_matching_cls
     of_scripts = staticmethod(lambda kind: kind is not objects.Generator and plain(kind))  # since 2.12 those are, too
     stack.enter_context(mock.patch.object(scripted, "is_matching_cls", of_scripts))
