@@ -54,8 +54,11 @@ def attention(
         if sdpa.choice(card, seen, seen, seen) in (sdpa.Backend.FLASH, sdpa.Backend.EFFICIENT):
             projected = _aten.linear(query, weight, bias)
             parts = [part.view(*part.shape[:2], heads, head).transpose(1, 2) for part in projected.chunk(3, -1)]
-            attended = sdpa.attend(card, *parts).transpose(1, 2).reshape(*query.shape[:2], size)
-            return _aten.linear(attended, out_weight, out_bias), None
+            attended = sdpa.attend(card, *parts)
+            rows = attended.transpose(1, 2).reshape(*query.shape[:2], size)
+            result = _aten.linear(rows, out_weight, out_bias)
+            del rows, attended
+            return result, None
     packed = _projected(query, key, value, size, weight)
     batch, tokens = packed.shape[:2]
     parts = _aten.empty.memory_format((3, batch * heads, tokens, head), dtype=packed.dtype, device=packed.device)

@@ -447,6 +447,26 @@ def test_operands_without_a_batch_are_one(dtype: str) -> None:
     assert len(found["2.13"][0]) > len(WITHOUT_BATCH[dtype][0])
 
 
+def test_attention_of_evaluated_modules_keeps_what_it_projects_until_its_end() -> None:
+    """Heads of 6 are padded to 8: as the CUDA builds of 2.13.0 and 2.15.0 allocated and freed after the kernel."""
+    torch = pytest.importorskip("torch")
+    from graph.fake_cuda.device import fake_cuda
+    from graph.fake_cuda.sdpa import install
+
+    with fake_cuda(profile("A100", "2.13", True)) as runtime, torch.no_grad():
+        install(runtime)
+        like = {"device": "cuda", "dtype": torch.bfloat16}
+        module = torch.nn.MultiheadAttention(36, 6, batch_first=True, **like).eval()
+        tokens = torch.empty(4, 100, 36, **like)
+        module(tokens, tokens, tokens, need_weights=False)
+        runtime.observer = seen = Events(runtime)
+        result = module(tokens, tokens, tokens, need_weights=False)
+        runtime.observer = None
+        del result
+    assert [size for size in seen.events if size > 0] == [86400, *[38400] * 4, 9600, 16, 8, 28800, 28800]
+    assert seen.events[-5:] == [28800, 28800, -9, -5, -1]
+
+
 @pytest.mark.filterwarnings("ignore")
 def test_programs_hear_which_kernel_could_take_a_call() -> None:
     """As the CUDA build of 2.13 answered for an A100; jagged nested tensors ask the same way."""
