@@ -221,8 +221,13 @@ def _told(figures: list[int]) -> str:
 
 
 def recording(name: str) -> dict[str, Any]:
-    """What the recorder said, by operator: `name` is that of a dtype, perhaps with `-strided`."""
-    samples: dict[str, Any] = json.loads(gzip.decompress((FOLDER / f"{name}.json.gz").read_bytes()))
+    """What the recorder said, by operator: `name` is that of a dtype, perhaps with `-strided`.
+
+    It is that of the installed release, where there is one; else that of 2.13.
+    """
+    of_release = FOLDER / f"{name}-{installed_release()}.json.gz"
+    path = of_release if of_release.exists() else FOLDER / f"{name}.json.gz"
+    samples: dict[str, Any] = json.loads(gzip.decompress(path.read_bytes()))
     return samples
 
 
