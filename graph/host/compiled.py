@@ -287,6 +287,13 @@ def _know(stack: ExitStack, rules: ModuleType, utils: ModuleType) -> None:
         if hasattr(contexts.CUDADeviceVariable, f"_{name}_fn"):
             ours = staticmethod(getattr(torch.cuda, f"_{name}_device"))
             stack.enter_context(mock.patch.object(contexts.CUDADeviceVariable, f"_{name}_fn", ours))
+    streams: Any = sys.modules.get("torch._dynamo.variables.streams")  # since 2.9
+    for name in ("_get_stream_by_index", "_get_event_by_index"):  # since 2.14 they ask for PyTorch's own classes
+        if hasattr(streams, name):
+            stack.enter_context(mock.patch.object(streams, name, streams.get_external_object_by_index))
+    for module in (utils, _dynamo("guards")):  # since 2.15 they ask C++ which stream is the current one
+        if hasattr(module, "get_current_stream"):
+            stack.enter_context(mock.patch.object(module, "get_current_stream", torch.accelerator.current_stream))
     stubs, objects = (importlib.import_module(f"graph.fake_cuda.{name}") for name in ("stubs", "objects"))
     utils.common_constant_types.add(stubs.DEVICE_PROPERTIES)
     stack.callback(utils.common_constant_types.discard, stubs.DEVICE_PROPERTIES)
