@@ -226,9 +226,9 @@ def _takes_lt(call: Call, bias: torch.Tensor, second: torch.Tensor, result: torc
 
 
 def _adds_whole(call: Call, bias: torch.Tensor, second: torch.Tensor, result: torch.Tensor) -> bool:
-    """Whether cuBLASLt adds a matrix as large as the result: both lie by rows."""
+    """Whether cuBLASLt adds a matrix as large as the result, which is another tensor: both lie by rows."""
     rows, columns = shape(result)
-    if shape(bias) != (rows, columns) or min(rows, *shape(second)) <= 1 or not is_half(second):
+    if bias is result or shape(bias) != (rows, columns) or min(rows, *shape(second)) <= 1 or not is_half(second):
         return False
     by_rows = all(strides(one)[1] == 1 and strides(one)[0] >= columns for one in (bias, result))
     return by_rows and call.kwargs.get("beta", 1) != 0

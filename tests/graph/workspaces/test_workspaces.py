@@ -237,6 +237,15 @@ def test_the_workspace_of_a_product_is_freed_with_it_from_2_15() -> None:
     assert made == (("alloc", "cublas", 8_519_680), ("free", "cublas"))
 
 
+def test_a_matrix_that_is_written_to_is_not_added_by_cublaslt() -> None:
+    """As PyTorch 2.15.0 allocated in `torch.addmm(..., out=...)`: 1 MiB for cuBLASLt, else cuBLAS's 8.1 MiB."""
+    one, other, added, out = (Tensor("bfloat16", [16, 16]) for _ in range(4))
+    elsewhere = call("aten.addmm.out", added, one, other, kwargs={"out": out}, out=out, release="2.15")
+    in_place = call("aten.addmm.out", added, one, other, kwargs={"out": added}, out=added, release="2.15")
+    made = [plan(each) for each in (elsewhere, in_place)]
+    assert [steps and steps[0][2] for steps in made] == [1 << 20, 8_519_680]
+
+
 @pytest.mark.parametrize(
     ("gpu", "release", "count", "sort", "unique"),
     [
