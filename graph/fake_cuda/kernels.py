@@ -55,8 +55,8 @@ _CONTIGUOUS: Final = frozenset(
     {
         *("aten::_log_softmax", "aten::_log_softmax_backward_data", "aten::rrelu_with_noise"),
         *("aten::native_group_norm", "aten::native_group_norm_backward"),
-        *("aten::native_layer_norm", "aten::native_layer_norm_backward", "aten::_conv_depthwise2d"),
-        "aten::_fused_rms_norm_backward",
+        *("aten::native_layer_norm", "aten::native_layer_norm_backward"),
+        *("aten::_conv_depthwise2d", "aten::_fused_rms_norm_backward"),
     }
 )
 
@@ -64,8 +64,9 @@ _CONTIGUOUS: Final = frozenset(
 #: is made for the elements and resized when they are reduced (aten/src/ATen/native/BinaryOps.cpp, cuda/Loss.cu).
 _REDUCED_LOSSES: Final = {"aten::mse_loss": 2, "aten::smooth_l1_loss": 2, "aten::binary_cross_entropy": 3}
 
-#: Up to PyTorch 2.6 the seed and the offset of its random numbers (the two results before the last) are on the host.
 _RELEASE: Final = version_of(torch.__version__)
+
+#: Up to PyTorch 2.6 the seed and the offset of its random numbers (the two results before the last) are on the host.
 _FLASH: Final = "aten::_scaled_dot_product_flash_attention"
 
 #: Copies to the host of up to so many bytes get values; larger ones keep what their memory holds.

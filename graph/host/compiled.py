@@ -287,7 +287,7 @@ def _know(stack: ExitStack, rules: ModuleType, utils: ModuleType) -> None:
         if hasattr(contexts.CUDADeviceVariable, f"_{name}_fn"):
             ours = staticmethod(getattr(torch.cuda, f"_{name}_device"))
             stack.enter_context(mock.patch.object(contexts.CUDADeviceVariable, f"_{name}_fn", ours))
-    streams: Any = sys.modules.get("torch._dynamo.variables.streams")  # since 2.9
+    streams = _streams()
     for name in ("_get_stream_by_index", "_get_event_by_index"):  # since 2.14 they ask for PyTorch's own classes
         if hasattr(streams, name):
             stack.enter_context(mock.patch.object(streams, name, streams.get_external_object_by_index))
@@ -304,10 +304,15 @@ def _know(stack: ExitStack, rules: ModuleType, utils: ModuleType) -> None:
     stack.enter_context(mock.patch.object(scripted, "is_matching_cls", of_scripts))
 
 
+def _streams() -> Any:
+    """Dynamo's module of streams, since 2.9; else None."""
+    return sys.modules.get("torch._dynamo.variables.streams")
+
+
 def _tables(rules: ModuleType) -> list[dict[Any, Any]]:
     """What Dynamo knows of functions and classes, by themselves."""
     functions = _dynamo("variables.torch")
-    streams = sys.modules.get("torch._dynamo.variables.streams")  # since 2.9
+    streams = _streams()
     contexts = _dynamo("variables.ctx_manager")
     return [
         rules.get_torch_obj_rule_map(),

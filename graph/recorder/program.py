@@ -210,7 +210,7 @@ class ProgramRecorder:
             determined = _deterministic()
             filling = bool(determined and _memory.fill_uninitialized_memory)
             here = stream << 3 | thread << 1 | _grad_enabled()
-            in_place = bool(args and kwargs) and kwargs.get("out") is args[0]
+            in_place = bool(args and kwargs) and kwargs.get("out") is args[0]  # rules may ask; no kind of call says it
             mode = (len(born), here, card.cleared << _BITS | card.index, determined, filling, in_place)
             steps = known.get(mode)
             if steps is None:

@@ -17,13 +17,12 @@ from functools import partial
 from math import prod
 from typing import TYPE_CHECKING, Any, Final
 
-from graph.workspaces.gemm import products
+from graph.workspaces.gemm import by_cublas
 from graph.workspaces.metadata import (
     CHANNELS_LAST,
     argument,
     dtype,
-    in_order,
-    is_channels_last,
+    in_format,
     is_contiguous,
     is_half,
     packed,
@@ -73,7 +72,7 @@ class _Operand:
 
     def lies(self, channels_last: bool) -> bool:
         """Whether it is contiguous in a memory format."""
-        return (is_channels_last if channels_last else in_order)(self.sizes, self.steps)
+        return in_format(self.sizes, self.steps, channels_last)
 
     def put(self, channels_last: bool) -> _Operand:
         """Contiguous in a memory format (`Tensor.contiguous`): itself, where it is so already."""
@@ -359,8 +358,8 @@ def columns_forward(call: Call) -> Plan | None:
     stride, padding = argument(call, 4, "stride"), argument(call, 5, "padding")
     plain = "2d_forward" in call.name and _row(weight) == weight.sizes[1] and max(stride) == 1 and max(padding) == 0
     inside = [] if plain else [("columns", _row(weight) * prod(out.sizes[2:]) * width(call.args[0]))]
-    steps = within(inside, *products(call, source.sizes[0]))
-    return within(_needed([("input", source), ("weight", weight)], False), REST, *steps)
+    images = by_cublas(call, inside, source.sizes[0])
+    return within(_needed([("input", source), ("weight", weight)], False), REST, *images)
 
 
 def transposed_forward(call: Call) -> Plan | None:
@@ -372,7 +371,7 @@ def transposed_forward(call: Call) -> Plan | None:
     biased = argument(call, 3, "bias") is not None
     if biased:
         inside.append(("ones", prod(out.sizes[2:]) * item))
-    steps = within(_needed(operands, False), *within(inside, *products(call, source.sizes[0] * (1 + biased))))
+    steps = within(_needed(operands, False), *by_cublas(call, inside, source.sizes[0] * (1 + biased)))
     if len(source.sizes) == 4 or out.bytes <= source.bytes:
         return (REST, *steps)
     return (("alloc", "first", source.bytes), REST, ("free", "first"), *steps)
@@ -398,7 +397,7 @@ class _Group:
 
     def products(self) -> Plan:
         """A product of matrices for each image."""
-        return products(self.call, self.gradient.sizes[0])
+        return by_cublas(self.call, kernels=self.gradient.sizes[0])
 
     def total(self) -> Plan:
         """The sum that is the bias's gradient."""
@@ -423,7 +422,7 @@ class _Group:
             image = self.gradient.image()
             total = within([("sum", image.sizes[1] * width(self.call.args[0]))], *_sum(self.call, image))
         images = range(self.gradient.sizes[0])
-        inside = tuple(step for _ in images for step in (*products(self.call, len(by_products)), *total))
+        inside = tuple(step for _ in images for step in (*by_cublas(self.call, kernels=len(by_products)), *total))
         if by_products:
             inside = within(self.columns, *inside)
         return within(self.copied, *self.born(0, 1, 2), *inside)
@@ -445,8 +444,9 @@ def _columns_backward(
     """`convolution_backward` without cuDNN: group by group, whose results are put together at the end."""
     transposed, groups, item = bool(call.args[7]), int(call.args[9]), width(call.args[1])
     columns = [("columns", _row(weight) * prod((source if transposed else gradient).sizes[2:]) * item)]
-    if transposed and _row(weight) == weight.sizes[1] and max(call.args[4]) == max(call.args[6]) == 1:
-        columns *= max(call.args[5]) > 0  # filters of one pixel read the gradient as it is
+    steps, padding, dilation = (max(call.args[place]) for place in (4, 5, 6))
+    if transposed and _row(weight) == weight.sizes[1] and (steps, padding, dilation) == (1, 0, 1):
+        columns = []  # filters of one pixel read the gradient as it is
     sizes = source.bytes // groups, weight.bytes // groups, gradient.sizes[1] // groups * item
     copies = _needed([("input", source), ("weight", weight)], False)
 
@@ -454,7 +454,7 @@ def _columns_backward(
         group = _Group(call, births, _needed([("gradient", given)], False), given.put(False), columns)
         if transposed:
             return group.transposed()
-        even = len(source.sizes) == 4 and max(call.args[6]) == 1
+        even = len(source.sizes) == 4 and dilation == 1
         return group.flat() if even else group.dilated()
 
     outs = [("out", sum(wanted[:place])) if flag else None for place, flag in enumerate(wanted)]

@@ -112,15 +112,9 @@ def cublas(call: Call) -> tuple[list[Step], list[Step]]:
     return _stays(call, "cublas", nbytes), []
 
 
-def by_cublas(call: Call, scratch: Iterable[tuple[str, int]] = ()) -> Plan:
-    """A kernel that uses a cuBLAS handle, and what it is given."""
-    before, after = cublas(call)
-    return within(scratch, *before, *after)
-
-
-def products(call: Call, number: int = 1) -> Plan:
-    """So many kernels one after another that use a cuBLAS handle, and nothing between them."""
-    return tuple(step for _ in range(number) for steps in cublas(call) for step in steps)
+def by_cublas(call: Call, scratch: Iterable[tuple[str, int]] = (), kernels: int = 1) -> Plan:
+    """So many kernels that use a cuBLAS handle, one after another, and what they are given."""
+    return within(scratch, *(step for _ in range(kernels) for steps in cublas(call) for step in steps))
 
 
 def cublaslt(call: Call) -> tuple[list[Step], list[Step]]:

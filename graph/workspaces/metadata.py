@@ -137,6 +137,11 @@ def is_channels_last(sizes: Sequence[int], steps: Sequence[int]) -> bool:
     return in_order([sizes[place] for place in order], [steps[place] for place in order])
 
 
+def in_format(sizes: Sequence[int], steps: Sequence[int], channels_last: bool) -> bool:
+    """Whether elements lie in order without gaps in a memory format (`Tensor.is_contiguous`)."""
+    return (is_channels_last if channels_last else in_order)(sizes, steps)
+
+
 def packed(sizes: Sequence[int], order: Sequence[int]) -> tuple[int, ...]:
     """Strides without gaps of dimensions in this order, the fastest first."""
     steps, step = [0] * len(sizes), 1

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from graph.workspaces.metadata import (
     elements,
-    is_channels_last,
+    in_format,
     is_contiguous,
     is_half,
     shape,
@@ -33,8 +33,14 @@ _TALL: Final = 64 * 1024
 _MOST_BLOCKS: Final = 32 * 1024
 
 
+def _strided(sources: Sequence[tuple[str, torch.Tensor]], channels_last: bool = False) -> list[tuple[str, int]]:
+    """Copies of what is not contiguous in a memory format."""
+    lies = ((name, one, in_format(shape(one), strides(one), channels_last)) for name, one in sources)
+    return [(name, size(one)) for name, one, as_it_is in lies if not as_it_is]
+
+
 def _copied(steps: list[Step], sources: list[tuple[str, torch.Tensor]]) -> Plan | None:
-    made = [(name, size(tensor)) for name, tensor in sources if not is_contiguous(tensor)]
+    made = _strided(sources)
     if not made and steps == [("rest",)]:
         return None
     return within(made, *steps)
@@ -146,13 +152,9 @@ def _formatted(call: Call, *operands: torch.Tensor) -> list[tuple[str, int]]:
     parameters."""
     if call.profile.release < (2, 14):
         return []
+    named = [(f"operand {place}", one) for place, one in enumerate(operands)]
     last = by_format(call.profile.release, operands[-1])
-
-    def lies(tensor: torch.Tensor) -> bool:
-        return is_channels_last(shape(tensor), strides(tensor)) if last else is_contiguous(tensor)
-
-    strided = [(f"operand {place}", size(one)) for place, one in enumerate(operands) if not lies(one)]
-    return strided + [(name, size(one)) for name, one in _parameters(call, len(operands)) if not is_contiguous(one)]
+    return _strided(named, last) + _strided(_parameters(call, len(operands)))
 
 
 def group_norm_backward(call: Call) -> Plan | None:
@@ -168,18 +170,16 @@ def group_norm_backward(call: Call) -> Plan | None:
     if elements(source) == 0:
         return None
     by_channel, by_group = batch * channels * 4, batch * groups * 4
-    sums = [("ds", by_channel), ("db", by_channel)]
-    if pixels == 1 and call.profile.release >= (2, 14):
-        sums = []
+    summed = pixels > 1 or call.profile.release < (2, 14)
+    sums = [("ds", by_channel), ("db", by_channel)] if summed else []
     coefficients: list[tuple[str, int]] = []
     if mask[0]:
         coefficients = [("c2", by_group), ("c3", by_group)]
         if call.args[4] is not None and pixels > 1 and not by_format(call.profile.release, source):
             coefficients.append(("c1", by_channel))
     births = [("alloc", *one) for one in coefficients]
-    deaths = [("free", name) for name in ("c3", "c2", "c1") if name in dict(coefficients)]
-    inside = within(sums, *births, *deaths)
-    return within(_formatted(call, gradient, source), REST, *inside)
+    deaths = [("free", name) for name in ("c3", "c2", "c1")[: len(coefficients)]]
+    return within(_formatted(call, gradient, source), REST, *within(sums, *births, *deaths))
 
 
 RULES: Mapping[str, Rule] = {
