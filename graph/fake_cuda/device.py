@@ -31,6 +31,7 @@ from graph.fake_cuda import guard, served
 from graph.fake_cuda import leftovers as fake_leftovers
 from graph.fake_cuda import self_check as fake_check
 from graph.fake_cuda import stubs as fake_stubs
+from graph.fake_cuda.graphs import seeding
 from graph.fake_cuda.kernels import Kernels, Kind
 from graph.fake_cuda.marks import remember
 from graph.fake_cuda.memory import ADDRESS_BITS, Memory, ignore
@@ -119,6 +120,7 @@ class Runtime:
         self.main_thread = threading.get_ident()
         self.points = fake_stubs.Points()
         self.captured: set[int] = set()  # streams that a CUDA graph is captured of
+        self.drawn: Callable[[], object] | None = None  # asked where random numbers are drawn while one is captured
         self.managed = 0  # bytes of CUDA managed memory that were asked for
         self.late = False  # whether work ends only when the host waits for the device, or for any event
         self.synchronizations: Callable[[], None] | None = None
@@ -684,7 +686,7 @@ def _kernels(runtime: Runtime) -> Iterator[None]:
         func = operator(name)
         plain = composed.succeeding(runtime, func, composed.sought(func, kernels.of(name)))
         plain = composed.bounded(runtime, name, composed.parted(func, composed.widened(func, plain)))
-        found = deterministic(func, plain)
+        found = seeding(runtime, func, deterministic(func, plain))
         return wrapped(places.on_one_device(func, found) if runtime.several else found)
 
     try:

@@ -10,7 +10,7 @@ import gc
 import itertools
 import sys
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 
@@ -20,9 +20,35 @@ from graph.fake_cuda.torch_private import BINDINGS
 if TYPE_CHECKING:
     from graph.fake_cuda.device import Runtime
     from graph.fake_cuda.served import Allocator
+    from graph.fake_cuda.torch_private import Operator
 
 #: A pool's id in PyTorch: (0, n) where a program asked for it, (n, 0) where a capture did.
 Handle = tuple[int, int]
+
+
+#: From this release on a captured graph has a seed and an offset of the generator only where it draws random numbers.
+_SEEDED_WHERE_DRAWN: Final = (2, 14)
+#: Arguments by which an operator that may draw random numbers draws none, and their values.
+_DRAWS_NONE: Final = {"dropout_p": 0.0, "train": False, "training": False}
+
+
+def seeding(runtime: Runtime, func: Operator, kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """A kernel that has the captured graph's seeds made where it draws random numbers, after what it makes itself."""
+    if torch.Tag.nondeterministic_seeded not in func.tags or runtime.profile.release < _SEEDED_WHERE_DRAWN:
+        return kernel
+    arguments = [(place, one.name, one.default_value) for place, one in enumerate(func._schema.arguments)]
+    telling = [one for one in arguments if one[1] in _DRAWS_NONE]
+
+    def called(*args: Any, **kwargs: Any) -> Any:
+        out = kernel(*args, **kwargs)
+        if runtime.drawn is not None:
+            told = [(name, args[at] if at < len(args) else kwargs.get(name, default)) for at, name, default in telling]
+            made = out[0] if isinstance(out, tuple) else out
+            if made.numel() and not any(value == _DRAWS_NONE[name] for name, value in told):
+                runtime.drawn()
+        return out
+
+    return called
 
 
 class CUDAGraph:
@@ -55,17 +81,26 @@ class CUDAGraph:
             )
         self._pool = (next(self.handles), 0) if pool is None else pool
         self._stream = stream.stream_id
-        with torch.cuda.stream(runtime.default_stream):  # of the generator: its seed and its offset
-            self._seeds = [torch.empty(1, dtype=torch.int64, device="cuda") for _ in range(2)]
+        if runtime.profile.release < _SEEDED_WHERE_DRAWN:
+            self._seed()
+        else:
+            runtime.drawn = self._seed
         runtime.captured.add(stream.stream_id)
         self.allocator.pool_begin(self._pool, runtime.captured)
 
     def capture_end(self) -> None:
         """The capture ends."""
+        self.runtime.drawn = None
         self.runtime.captured.clear()
         self.allocator.pool_end(self._pool)
         self.runtime.tell("graph_captured", id(self))
         self._captured = True
+
+    def _seed(self) -> None:
+        """The generator's seed and its offset, which every replay reads; not of the graph's pool."""
+        if not self._seeds:
+            with torch.cuda.stream(self.runtime.default_stream):
+                self._seeds = [torch.empty(1, dtype=torch.int64, device="cuda") for _ in range(2)]
 
     def reset(self) -> None:
         """The graph is given up, and its pool if no other graph has it."""

@@ -303,7 +303,8 @@ def _multinomial(
     """Distributions.cpp, `multinomial_out`; with replacement cuda/MultinomialKernel.cu."""
     out = _result((*source.shape[:-1], samples), torch.int64, out)
     if replacement and samples > 1:
-        given, normed, sums = (torch.empty_like(source, memory_format=torch.contiguous_format) for _ in range(3))
+        given = None if runtime.profile.release >= (2, 15) else source.new_empty(source.shape)
+        normed, sums = (source.new_empty(source.shape) for _ in range(2))
         _aten.cumsum.out(normed, -1, out=sums)
         del sums, normed, given
         return out

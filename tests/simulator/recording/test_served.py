@@ -203,6 +203,16 @@ def test_operators_with_given_results_take_what_those_that_make_them_take(runtim
     torch.mode(one, 0, out=(out[0], places[0]))  # it has no kernel for CUDA of its own
 
 
+def test_draws_with_replacement_need_an_array_less_since_2_15(
+    runtime: Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Allocations and bytes above the start (PyTorch 2.14.1+cu130, then 2.15.0+cu130)."""
+    rows = torch.rand(4, 1000, device="cuda")
+    assert taken(lambda: torch.multinomial(rows, 200, True)) == (4, 55808)
+    monkeypatch.setattr(runtime, "profile", profile("A100", "2.15"))
+    assert taken(lambda: torch.multinomial(rows, 200, True)) == (3, 39424)
+
+
 def test_images_with_gaps_are_copied_where_a_kernel_wants_their_channels_last(runtime: Runtime) -> None:
     """Allocations and bytes above the start (PyTorch 2.13.0+cu130) of a pyramid's level, cut out of tokens."""
     functional = torch.nn.functional
