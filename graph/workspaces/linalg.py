@@ -25,6 +25,9 @@ _FEW: Final = 2
 #: Since when matrices are factorized as they are; before, contiguous ones were transposed (2.10 is not recorded).
 _AS_THEY_ARE: Final = (2, 11)
 
+#: Since when batches of Cholesky factors are cuBLAS's, not MAGMA's.
+_WITHOUT_MAGMA: Final = (2, 12)
+
 
 def _batch(matrix: torch.Tensor) -> int:
     return prod(shape(matrix)[:-2])
@@ -208,6 +211,38 @@ def decomposition(call: Call) -> Plan | None:
     return (REST, factors, *within(pivots, *_factored(call), ("free", "factors"), *unpacked))
 
 
+def cholesky_solve(call: Call) -> Plan | None:
+    """`_cholesky_solve_helper`: a single matrix is copied for cuSOLVER; those of a batch are solved by cuBLAS, twice
+    triangular (before, by MAGMA, which copied them)."""
+    right, factors = call.args[:2]
+    if not elements(right) or not elements(factors):
+        return None
+    together, copy = call.profile.release >= _WITHOUT_MAGMA, [("factors", size(factors))]
+    if _batch(right) > 1:
+        return (REST, *(_solved_twice(call, factors) if together else by_cublas(call, copy)))
+    return (REST, *within([("info", 4), *copy])) if together else within([("info", 4)], REST, *within(copy))
+
+
+def cholesky_inverse(call: Call) -> Plan | None:
+    """`cholesky_inverse`: the identity is solved by a copy of the factors."""
+    factors = call.args[0]
+    if not elements(factors):
+        return None
+    together, copy = call.profile.release >= _WITHOUT_MAGMA, ("working copy", size(factors))
+    if _batch(factors) > 1:
+        solves = _solved_twice(call, factors, lying=True) if together else by_cublas(call)
+        return (REST, *within([copy], *solves))
+    return (REST, *within([copy, ("info", 4), *([("factors", size(factors))] if together else [])]))
+
+
+def _solved_twice(call: Call, factors: torch.Tensor, *, lying: bool = False) -> Plan:
+    """Lower and upper triangular matrices solved one after the other, each time of a copy where they do not lie as
+    cuBLAS takes them."""
+    taken = lying or is_contiguous(factors) or _by_columns(factors)
+    copied = [] if taken else [("factors", size(factors))]
+    return tuple(step for _ in range(2) for step in within(copied, *by_cublas(call, _pointers(factors))))
+
+
 RULES: Mapping[str, Rule] = {
     "aten.linalg_solve_triangular.default": solve_triangular,
     "aten.triangular_solve.default": triangular_solve,
@@ -216,6 +251,8 @@ RULES: Mapping[str, Rule] = {
     "aten.linalg_lu.default": decomposition,
     "aten._linalg_solve_ex.default": solve,
     "aten.linalg_inv_ex.default": inverse,
+    "aten._cholesky_solve_helper.default": cholesky_solve,
+    "aten.cholesky_inverse.default": cholesky_inverse,
     "aten._linalg_det.default": determinant,
     "aten._linalg_slogdet.default": log_determinant,
     "aten.lu_unpack.default": lu_unpack,

@@ -24,6 +24,7 @@ from graph.workspaces.metadata import (
     size,
     strides,
     tensors,
+    up,
     width,
 )
 from graph.workspaces.reduction import flat, scratch
@@ -40,6 +41,8 @@ def _expanded(index: torch.Tensor, target: tuple[int, ...]) -> tuple[int, ...]:
     return (*[0] * lead, *kept)
 
 
+#: Elements that a block of threads looks at in a round (512 threads, 16 each).
+_PART: Final = 8192
 #: Indices of these types become ones of 64 bits.
 _NARROW: Final = ("int32", "uint8", "int16", "int8")
 
@@ -190,6 +193,22 @@ def nonzero(call: Call) -> Plan | None:
     return (("alloc", "input", size(source)), *steps, ("free", "input"))
 
 
+def nonzero_static(call: Call) -> Plan | None:
+    """`nonzero_static`: how many each block of threads finds, and their running sums (`nonzero_static_cuda_out_impl`,
+    Nonzero.cu).
+
+    Checked on 2.7 to 2.15, with compute capabilities 7.5, 8.0 and 9.0.
+    """
+    source = call.args[0]
+    if not elements(source) or not any(map(elements, tensors(call.out))):
+        return None
+    parts = up(elements(source), _PART)
+    rounds = up(parts, call.profile.sm_count * (2 if width(source) == 1 else 1))
+    blocks = up(parts, rounds)
+    copied = [] if is_contiguous(source) else [("input", size(source))]
+    return (REST, *within([*copied, ("found", 4 * blocks), ("sums", 8 * blocks)]))
+
+
 def masked_scatter(call: Call) -> Plan | None:
     """`masked_scatter_`: the place in the source for each element (`masked_scatter__cuda`, IndexKernel.cpp)."""
     target, mask, source = call.args[:3]
@@ -265,6 +284,7 @@ RULES: Mapping[str, Rule] = {
     "aten.index.Tensor": index,
     "aten._unsafe_index.Tensor": index,
     **dict.fromkeys(("aten.nonzero.default", "aten.nonzero.out"), nonzero),
+    **dict.fromkeys(("aten.nonzero_static.default", "aten.nonzero_static.out"), nonzero_static),
     "aten.masked_scatter_.default": masked_scatter,
     **dict.fromkeys(("aten.scatter_reduce.two", "aten.scatter_reduce_.two"), scattered_mean),
     **dict.fromkeys(("aten.index_reduce.default", "aten.index_reduce_.default"), index_mean),

@@ -59,7 +59,7 @@ OPERATORS_BY_SOURCE = {  # variants with `out=` or in place take the rule of the
     ),  # recorded as programs:
     *(f"aten.randperm.{name}" for name in ("default", "generator", "out", "generator_out")),  # test_deterministic
     *(f"aten.clamp_{name}.default" for name in ("min", "max")),  # test_served
-    *("aten.nonzero.out", "aten.linalg_lu.default"),  # the same
+    *("aten.nonzero.out", "aten.nonzero_static.out", "aten.linalg_lu.default"),  # the same
     *(f"aten.norm.{name}" for name in ("ScalarOpt_dim", "ScalarOpt_dim_dtype", "out", "dtype_out")),  # the same
 }
 
