@@ -121,11 +121,18 @@ def backward(call: Call) -> Plan | None:
     number = shape(source)[1] * _statistic(source)
     sums = [(name, number) for name in ("dy", "dy xmu")] if reduces and (last or mask[0]) else []
     births: list[Step] = [("alloc", *one) for one in sums]
-    births += [("out", sum(mask[:place])) for place in (1, 2) if mask[place]]
+    # Sums of channels that lie last become gradients of weight and bias, asked for or not.
+    made = [one is not None and elements(one) > 0 for one in call.out]
+    unasked = [place for place in (1, 2) if not made[place]] if reduces and last and weight is not None else []
+    for place in (1, 2):
+        if made[place]:
+            births.append(("out", sum(made[:place])))
+        elif place in unasked:
+            births.append(("alloc", f"unasked {place}", shape(source)[1] * width(weight)))
     reduction = within(copies, *births, *within(_staged(source, 2) if reduces and last else []))
     missing = [("weight", 4)] if weight is None and train and not (last and not _volume(source)) else []
     gradients = within(missing, ("out", 0)) if mask[0] else ()
-    deaths = [("free", name) for name, _ in reversed(sums)]
+    deaths = [("free", name) for name, _ in reversed(sums)] + [("free", f"unasked {place}") for place in unasked]
     unkept = [] if elements(call.args[6]) else [("invstd", number)]  # cuDNN keeps none where statistics are frozen
     return within(unkept, *reduction, *gradients, *deaths)
 
