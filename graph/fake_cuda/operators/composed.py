@@ -211,7 +211,12 @@ def _scales_at_once() -> bool:
 def _ldexp(runtime: Runtime, source: torch.Tensor, exponent: torch.Tensor, **out: torch.Tensor) -> Any:
     """BinaryOps.cpp, `ldexp`: one kernel for integral exponents of floating-point numbers, else powers and products."""
     own = source.is_floating_point() and not exponent.is_floating_point() and not exponent.is_complex()
-    factor = exponent if own and _scales_at_once() else _aten.pow.Scalar(2.0, exponent)
+    if own and _scales_at_once():
+        factor = exponent
+    elif source.is_floating_point() and source.dtype is not torch.float32:
+        factor = _aten.pow.Tensor_Tensor(source.new_full((), 2.0), exponent)
+    else:
+        factor = _aten.pow.Scalar(2.0, exponent)
     return (_aten.mul.out if out else _aten.mul.Tensor)(source, factor, **out)
 
 

@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader  # noqa: E402
 from graph.errors import CaptureError  # noqa: E402
 from graph.fake_cuda import sdpa, stubs  # noqa: E402
 from graph.fake_cuda.device import Runtime, fake_cuda  # noqa: E402
+from graph.fake_cuda.operators import composed  # noqa: E402
 from graph.fake_cuda.ranks.futures import callbacks_on_streams  # noqa: E402
 from graph.hardware.profile import profile  # noqa: E402
 from graph.host.extensions import triton_stand_in  # noqa: E402
@@ -201,6 +202,13 @@ def test_operators_with_given_results_take_what_those_that_make_them_take(runtim
     }
     assert [taken(work) for work in recorded] == list(recorded.values())
     torch.mode(one, 0, out=(out[0], places[0]))  # it has no kernel for CUDA of its own
+
+
+def test_powers_of_ldexp_have_the_dtype_of_what_is_scaled(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Allocations and bytes above the start (PyTorch 2.8.0+cu128, before it had a kernel for them)."""
+    monkeypatch.setattr(composed, "_scales_at_once", lambda: False)
+    half, integers = (torch.zeros(1024, 1024, device="cuda", dtype=dtype) for dtype in (torch.half, torch.int64))
+    assert taken(lambda: torch.ldexp(half, integers)) == (3, 4194304)
 
 
 def test_draws_with_replacement_need_an_array_less_since_2_15(
