@@ -95,7 +95,7 @@ def foreach_max(call: Call) -> Plan | None:
         offsets, chunks = _ragged(sources, item)
         return within([offsets], REST, *within([chunks]))
     partials = [("partials", _partials(sources, item))]
-    return after(partials) if call.profile.release >= (2, 10) else within(partials, REST)
+    return after(partials) if call.profile.release >= (2, 11) else within(partials, REST)
 
 
 RULES: Mapping[str, Rule] = {

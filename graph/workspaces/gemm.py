@@ -211,6 +211,8 @@ def _takes_lt(call: Call, bias: torch.Tensor, second: torch.Tensor, result: torc
         return False
     if shape(second)[0] <= 1 or columns <= 1 or not (is_contiguous(bias) and is_contiguous(result)):
         return False
+    if release == (2, 10) and shape(result)[0] == 1:
+        return False
     form = shape(bias)
     if form == (columns,):
         return True

@@ -82,7 +82,12 @@ def _extent(call: Call) -> tuple[int, int]:
 
 def _tall(call: Call) -> bool:
     rows, columns = _extent(call)
-    return rows > _TALL and columns // _WARP < call.profile.sm_count // 2 and len(_wanted(call)) > 0
+    return (
+        call.profile.release >= (2, 8)
+        and rows > _TALL
+        and columns // _WARP < call.profile.sm_count // 2
+        and len(_wanted(call)) > 0
+    )
 
 
 def _wanted(call: Call) -> list[int]:
@@ -119,7 +124,7 @@ class Rows:
 
 
 def group_norm(call: Call) -> Plan | None:
-    """`native_group_norm`: two fp32 coefficients a channel; from 2.12 fp32 statistics for 16-bit inputs.
+    """`native_group_norm`: two fp32 coefficients a channel; from 2.13 fp32 statistics for 16-bit inputs.
 
     Without weight and bias, and for one value a channel (`GroupNorm1dForward`), there are no coefficients; from 2.15
     on there are where channels lie last. From 2.14 on an input that does not lie as it takes it is copied here, and
@@ -128,7 +133,7 @@ def group_norm(call: Call) -> Plan | None:
     """
     batch, channels, groups = int(call.args[3]), int(call.args[4]), int(call.args[6])
     made = _formatted(call, call.args[0])
-    if is_half(call.args[0]) and call.profile.release >= (2, 12):
+    if is_half(call.args[0]) and call.profile.release >= (2, 13):
         made += [(name, batch * groups * 4) for name in ("mean", "rstd")]
     scaled = call.args[1] is not None or call.args[2] is not None or by_format(call.profile.release, call.args[0])
     if int(call.args[5]) > 1 and scaled:

@@ -59,7 +59,7 @@ def _copies(call: Call) -> list[tuple[str, int]]:
 def _sorted(call: Call, count: int, rows: int, item: int, scaled: bool) -> Plan:
     profile = call.profile
     gradient = call.args[0]
-    bits = (rows - 1).bit_length() if profile.release >= (2, 12) else None
+    bits = (rows - 1).bit_length() if profile.release >= (2, 13) else None
     segments = min(count, rows)
     partials = count // _ROWS_PER_THREAD + segments
     columns = shape(gradient)[-1]
@@ -85,7 +85,7 @@ def _sorted(call: Call, count: int, rows: int, item: int, scaled: bool) -> Plan:
 
 def _few_segments(call: Call, segments: int, partials: int, columns: int) -> bool:
     """Whether summing segments would leave the card idle: under 4 blocks a multiprocessor, over 4 partials a block."""
-    if call.profile.release < (2, 10):
+    if call.profile.release < (2, 11):
         return False
     padded = upper(columns, _WARP)
     blocks = up(segments * padded, min(padded, _BLOCK))

@@ -47,9 +47,11 @@ _PART: Final = 8192
 _NARROW: Final = ("int32", "uint8", "int16", "int8")
 
 
-def _with_copies(indices: Sequence[Any], *inside: Step) -> Plan:
-    """Indices go from the host to the device, 32-bit ones are widened (`make_info`), and broadcast ones whose strides
-    differ made contiguous (`AdvancedIndex`); the last copy of each lasts as long as what is `inside`."""
+def _with_copies(call: Call, *inside: Step) -> Plan:
+    """Indices go from the host to the device (before 2.9 once they are broadcast), 32-bit ones are widened
+    (`make_info`), and broadcast ones whose strides differ made contiguous (`AdvancedIndex`); the last copy of each
+    lasts as long as what is `inside`."""
+    indices: Sequence[Any] = call.args[1]
     given = [index for index in indices if index is not None]
     target = broadcast_shapes(*map(shape, given))
     flat = tuple(prod(target[place + 1 :]) for place in range(len(target)))
@@ -59,8 +61,11 @@ def _with_copies(indices: Sequence[Any], *inside: Step) -> Plan:
     for position, index in enumerate(given):
         if not on_device(index) and elements(index):
             copies[position] = f"moved index {position}"
-            births.append(("alloc", copies[position], elements(index) * width(index)))
-            steps[position] = steps[position] if is_dense(index) else flat
+            spread_first = call.profile.release < (2, 9) and shape(index) != target
+            births.append(
+                ("alloc", copies[position], (prod(target) if spread_first else elements(index)) * width(index))
+            )
+            steps[position] = steps[position] if is_dense(index) and not spread_first else flat
     for position, index in enumerate(given):
         if dtype(index) in _NARROW and elements(index):
             births.append(("alloc", f"wide index {position}", prod(target) * 8))
@@ -84,16 +89,16 @@ def index(call: Call) -> Plan | None:
     indices = call.args[1]
     if _bool(indices) or not any(given is not None for given in indices):
         return None
-    steps = _with_copies(indices, REST)
+    steps = _with_copies(call, REST)
     return None if steps == (REST,) else steps
 
 
 def _bounds(call: Call, number: int, count: int, strided: bool) -> list[Step]:
-    """The smallest and largest index are read to check them: one reduction from 2.12, two before; of a contiguous copy
+    """The smallest and largest index are read to check them: one reduction from 2.13, two before; of a contiguous copy
     where an index is broadcast to others."""
     low, high, flag = f"least {number}", f"most {number}", f"flag {number}"
     flagged = within([(flag, 1)])
-    recent = call.profile.release >= (2, 12)
+    recent = call.profile.release >= (2, 13)
     copies = [(f"all of {number}", count * 8)] if strided else []
     stage = within(copies, *scratch(call.profile, flat(count, 8), 8, 16 if recent else 8, 8, False))
     if recent:
@@ -123,7 +128,7 @@ def _put(call: Call) -> Plan | None:
     if _bool(indices) or not any(given is not None for given in indices):
         return None
     if not (accumulate or (call.deterministic and elements(values) > 1)):
-        copies = _with_copies(indices)
+        copies = _with_copies(call)
         return (REST, *copies) if copies else None
     unsafe = "_impl_" in call.name and bool(argument(call, 4, "unsafe", False))
     given = [(place, index) for place, index in enumerate(indices) if index is not None]

@@ -84,7 +84,7 @@ def segmented_sort(count: int, key: int, value: int) -> int:
 def merge_sort_pairs(profile: Profile, count: int, key: int, value: int) -> int:
     """Bytes for `thrust::sort_by_key` with an order of its own (values of 0 bytes: `thrust::sort`): a merge sort, with
     tiles of 2048."""
-    place = 4 if profile.release >= (2, 10) else 8
+    place = 4 if profile.release >= (2, 11) else 8
     return storage(count * key, count * value, (up(count, 2048) + 1) * place)
 
 
@@ -101,14 +101,14 @@ def unique_of_thrust(profile: Profile, count: int) -> int:
 
 def scan_of_thrust(profile: Profile, count: int) -> int:
     """Bytes for `thrust::inclusive_scan` of integers of 8 bytes."""
-    tuned = profile.release >= (2, 10)
+    tuned = profile.release >= (2, 11)
     tile = {(8, 0): 3168, (9, 0): 2688}.get(profile.arch, 4576 if profile.arch >= (10, 0) else 896) if tuned else 896
     return storage((up(count, tile) + 32) * 16, *extra(profile))
 
 
 def extra(profile: Profile) -> tuple[int, ...]:
-    """A further part that CUB has with CUDA 13."""
-    return (1,) if profile.release >= (2, 10) else ()
+    """A further part that CUB has with CUDA 13 (PyPI's wheels of PyTorch 2.10 have CUDA 12.8)."""
+    return (1,) if profile.release >= (2, 11) else ()
 
 
 def scan(profile: Profile, count: int, width: int) -> int:
@@ -134,7 +134,7 @@ def scan_by_key(profile: Profile, count: int, key: int) -> int:
 
 def unique_by_key(profile: Profile, count: int, key: int) -> int:
     """Bytes for `cub::DeviceSelect::UniqueByKey` with keys of `key` bytes."""
-    recent = profile.release >= (2, 12)
+    recent = profile.release >= (2, 13)
     if profile.arch == (8, 0):
         wide, narrow = (1344 if recent else 1792), 2816
     elif profile.arch >= (9, 0):
