@@ -25,6 +25,7 @@ import tempfile
 import threading
 import time
 import traceback
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -34,7 +35,12 @@ from unittest import mock
 from tests.places import ROOT
 
 _SERVE: Final = "import sys; from tests.support.warm import serve; serve(int(sys.argv[1]))"
-_MODULES: Final = ("simulator.allocator.prepared", "simulator.commands.record", "simulator.recording.process")
+_MODULES: Final = (
+    *("simulator.allocator.prepared", "simulator.commands.record", "simulator.recording.process"),
+    # What they import later: a rank before its program begins, both where they write and read what was recorded.
+    *("torch.distributed.tensor.debug", "traces.writing", "traces.reading", "traces.forms.columnar"),
+    *("simulator.cli", "simulator.recording.result", "simulator.reports.run", "simulator.reports.document"),
+)
 #: PR_SET_CHILD_SUBREAPER of Linux (prctl.h): orphans below this process are its children.
 _ADOPT: Final = 36
 #: CPU seconds of the commands so far: they are no children of this process.
@@ -103,9 +109,19 @@ def serve(number: int) -> None:
     """Fork for each command that comes from a connection, one after another, until it is closed."""
     import torch
 
+    from graph import workspaces
+    from graph.fake_cuda.operators import native
+    from simulator.recording import allocator
+
     with mock.patch.object(torch.autograd, "backward"):  # no thread is in a fork: `_code` starts autograd's
         for name in _MODULES:
             importlib.import_module(name)
+    workspaces.rules()
+    allocator.warm_up()
+    for name in native.names():
+        native.operator(name)
+    for one in list(vars(weakref.finalize)["_registry"]):
+        one.atexit = False  # what ends with the server, torch's libraries among it, is no fork's to end
     gc.freeze()  # passes of the collector in a fork would copy all of it
     with socket.socket(fileno=number) as client:
         while True:
