@@ -76,6 +76,7 @@ __all__ = [
     "mark_zero",
     "next_sequence_number",
     "of_two_devices",
+    "operator_names",
     "schemas",
     "sdpa_order",
     "set_device",
@@ -180,8 +181,9 @@ with _needed():
     takes_numbers: Callable[[str], bool] = torch._C._should_allow_numbers_as_tensors
     #: Numbers of the kernels of scaled_dot_product_attention, in the order in which they are tried.
     sdpa_order: Callable[[], list[int]] = torch._C._get_sdp_priority_order
-    #: The schemas of all operators.
-    schemas: Callable[[], list[torch.FunctionSchema]] = torch._C._jit_get_all_schemas
+    #: The names of all operators, with their overloads, and the schemas of the overloads of one (`aten::add`).
+    operator_names: Callable[[], list[str]] = torch._C._dispatch_get_all_op_names
+    schemas: Callable[[str], list[torch.FunctionSchema]] = torch._C._jit_get_schemas_for_operator
     #: The derivative of softmax, from (gradient, result, dimension, dtype of the input).
     softmax_backward: Callable[[torch.Tensor, torch.Tensor, int, torch.dtype], torch.Tensor]
     softmax_backward = torch._softmax_backward_data

@@ -29,6 +29,7 @@ def cuda_operators() -> tuple[str, ...]:
     return tuple(name for name, kernels in _kernels().items() if any("CUDA" in keys for keys in kernels))
 
 
+@functools.cache
 def shared_operators(layout: str) -> tuple[str, ...]:
     """Names of the operators that have one kernel, written in operators, for CPU and CUDA, of tensors of a layout as
     dispatch keys name it (`Sparse`, `SparseCsr`, `NestedTensor`)."""

@@ -5,6 +5,7 @@ the same words.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from itertools import repeat
@@ -52,9 +53,14 @@ def not_implemented(kernel: str, tensor: torch.Tensor) -> NotImplementedError:
     return NotImplementedError(f"\"{kernel}\" not implemented for '{_scalar(tensor)}'")
 
 
+@functools.cache
+def _place_of_generator(func: Operator) -> int | None:
+    return next((place for place, one in enumerate(func._schema.arguments) if one.name == "generator"), None)
+
+
 def drawing(func: Operator, kernel: Callable[..., Any]) -> Callable[..., Any]:
     """A kernel that takes no generator of the host, if it takes any."""
-    place = next((place for place, one in enumerate(func._schema.arguments) if one.name == "generator"), None)
+    place = _place_of_generator(func)
     if place is None:
         return kernel
 

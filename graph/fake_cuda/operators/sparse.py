@@ -55,7 +55,7 @@ def _refusing(name: str, layout: str) -> Callable[..., Any]:
 
 def _of_tensors(name: str, kernel: Callable[..., Any]) -> Callable[..., Any]:
     """Have a kernel called with tensors, where numbers come in their place (`x * 2.0`)."""
-    tensors = [str(argument.type) == "Tensor" for argument in operator(name)._schema.arguments]
+    tensors = _takes_tensors(name)
 
     def called(*args: object, **kwargs: object) -> Any:
         pairs = zip(args, tensors, strict=False)
@@ -63,6 +63,12 @@ def _of_tensors(name: str, kernel: Callable[..., Any]) -> Callable[..., Any]:
         return kernel(*given, **kwargs)
 
     return called
+
+
+@functools.cache
+def _takes_tensors(name: str) -> tuple[bool, ...]:
+    """Whether each argument of an operator is a tensor."""
+    return tuple(str(argument.type) == "Tensor" for argument in operator(name)._schema.arguments)
 
 
 def _sum(runtime: Runtime, one: torch.Tensor, other: torch.Tensor, *, alpha: float = 1, out: torch.Tensor) -> Any:

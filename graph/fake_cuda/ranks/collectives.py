@@ -32,8 +32,7 @@ from graph.fake_cuda.device import Runtime
 from graph.fake_cuda.ranks.checks import checked
 from graph.fake_cuda.ranks.futures import callbacks_on_streams
 from graph.fake_cuda.ranks.messages import Messages
-from graph.fake_cuda.torch_private import OPERATOR_CALLS, fake_store, finished_work, typed_future, wait_tensor
-from graph.fake_cuda.torch_private import schemas as torch_schemas
+from graph.fake_cuda.torch_private import OPERATOR_CALLS, fake_store, finished_work, schemas, typed_future, wait_tensor
 from graph.recorder.list_sharding import equal_entries_once
 from graph.recorder.program import OPERATORS_A_SECOND
 from graph.workspaces import metadata
@@ -226,13 +225,11 @@ class Collectives:
 
     def install(self) -> None:
         """Put our kernels under torch.distributed's operators on CUDA tensors."""
-        schemas = {schema.name: schema for schema in torch_schemas() if schema.name.startswith("c10d::")}
         for name in KINDS:
-            schema = schemas.get(f"c10d::{name}")
-            if schema is not None:
+            for schema in schemas(f"c10d::{name}"):
                 self.runtime.override(schema.name, self._kernel(name, schema), ("CUDA", "SparseCUDA"))
-            if schema is not None and self.messages is not None:
-                self.runtime.override(schema.name, self._host_kernel(name, schema), ("CPU",))
+                if self.messages is not None:
+                    self.runtime.override(schema.name, self._host_kernel(name, schema), ("CPU",))
         self.runtime.override("_c10d_functional::wait_tensor", self._waited_for)
 
     def _waited_for(self, tensor: torch.Tensor) -> torch.Tensor:

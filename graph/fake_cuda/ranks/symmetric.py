@@ -17,7 +17,14 @@ import torch
 
 from graph.fake_cuda.device import Runtime
 from graph.fake_cuda.memory import Layout, contiguous
-from graph.fake_cuda.torch_private import SYMMETRIC_MEMORY, fake_store, group_named, schemas, symmetric_memory
+from graph.fake_cuda.torch_private import (
+    SYMMETRIC_MEMORY,
+    fake_store,
+    group_named,
+    operator_names,
+    schemas,
+    symmetric_memory,
+)
 from graph.user_code import reader
 
 _SPACE: Final = "symm_mem::"
@@ -225,7 +232,8 @@ def shared(runtime: Runtime) -> Iterator[None]:
     module, enabled, workspaces = symmetric_memory()
     cls = SymmetricMemory
     cls.runtime, cls.groups, cls.met, cls.lasting = runtime, {}, {}, {}
-    named = [(one.name.removeprefix(_SPACE), one) for one in schemas() if one.name.startswith(_SPACE)]
+    names = {name.partition(".")[0] for name in operator_names() if name.startswith(_SPACE)}
+    named = [(name.removeprefix(_SPACE), one) for name in sorted(names) for one in schemas(name)]
     cpp = [(name, one) for name, one in named if not name.startswith(_RUN)]
     kernels = [(name, "CUDA", _product if name == _PRODUCT else _kernel(one)) for name, one in cpp]
 
