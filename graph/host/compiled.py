@@ -392,6 +392,7 @@ def _inductor(runtime: Runtime, folder: Path, tell: Tell) -> Iterator[None]:
         mock.patch.object(inductor("async_compile"), "get_compile_threads", return_value=1),  # whatever is asked for
         mock.patch.dict(os.environ, {**own, "TRITON_CACHE_DIR": str(folder)}),
         mock.patch.object(inductor("runtime.cache_dir_utils"), "os", fixed),
+        mock.patch.object(inductor("cpu_vec_isa"), "valid_vec_isa_list", list),  # it asks the compiler: ten seconds
         mock.patch.object(autotuner, "_precompile_config", _building(runtime)),
         mock.patch.object(autotuner, "bench", _measured(runtime, tell, autotuner.bench)),
         mock.patch.object(parts["runtime.triton_helpers"], "set_driver_to_gpu"),
