@@ -63,17 +63,20 @@ def cold(
 
 
 def run(
-    command: Sequence[str], *, cwd: Path, env: Mapping[str, str], timeout: float = 300
+    command: Sequence[str], *, cwd: Path, env: Mapping[str, str], timeout: float = 300, given: str = ""
 ) -> subprocess.CompletedProcess[str]:
-    """By a fork of the server, which is started at the first call: `[sys.executable, "-m", "simulator", ...]`."""
+    """By a fork of the server, which is started at the first call: `[sys.executable, "-m", "simulator", ...]`.
+
+    `given` is its standard input."""
     global spent
     assert list(command[:3]) == [sys.executable, "-m", "simulator"]
     server = _server()
     with contextlib.ExitStack() as stack:
-        nothing = stack.enter_context(open(os.devnull, "rb"))
-        out, err = (stack.enter_context(tempfile.TemporaryFile()) for _ in range(2))
+        source, out, err = (stack.enter_context(tempfile.TemporaryFile()) for _ in range(3))
+        source.write(given.encode())
+        source.seek(0)
         asked = json.dumps({"words": command[3:], "cwd": str(cwd), "env": dict(env)})
-        socket.send_fds(server, [b"."], [nothing.fileno(), out.fileno(), err.fileno()])
+        socket.send_fds(server, [b"."], [source.fileno(), out.fileno(), err.fileno()])
         server.sendall(asked.encode() + b"\n")
         answers = stack.enter_context(server.makefile("r"))
         pid = int(answers.readline())
@@ -87,6 +90,18 @@ def run(
     if late:
         raise subprocess.TimeoutExpired(command, timeout, *texts)
     return subprocess.CompletedProcess(list(command), code, *texts)
+
+
+def llmem(
+    words: Sequence[str],
+    *,
+    folder: str | Path | None = None,
+    given: str | None = None,
+    environment: Mapping[str, str] | None = None,
+) -> subprocess.CompletedProcess[str]:
+    """`simulator.integrations.process.llmem`, where programs are run: what captures models in itself is no fork."""
+    env = {**os.environ, "PYTHONPATH": str(ROOT), **(environment or {})}
+    return run([sys.executable, "-m", "simulator", *words], cwd=Path(folder or ROOT), env=env, given=given or "")
 
 
 @cache

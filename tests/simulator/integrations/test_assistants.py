@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 from pathlib import Path
 
 import anyio
 import pytest
-from mcp import ClientSession, StdioServerParameters
+from mcp import Client, ClientSession, StdioServerParameters
 from mcp.client.stdio import stdio_client
+from mcp.types import CallToolResult
 
+from simulator.integrations import assistants, process
 from tests.places import ROOT
+from tests.support import warm
 
 SAMPLE = str(ROOT / "traces" / "samples" / "tiny.json")
 OOM = (
@@ -28,10 +32,23 @@ async def _asked(calls: list[tuple[str, dict[str, str]]]) -> tuple[set[str], lis
     async with stdio_client(server) as streams, ClientSession(*streams) as session:
         await session.initialize()
         names = {tool.name for tool in (await session.list_tools()).tools}
-        found = [await session.call_tool(name, arguments) for name, arguments in calls]
-        return names, [
-            (bool(one.is_error), "".join(getattr(part, "text", "") for part in one.content)) for one in found
-        ]
+        return names, [_answer(await session.call_tool(name, arguments)) for name, arguments in calls]
+
+
+async def _asked_here(calls: list[tuple[str, dict[str, str]]]) -> list[tuple[bool, str]]:
+    """The answers of a server in this process."""
+    async with Client(assistants.server()) as client:
+        return [_answer(await client.call_tool(name, arguments)) for name, arguments in calls]
+
+
+def _answer(found: CallToolResult) -> tuple[bool, str]:
+    """Whether it is an error, and its text."""
+    return bool(found.is_error), "".join(getattr(part, "text", "") for part in found.content)
+
+
+def _llmem(words: list[str], *, given: str | None = None) -> subprocess.CompletedProcess[str]:
+    """The command; programs run where torch is imported."""
+    return (warm.llmem if any(word.endswith("train.py") for word in words) else process.llmem)(words, given=given)
 
 
 def test_a_client_sees_the_tools_and_their_answers() -> None:
@@ -55,12 +72,13 @@ def test_a_client_sees_the_tools_and_their_answers() -> None:
     assert "nowhere.json" in texts[4]
 
 
-def test_models_and_programs(tmp_path: Path) -> None:
+def test_models_and_programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("transformers")
     (tmp_path / "train.py").write_text("import torch\ntorch.ones(1 << 20, device='cuda')\nprint('done')\n")
     model = str(ROOT / "tests" / "data" / "tiny_gpt2.json")
-    _, found = anyio.run(
-        _asked,
+    monkeypatch.setattr(assistants, "llmem", _llmem)
+    found = anyio.run(
+        _asked_here,
         [
             ("estimate", {"model": model, "options": "--batch 2 --seq 16 --gpu T4"}),
             ("estimate", {"model": model, "options": "--batch 2 --seq 16 --memory 20MiB --no-remedies"}),

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
-import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 pytest.importorskip("torch")
 
-from tests.places import ROOT
+from simulator.integrations import process, testing
+from tests.support import warm
+
+pytest_plugins = ["pytester"]
 
 TESTS = """
 import pytest, torch
@@ -47,18 +49,24 @@ def test_plain():
 """
 
 
-def test_marked_tests_run_on_a_gpu_that_is_not_there(tmp_path: Path) -> None:
-    (tmp_path / "test_train.py").write_text(TESTS)
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-rA", "--strict-markers", "-p", "simulator.integrations.testing"],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    said = done.stdout
-    assert done.returncode == 1, said + done.stderr
+#: That of the user, whose compiled kernels are in it: `pytester` has another one.
+HOME = str(Path.home())
+
+
+def llmem(words: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
+    """The command: of the first test by a process as a user's is."""
+    return (process.llmem if words[-1].endswith("::test_fits") else warm.llmem)(words, **options)
+
+
+def test_marked_tests_run_on_a_gpu_that_is_not_there(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", HOME)
+    monkeypatch.setattr(testing, "llmem", llmem)
+    pytester.makepyfile(test_train=TESTS)
+    done = pytester.runpytest_inprocess("-rA", "--strict-markers", "-p", "simulator.integrations.testing")
+    said = str(done.stdout)
+    assert done.ret == 1, said
     assert "2 passed, 1 skipped" in said
     assert "3 failed" in said
     assert "at most 2.00 GiB allocated, 2.00 GiB reserved" in said
