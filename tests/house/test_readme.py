@@ -5,8 +5,6 @@ from __future__ import annotations
 import io
 import re
 import shlex
-import subprocess
-import sys
 from contextlib import redirect_stdout
 from functools import cache
 from pathlib import Path
@@ -17,6 +15,7 @@ import pytest
 
 from simulator.cli import COMMANDS, command_of, main
 from tests.places import ROOT
+from tests.support import warm
 
 PAGES = ["README.md", "CONTRIBUTING.md", *sorted(str(page.relative_to(ROOT)) for page in (ROOT / "docs").rglob("*.md"))]
 WRITTEN = [page for page in PAGES if not page.startswith("docs/reference/")]
@@ -71,8 +70,8 @@ def printed(line: str) -> list[str]:
         pytest.importorskip("torch")
         pytest.importorskip("transformers")
     if words[0] == "record":  # what the program prints, then what is told of it
-        command = [sys.executable, "-m", "simulator", *words]
-        ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+        ran = warm.llmem(words)
+        ran.check_returncode()
         return [*ran.stdout.splitlines(), *ran.stderr.splitlines()]
     out = io.StringIO()
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(out):
