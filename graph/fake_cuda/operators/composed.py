@@ -42,16 +42,23 @@ def _istft(runtime: Runtime, *args: object, **kwargs: object) -> Any:
         return _aten.istft.default.redispatch(BY_CPU_KERNEL, *args, **kwargs)
 
 
+@functools.cache
+def _place_of_info(func: Operator) -> int | None:
+    """Which result of an operator says how a factorization went, if it writes no argument."""
+    places = [place for place, result in enumerate(func._schema.returns) if result.name == "info"]
+    return places[0] if places and not func._schema.is_mutable else None
+
+
 def succeeding(runtime: Runtime, func: Operator, kernel: Callable[..., Any]) -> Callable[..., Any]:
     """The kernel of an operator, whose result `info` says of each matrix that it could be factorized, or inverted."""
-    places = [place for place, result in enumerate(func._schema.returns) if result.name == "info"]
-    if not places or func._schema.is_mutable:
+    place = _place_of_info(func)
+    if place is None:
         return kernel
 
     @functools.wraps(kernel)
     def called(*args: object, **kwargs: object) -> Any:
         made = kernel(*args, **kwargs)
-        info = made[places[0]]
+        info = made[place]
         _factorized(runtime)
         runtime.values.put(info, torch.zeros(info.shape, dtype=info.dtype))
         return made
