@@ -39,7 +39,7 @@ def seeding(runtime: Runtime, func: Operator, kernel: Callable[..., Any]) -> Cal
     arguments = [(place, one.name, one.default_value) for place, one in enumerate(func._schema.arguments)]
     telling = [one for one in arguments if one[1] in _DRAWS_NONE]
 
-    def called(*args: Any, **kwargs: Any) -> Any:
+    def called(*args: object, **kwargs: object) -> Any:
         out = kernel(*args, **kwargs)
         if runtime.drawn is not None:
             told = [(name, args[at] if at < len(args) else kwargs.get(name, default)) for at, name, default in telling]

@@ -70,11 +70,9 @@ def foreach_norm(call: Call) -> Plan | None:
     if not known or (order == inf and empty and release >= _LARGEST_OF_SOME) or (given and not _fast(given)):
         return None
     item = max(4, width(sources[0]))
-    if empty:
-        return _with_zeros(sources, empty, [("partials", _partials(sources, item))] if given else [])
-    if release < (2, 15):
-        return within([("partials", _partials(sources, item))], REST)
-    return within(_ragged(sources, item), REST)
+    scratch = [("partials", _partials(sources, item))] if release < (2, 15) else _ragged(given, item)
+    scratch = [one for one in scratch if one[1]]
+    return _with_zeros(sources, empty, scratch) if empty else within(scratch, REST)
 
 
 def _with_zeros(sources: Sequence[torch.Tensor], empty: Sequence[int], partials: Sequence[tuple[str, int]]) -> Plan:

@@ -58,6 +58,10 @@ def workspace_bytes(profile: Profile) -> int:
 #: Set this key in `Call.state` to the environment of the program, whose settings are read at the first product.
 ENVIRONMENT: Final = "environment"
 _SETTINGS: Final = "workspace settings"
+#: Rows or columns of a group's product that a small tile holds.
+_SMALL: Final = 128
+#: Bytes of a grouped product's workspace a multiprocessor of Blackwell, with small tiles and with large ones, since.
+_ON_BLACKWELL: Final = {(2, 11): (5376, 5888), (2, 10): (6912, 7168), (0, 0): (512, 512)}
 
 
 class Settings(NamedTuple):
@@ -305,8 +309,7 @@ def grouped_mm(call: Call) -> Plan | None:
     """`_grouped_mm`: bf16 on 9.0 and 10.x by CUTLASS, with its arguments by group and a workspace by multiprocessor.
 
     Elsewhere a loop of products, batched if both operands are (aten/src/ATen/native/cuda/GroupedBlas.cpp, GroupMM.cu).
-    Checked on H100 with 2.9 to 2.15 and on B200 with 2.13, where the workspace also depends on the tile (the larger of
-    the two is taken).
+    Checked on H100 with 2.9 to 2.15 and on B200 with 2.9 to 2.15, where small products have tiles of their own.
     """
     first, second = call.args[0], call.args[1]
     profile = call.profile
@@ -314,11 +317,25 @@ def grouped_mm(call: Call) -> Plan | None:
         offsets = argument(call, 2, "offs")
         groups = elements(offsets) if offsets is not None else shape(first)[0]
         arguments = 3 * upper(8 * groups, 16) + 36 * groups
-        block = 5888 if profile.arch[0] == 10 else 512 if profile.release >= (2, 10) else 640
+        if profile.arch[0] == 10:
+            tiles = next(tiles for since, tiles in _ON_BLACKWELL.items() if profile.release >= since)
+            block = tiles[not _small(first, second, groups)]
+        else:
+            block = 512 if profile.release >= (2, 11) else 640
         return within([("arguments", arguments), ("cutlass", block * profile.sm_count)])
     if len(shape(first)) == 3 and len(shape(second)) == 3:
         return _product(call, [], lt=False) or None
     return None
+
+
+def _small(first: torch.Tensor, second: torch.Tensor, groups: int) -> bool:
+    """Whether the products of groups that share the rows, or the columns, have few of either."""
+    rows, columns = shape(first)[-2], shape(second)[-1]
+    if len(shape(first)) < len(shape(second)):
+        rows //= max(groups, 1)
+    if len(shape(second)) < len(shape(first)):
+        columns //= max(groups, 1)
+    return rows <= _SMALL or columns <= _SMALL
 
 
 RULES: Mapping[str, Rule] = {

@@ -127,23 +127,29 @@ def group_norm(call: Call) -> Plan | None:
     """`native_group_norm`: two fp32 coefficients a channel; from 2.13 fp32 statistics for 16-bit inputs.
 
     Without weight and bias, and for one value a channel (`GroupNorm1dForward`), there are no coefficients; from 2.15
-    on there are where channels lie last. From 2.14 on an input that does not lie as it takes it is copied here, and
-    strided weights and biases.
+    on there always are where channels lie last. From 2.14 on an input that does not lie as it takes it is copied here,
+    and strided weights and biases.
     Arguments: input, weight, bias, N, C, HxW, groups, eps.
     """
     batch, channels, groups = int(call.args[3]), int(call.args[4]), int(call.args[6])
     made = _formatted(call, call.args[0])
     if is_half(call.args[0]) and call.profile.release >= (2, 13):
         made += [(name, batch * groups * 4) for name in ("mean", "rstd")]
-    scaled = call.args[1] is not None or call.args[2] is not None or by_format(call.profile.release, call.args[0])
-    if int(call.args[5]) > 1 and scaled:
+    scaled = int(call.args[5]) > 1 and (call.args[1] is not None or call.args[2] is not None)
+    if scaled or by_format(call.profile.release, call.args[0]):
         made += [(name, batch * channels * 4) for name in ("scale", "shift")]
     return (REST, *within(made))
 
 
 def by_format(release: tuple[int, ...], source: torch.Tensor) -> bool:
-    """Whether group norm goes by its input's channels, which lie last; before, inputs are made contiguous."""
-    return release >= (2, 15) and suggests_channels_last(shape(source), strides(source))
+    """Whether group norm goes by its input's channels, which lie last, be it that there is one, or one value of each;
+    before, inputs are made contiguous."""
+    if release < (2, 15):
+        return False
+    sizes, steps = shape(source), strides(source)
+    return suggests_channels_last(sizes, steps) or (
+        len(sizes) in (4, 5) and in_format(sizes, steps, channels_last=True)
+    )
 
 
 def keeps_format(release: tuple[int, ...], schema: str, args: Sequence[Any]) -> bool:
@@ -175,7 +181,7 @@ def group_norm_backward(call: Call) -> Plan | None:
     if elements(source) == 0:
         return None
     by_channel, by_group = batch * channels * 4, batch * groups * 4
-    summed = pixels > 1 or call.profile.release < (2, 14)
+    summed = pixels > 1 or call.profile.release < (2, 14) or by_format(call.profile.release, source)
     sums = [("ds", by_channel), ("db", by_channel)] if summed else []
     coefficients: list[tuple[str, int]] = []
     if mask[0]:

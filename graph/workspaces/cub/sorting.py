@@ -120,7 +120,8 @@ def topk(call: Call) -> Plan | None:
         wide = 8 if width(source) == 8 else 4
         parts = (slices * width(source), slices * 8, slices * 2 * wide, blocks * 512, slices * 1024)
         if call.profile.release < (2, 10):
-            parts = (slices * width(source), slices * 4, slices * 8, slices * 2 * wide, blocks * 512)
+            counted = 1 if call.profile.release < (2, 7) else 2
+            parts = (slices * width(source), slices * 4, slices * 4 * counted, slices * counted * wide, blocks * 512)
         states = [(f"state {i}", nbytes) for i, nbytes in enumerate((*parts, blocks * 4, blocks * 4))]
         scans = within([("scan", storage((up(blocks, 1920) + 32) * 16, 4 * up(blocks, 1920)))]) * 2
         steps = within(states, *scans)

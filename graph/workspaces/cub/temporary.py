@@ -91,6 +91,7 @@ def merge_sort_pairs(profile: Profile, count: int, key: int, value: int) -> int:
 def unique_by_key_of_thrust(profile: Profile, count: int) -> int:
     """Bytes for `thrust::unique_by_key` with keys and values of 8 bytes."""
     tile = 2688 if profile.arch == (8, 0) else 9856 if profile.arch >= (9, 0) else 640
+    tile = 640 if profile.release < (2, 7) else tile
     return storage((up(count, tile) + 32) * 16, 1, *extra(profile))
 
 
@@ -141,8 +142,8 @@ def unique_by_key(profile: Profile, count: int, key: int) -> int:
         wide, narrow = 4928 if recent else 4480 if profile.arch == (9, 0) else 3840, 7168
     else:
         wide, narrow = 320, 704
-    tile = wide if key == 8 else narrow
-    return storage((up(count, tile) + 32) * 16, *extra(profile))
+    tile, word = wide if key == 8 else narrow, 8 if profile.release < (2, 7) else 16
+    return storage((up(count, tile) + 32) * word, *extra(profile))
 
 
 def total(profile: Profile, count: int) -> int:
