@@ -125,21 +125,27 @@ def ordered_scan(profile: Profile, count: int, width: int) -> int:
     return width * min(up(count, threads * 16), profile.sm_count)
 
 
+def _tuned_for(profile: Profile) -> tuple[int, int]:
+    """The compute capability whose tiles are taken: CUB of CUDA 12 has none of Blackwell's own."""
+    return (9, 0) if profile.arch >= (10, 0) and profile.release < (2, 11) else profile.arch
+
+
 def scan_by_key(profile: Profile, count: int, key: int) -> int:
     """Bytes for `cub::DeviceScan::InclusiveScanByKey` with keys and sums of `key` bytes."""
     tiles = {(8, 0): (2240, 3840), (9, 0): (2464, 4032)}
-    wide, narrow = tiles.get(profile.arch, (5888, 4480) if profile.arch >= (10, 0) else (2304, 2304))
+    arch = _tuned_for(profile)
+    wide, narrow = tiles.get(arch, (5888, 4480) if arch >= (10, 0) else (2304, 2304))
     blocks = up(count, wide if key == 8 else narrow)
     return storage((blocks + 32) * 16, (blocks + 1) * key)
 
 
 def unique_by_key(profile: Profile, count: int, key: int) -> int:
     """Bytes for `cub::DeviceSelect::UniqueByKey` with keys of `key` bytes."""
-    recent = profile.release >= (2, 13)
-    if profile.arch == (8, 0):
+    arch, recent = _tuned_for(profile), profile.release >= (2, 13)
+    if arch == (8, 0):
         wide, narrow = (1344 if recent else 1792), 2816
-    elif profile.arch >= (9, 0):
-        wide, narrow = 4928 if recent else 4480 if profile.arch == (9, 0) else 3840, 7168
+    elif arch >= (9, 0):
+        wide, narrow = 4928 if recent else 4480 if arch == (9, 0) else 3840, 7168
     else:
         wide, narrow = 320, 704
     tile, word = wide if key == 8 else narrow, 8 if profile.release < (2, 7) else 16
@@ -154,5 +160,6 @@ def total(profile: Profile, count: int) -> int:
 def selected(profile: Profile, count: int) -> int:
     """Bytes for `cub::DeviceSelect::Flagged` of places of 8 bytes among `count` flags."""
     tiles = {(8, 0): 2304, (9, 0): 4224}
-    tile = tiles.get(profile.arch, 3520 if profile.arch >= (10, 0) else 640)
+    arch = _tuned_for(profile)
+    tile = tiles.get(arch, 3520 if arch >= (10, 0) else 640)
     return storage((up(count, tile) + 32) * 8, *extra(profile))
