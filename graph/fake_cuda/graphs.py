@@ -26,8 +26,10 @@ if TYPE_CHECKING:
 Handle = tuple[int, int]
 
 
-#: From this release on a captured graph has a seed and an offset of the generator only where it draws random numbers.
+#: From this release on a captured graph has a seed and an offset of the generator only where it draws random numbers,
+#: and from that one on each graph has its own, and its stream's workspaces end with it.
 _SEEDED_WHERE_DRAWN: Final = (2, 14)
+_BY_ITSELF: Final = (2, 12)
 #: Arguments by which an operator that may draw random numbers draws none, and their values.
 _DRAWS_NONE: Final = {"dropout_p": 0.0, "train": False, "training": False}
 
@@ -57,6 +59,7 @@ class CUDAGraph:
     runtime: Runtime
     allocator: Allocator
     handles: itertools.count[int]
+    together: dict[int, list[torch.Tensor]]  # graphs that have the same seeds, up to 2.11
 
     def __init__(self, keep_graph: bool = False) -> None:
         self._pool: Handle = (0, 0)
@@ -81,7 +84,9 @@ class CUDAGraph:
             )
         self._pool = (next(self.handles), 0) if pool is None else pool
         self._stream = stream.stream_id
-        if runtime.profile.release < _SEEDED_WHERE_DRAWN:
+        if runtime.profile.release < _BY_ITSELF:
+            self.together[id(self)] = next(iter(self.together.values()), []) or _made_seeds()
+        elif runtime.profile.release < _SEEDED_WHERE_DRAWN:
             self._seed()
         else:
             runtime.drawn = self._seed
@@ -100,7 +105,7 @@ class CUDAGraph:
         """The generator's seed and its offset, which every replay reads; not of the graph's pool."""
         if not self._seeds:
             with torch.cuda.stream(self.runtime.default_stream):
-                self._seeds = [torch.empty(1, dtype=torch.int64, device="cuda") for _ in range(2)]
+                self._seeds = _made_seeds()
 
     def reset(self) -> None:
         """The graph is given up, and its pool if no other graph has it."""
@@ -108,7 +113,8 @@ class CUDAGraph:
             self._seeds.pop()
         if self._captured:
             self._captured = False
-            self.runtime.tell("clear_workspaces", self._stream)
+            if self.runtime.profile.release >= _BY_ITSELF:
+                self.runtime.tell("clear_workspaces", self._stream)
             self.allocator.pool_release(self._pool)
 
     def pool(self) -> Handle:
@@ -130,6 +136,11 @@ class CUDAGraph:
 
     def __del__(self) -> None:
         self.reset()
+        self.together.pop(id(self), None)
+
+
+def _made_seeds() -> list[torch.Tensor]:
+    return [torch.empty(1, dtype=torch.int64, device="cuda") for _ in range(2)]
 
 
 class MemPool:
@@ -267,13 +278,17 @@ def changes(runtime: Runtime, allocator: Allocator) -> list[tuple[Any, str, Any]
     """Owner, name and replacement of each."""
     handles, captures = itertools.count(1), itertools.count(1)
     CUDAGraph.runtime, CUDAGraph.allocator, MemPool.live = runtime, allocator, allocator
-    CUDAGraph.handles, MemPool.handles = captures, handles
+    CUDAGraph.handles, MemPool.handles, CUDAGraph.together = captures, handles, {}
     graphs, memory = torch.cuda.graphs, torch.cuda.memory
     pools: dict[str, Callable[..., Any]] = {
         "_cuda_beginAllocateCurrentThreadToPool": lambda device, pool: allocator.pool_begin(pool, None),
         "_cuda_endAllocateToPool": lambda device, pool: allocator.pool_end(pool),
         "_cuda_releasePool": lambda device, pool: allocator.pool_release(pool),
     }
+    if runtime.profile.release < (2, 7):
+        begin, end = pools["_cuda_beginAllocateCurrentThreadToPool"], pools["_cuda_endAllocateToPool"]
+        pools |= {"_cuda_beginAllocateCurrentStreamToPool": begin, "_cuda_beginAllocateToPool": begin}
+        pools["_cuda_endAllocateCurrentStreamToPool"] = end
     return [
         *((owner, "CUDAGraph", CUDAGraph) for owner in (torch.cuda, graphs)),
         *((owner, "MemPool", MemPool) for owner in (torch.cuda, memory)),

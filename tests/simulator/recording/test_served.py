@@ -38,9 +38,10 @@ TOTAL = 200 * MIB
 
 
 @pytest.fixture
-def runtime() -> Iterator[Runtime]:
-    live = LiveAllocator(Device("A100-80GB", TOTAL), parse_release("2.13"), "", torch.OutOfMemoryError)
-    with fake_cuda(profile("A100", "2.13"), live) as made:
+def runtime(request: pytest.FixtureRequest) -> Iterator[Runtime]:
+    release = getattr(request, "param", "2.13")
+    live = LiveAllocator(Device("A100-80GB", TOTAL), parse_release(release), "", torch.OutOfMemoryError)
+    with fake_cuda(profile("A100", release), live) as made:
         made.observer = ProgramRecorder(made, live)
         yield made
 
@@ -202,6 +203,38 @@ def test_operators_with_given_results_take_what_those_that_make_them_take(runtim
     }
     assert [taken(work) for work in recorded] == list(recorded.values())
     torch.mode(one, 0, out=(out[0], places[0]))  # it has no kernel for CUDA of its own
+
+
+@pytest.mark.parametrize(
+    ("runtime", "recorded"),
+    [
+        ("2.11", [9216, 6 << 20, 13312, 8 << 20, 13312, 13312, 4096]),
+        ("2.13", [9216, 4 << 20, 14336, 6 << 20, 13312, 12288, 4096]),
+        ("2.15", [8192, 4 << 20, 13312, 6 << 20, 13312, 12288, 4096]),
+    ],
+    indirect=["runtime"],
+)
+def test_seeds_of_graphs_are_the_releases(runtime: Runtime, recorded: list[int]) -> None:
+    """What PyTorch 2.11.0, 2.13.0 and 2.15.0 (CUDA wheels) had: up to 2.11 all graphs share seeds on the stream that is
+    captured, until the last is gone; from 2.14 on only those have some that draw random numbers."""
+    cuda, one = torch.cuda, torch.zeros(1000, device="cuda")
+    found: list[int] = []
+    graphs: list[Any] = []
+    kept: list[Any] = []
+    works: list[Callable[[], Any]] = [lambda: one * 2, lambda: torch.bernoulli(one)]
+    for work in works:
+        graph: Any = cuda.CUDAGraph
+        graphs.append(graph())
+        with cuda.graph(graphs[-1]):
+            kept.append(work())
+        found += [cuda.memory_allocated(), cuda.memory_reserved()]
+    for graph in graphs:
+        graph.reset()
+        found.append(cuda.memory_allocated())
+    del graph
+    graphs.clear()
+    kept.clear()
+    assert [*found, cuda.memory_allocated()] == recorded
 
 
 def test_powers_of_ldexp_have_the_dtype_of_what_is_scaled(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
