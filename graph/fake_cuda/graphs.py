@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 #: A pool's id in PyTorch: (0, n) where a program asked for it, (n, 0) where a capture did.
 Handle = tuple[int, int]
 
-
-#: From this release on a captured graph has a seed and an offset of the generator only where it draws random numbers,
-#: and from that one on each graph has its own, and its stream's workspaces end with it.
-_SEEDED_WHERE_DRAWN: Final = (2, 14)
+#: From this release on each graph has a seed and an offset of the generator of its own, and its stream's workspaces end
+#: with it; before, all graphs have the same.
 _BY_ITSELF: Final = (2, 12)
+#: From this release on it has them only where it draws random numbers.
+_SEEDED_WHERE_DRAWN: Final = (2, 14)
 #: Arguments by which an operator that may draw random numbers draws none, and their values.
 _DRAWS_NONE: Final = {"dropout_p": 0.0, "train": False, "training": False}
 

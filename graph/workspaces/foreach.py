@@ -84,7 +84,7 @@ def _with_zeros(sources: Sequence[torch.Tensor], empty: Sequence[int], partials:
 
 
 def foreach_max(call: Call) -> Plan | None:
-    """`_foreach_max`: as the norm, in the type of the values; after the outputs from 2.10."""
+    """`_foreach_max`: as the norm, in the type of the values; after the outputs from 2.11."""
     sources = call.args[0]
     if not _fast(sources):
         return None

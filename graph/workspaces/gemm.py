@@ -193,8 +193,9 @@ def addmm(call: Call) -> Plan | None:
     """`addmm`, `_addmm_activation`: as mm; a bias goes to cuBLASLt's epilogue.
 
     That is for beta 1, both sizes of the second matrix above 1, a contiguous bias of the result's columns (one
-    dimension; two with a single row from 2.10, any two with an activation) and floating point
-    (`isInputCompliesAddmmCudaLt`, Blas.cpp). From 2.15 on a whole matrix of 16 bits is added by cuBLASLt too.
+    dimension; two with a single row from 2.10, any two with an activation; in 2.10 not of one row of results) and
+    floating point (`isInputCompliesAddmmCudaLt`, Blas.cpp). From 2.15 on a whole matrix of 16 bits is added by cuBLASLt
+    too.
     """
     bias, first, second = call.args[0], call.args[1], call.args[2]
     if elements(first) == 0 or elements(second) == 0:

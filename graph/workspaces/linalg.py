@@ -24,7 +24,6 @@ _LARGE_FACTORS: Final = 512
 _FEW: Final = 2
 #: Since when matrices are factorized as they are; before, contiguous ones were transposed (2.10 is not recorded).
 _AS_THEY_ARE: Final = (2, 11)
-
 #: Since when batches of Cholesky factors are cuBLAS's, not MAGMA's.
 _WITHOUT_MAGMA: Final = (2, 12)
 

@@ -82,12 +82,8 @@ def _extent(call: Call) -> tuple[int, int]:
 
 def _tall(call: Call) -> bool:
     rows, columns = _extent(call)
-    return (
-        call.profile.release >= (2, 8)
-        and rows > _TALL
-        and columns // _WARP < call.profile.sm_count // 2
-        and len(_wanted(call)) > 0
-    )
+    many = call.profile.release >= (2, 8) and rows > _TALL
+    return many and columns // _WARP < call.profile.sm_count // 2 and len(_wanted(call)) > 0
 
 
 def _wanted(call: Call) -> list[int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -18,10 +18,13 @@ def llmem(
     folder: str | Path | None = None,
     given: str | None = None,
     environment: Mapping[str, str] | None = None,
+    run: Callable[..., subprocess.CompletedProcess[str]] = subprocess.run,
 ) -> subprocess.CompletedProcess[str]:
-    """What `llmem WORDS` says, in a folder, with a text as its standard input; nothing is raised for its exit code."""
+    """What `llmem WORDS` says, in a folder, with a text as its standard input; nothing is raised for its exit code.
+
+    `run` starts it, as `subprocess.run` does."""
     path = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), _ROOT)))
-    return subprocess.run(
+    return run(
         [sys.executable, "-m", "simulator", *words],
         cwd=folder,
         env={**os.environ, "PYTHONPATH": path, **(environment or {})},

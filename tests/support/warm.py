@@ -32,6 +32,7 @@ from pathlib import Path
 from typing import Any, Final, Protocol
 from unittest import mock
 
+from simulator.integrations import process
 from tests.places import ROOT
 
 _SERVE: Final = "import sys; from tests.support.warm import serve; serve(int(sys.argv[1]))"
@@ -92,16 +93,16 @@ def run(
     return subprocess.CompletedProcess(list(command), code, *texts)
 
 
-def llmem(
-    words: Sequence[str],
-    *,
-    folder: str | Path | None = None,
-    given: str | None = None,
-    environment: Mapping[str, str] | None = None,
+def llmem(words: Sequence[str], **options: Any) -> subprocess.CompletedProcess[str]:
+    """`process.llmem` by a fork, where programs are run: what captures models in itself is none."""
+    return process.llmem(words, run=_as_subprocess, **options)
+
+
+def _as_subprocess(
+    command: Sequence[str], *, cwd: str | Path | None, env: Mapping[str, str], input: str, **_: object
 ) -> subprocess.CompletedProcess[str]:
-    """`simulator.integrations.process.llmem`, where programs are run: what captures models in itself is no fork."""
-    env = {**os.environ, "PYTHONPATH": str(ROOT), **(environment or {})}
-    return run([sys.executable, "-m", "simulator", *words], cwd=Path(folder or ROOT), env=env, given=given or "")
+    """`run` with the arguments of `subprocess.run`."""
+    return run(command, cwd=Path(cwd or ROOT), env=env, given=input)
 
 
 @cache

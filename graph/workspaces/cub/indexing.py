@@ -62,9 +62,8 @@ def _with_copies(call: Call, *inside: Step) -> Plan:
         if not on_device(index) and elements(index):
             copies[position] = f"moved index {position}"
             spread_first = call.profile.release < (2, 9) and shape(index) != target
-            births.append(
-                ("alloc", copies[position], (prod(target) if spread_first else elements(index)) * width(index))
-            )
+            count = prod(target) if spread_first else elements(index)
+            births.append(("alloc", copies[position], count * width(index)))
             steps[position] = steps[position] if is_dense(index) and not spread_first else flat
     for position, index in enumerate(given):
         if dtype(index) in _NARROW and elements(index):

@@ -90,8 +90,8 @@ def merge_sort_pairs(profile: Profile, count: int, key: int, value: int) -> int:
 
 def unique_by_key_of_thrust(profile: Profile, count: int) -> int:
     """Bytes for `thrust::unique_by_key` with keys and values of 8 bytes."""
-    tile = 2688 if profile.arch == (8, 0) else 9856 if profile.arch >= (9, 0) else 640
-    tile = 640 if profile.release < (2, 7) else tile
+    tuned = profile.release >= (2, 7)
+    tile = 2688 if tuned and profile.arch == (8, 0) else 9856 if tuned and profile.arch >= (9, 0) else 640
     return storage((up(count, tile) + 32) * 16, 1, *extra(profile))
 
 
