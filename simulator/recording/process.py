@@ -143,6 +143,7 @@ def main(text: str, objects: int, further: int) -> int:
             keeper.raised = "" if error is None else told(error)
         keeper.keep(code)  # what the error's frames hold is alive, as it is where Python tells of it
         del error
+        job.release()
     return code
 
 

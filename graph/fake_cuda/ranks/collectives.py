@@ -5,7 +5,7 @@ never waits) and puts kernels of ours under its collectives on CUDA tensors. The
 and keep what ProcessGroupNCCL keeps (torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp): the tensors of an asynchronous
 collective stay referenced by its work until somebody waits for the work (of a functional collective: for its result),
 or its watchdog has seen it complete and the next collective begins. Waiting for a work's future, as DDP's reducer does,
-lets go of nothing: the reducer's works are kept until the next settling. Other code of torch's own waits at once.
+lets go of nothing. Other code of torch's own waits at once.
 """
 
 from __future__ import annotations
@@ -156,16 +156,15 @@ class Collectives:
             yield
 
     def settle(self, operators: int, waits: int) -> None:
-        """Finished work is dropped, as ProcessGroupNCCL's watchdog does.
+        """A part of a step has ended: so many operators have run, and waits been made.
 
-        So many operators have run, and waits been made. It looks every 100 ms (kWatchdogThreadSleepMillis); a host
-        takes about 50 us for an operator. `late`: work is finished only once the host has waited for the device after
-        it was issued. What the program itself asked for is dropped when its group's next collective begins.
+        By that ProcessGroupNCCL's watchdog is taken to have seen what is complete. It looks every 100 ms
+        (kWatchdogThreadSleepMillis); a host takes about 50 us for an operator. `late`: work is finished only once the
+        host has waited for the device after it was issued. What was seen is dropped when its group's next collective
+        begins.
         """
         if self.late:
             self._settle_late(operators, waits)
-        else:
-            self._look(operators)
         for one in self._held:
             one.since = one.since if one.asked or one.settlings else operators
             one.settlings += 1
@@ -185,30 +184,19 @@ class Collectives:
             for one in self._held:
                 one.finished = bool(one.settlings)
             self._waited = operators
-        elif operators - self._waited >= OPERATORS_A_LOOK:
-            self._held = [one for one in self._held if one.asked or not one.finished]
-
-    def _look(self, operators: int) -> None:
-        """The watchdog looks, if it is time, and drops what the program did not ask for and that has ended."""
-        self._held = [
-            one for one in self._held if one.asked or not one.settlings or operators - one.since < OPERATORS_A_LOOK
-        ]
 
     def _begin(self, group: str) -> None:
-        """A collective of a group begins: what the program asked of it and the watchdog has seen complete is dropped
-        (`shelvesToUnstash_` of ProcessGroupNCCL)."""
+        """A collective of a group begins: what the watchdog has seen complete is dropped (`shelvesToUnstash_` of
+        ProcessGroupNCCL)."""
         operators = self.recorder.operators
-        if not self.late:
-            self._look(operators)
-        self._held = [
-            one for one in self._held if one.group != group or not one.asked or not self._seen(one, operators)
-        ]
+        self._held = [one for one in self._held if one.group != group or not self._seen(one, operators)]
 
     def _seen(self, one: _Kept, operators: int) -> bool:
         """Whether the watchdog has seen that it is complete."""
         if self.late:
             return one.finished and operators - self._waited >= OPERATORS_A_LOOK
-        return one.settlings >= SETTLINGS or operators - one.since >= OPERATORS_A_LOOK
+        looked = operators - one.since >= OPERATORS_A_LOOK
+        return looked or one.settlings >= SETTLINGS if one.asked else looked and one.settlings > 0
 
     def _keep(self, name: str, given: Mapping[str, Any], work: object, tensors: object) -> None:
         """What an asynchronous work keeps until it is waited for."""
@@ -216,8 +204,8 @@ class Collectives:
             return
         functional = self._told and _by_operator()
         asked = self._told and (functional or _asked())
-        stashes = _STASHED and name not in _PAIRS  # of messages the work alone knows
-        if stashes if asked else KINDS[name] in self.kept and self.keeps():
+        # of messages the work alone knows
+        if _STASHED and (name not in _PAIRS if asked else KINDS[name] in self.kept and self.keeps()):
             self.issued += 1
             made = metadata.tensors(tensors) if functional else ()
             results = frozenset(self.runtime.values.key(one) for one in made if one.is_cuda)

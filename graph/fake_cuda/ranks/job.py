@@ -65,7 +65,8 @@ def joined(
 ) -> Iterator[Collectives]:
     """Inside, a program that starts a process group is one rank of the job of the environment; `peers` are the others,
     as far as they have processes. `begins`: no launcher has, so that processes which it starts are the ranks. `late`:
-    work ends only once the host has waited for the device."""
+    work ends only once the host has waited for the device. What works keep, they keep afterwards, until `release`, as
+    ProcessGroupNCCL's do when the program has ended."""
     collectives = Collectives(runtime, recorder, frozenset({"all_reduce"}), late=late)
     collectives.messages = messages = Messages(runtime, peers or Alone())
     collectives.keeps = lambda: graph_task() >= 0 and not _functional()  # in backward, DDP's reducer: others wait
@@ -140,7 +141,6 @@ def joined(
         try:
             yield collectives
         finally:
-            collectives.release()
             if dist.is_initialized():
                 dist.destroy_process_group()
 

@@ -305,12 +305,13 @@ def test_objects_take_on_the_device_what_they_take(rank: int, tmp_path: Path) ->
     assert lines[4] == f"True {rank == 0} {rank == 0}"
 
 
-@pytest.mark.parametrize("name", ["collectives", "functional_collectives"])
+@pytest.mark.parametrize("name", ["collectives", "functional_collectives", "replicas"])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_collectives_take_what_they_take(rank: int, name: str, tmp_path: Path) -> None:
     """Flat copies of lists, and what works keep: as PyTorch 2.13.0+cu130 said of both ranks (collectives.txt)."""
     program = DATA / "programs" / f"{name}.py"
-    done = record(tmp_path, "-q", "--ranks", str(rank), "--", "torchrun", "--nproc-per-node", "2", str(program))
+    words = ("-q", "--steps", "all", "--ranks", str(rank), "--", "torchrun", "--nproc-per-node", "2", str(program))
+    done = record(tmp_path, *words)
     expected = [
         line for line in program.with_suffix(".txt").read_text().splitlines() if line.startswith(f"rank{rank} ")
     ]
