@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from typing import Any
 
 import pytest
@@ -10,7 +11,6 @@ from tests.places import DATA
 
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
-pytest.importorskip("bitsandbytes")
 
 from tests.accuracy.published import (
     GOAL,
@@ -24,6 +24,8 @@ from tests.accuracy.published import (
     summary,
     told,
 )
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is None, reason="needs bitsandbytes")
 
 TABLE = DATA / "published" / "peaks.csv"
 ROWS = rows(TABLE)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import math
 from pathlib import Path
@@ -11,7 +12,6 @@ import numpy as np
 import pytest
 
 pytest.importorskip("transformers")
-pytest.importorskip("bitsandbytes")
 
 import torch
 import transformers
@@ -20,6 +20,8 @@ from graph.case import Case
 from graph.model import Kind, StepGraph
 from graph.recorder.capture import capture
 from traces.units import format_bytes
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is None, reason="needs bitsandbytes")
 
 #: Parameters on every side of bitsandbytes' limits: fewer than 4,096 elements, than 100,000, and more.
 CONFIG: dict[str, Any] = {

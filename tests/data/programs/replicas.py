@@ -17,7 +17,7 @@ lines = []
 def said(what):
     """NCCL's watchdog has looked: 100 ms."""
     torch.cuda.synchronize()
-    time.sleep(0.25)
+    time.sleep(float(os.environ.get("PAUSE", "0.25")))
     stats = torch.cuda.memory_stats()
     names = "allocated_bytes.all.current", "allocated_bytes.all.peak", "allocation.all.allocated"
     lines.append(" ".join([f"rank{rank} {what}", *(str(stats[name]) for name in names)]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -10,12 +11,13 @@ import pytest
 
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
-pytest.importorskip("peft")
 
 from graph.case import Case
 from graph.models.sources import build
 from simulator.estimator.estimate import estimate, forget_graphs, phase_figures
 from traces.errors import ConfigError
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="needs peft")
 
 HIDDEN, LAYERS, HEADS, GROUPS, VOCABULARY, BATCH, SEQ = 64, 2, 4, 2, 4096, 2, 64
 HEAD = HIDDEN // HEADS

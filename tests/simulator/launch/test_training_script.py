@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
 import json
 import subprocess
 import sys
@@ -16,7 +17,6 @@ from tests.places import ROOT
 
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
-pytest.importorskip("peft")
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -25,6 +25,8 @@ from graph.case import Case
 from simulator.launch.training_script import Predicted, script, why_not
 from tests.support.launched import METHODS, model, written
 from traces.errors import ConfigError
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="needs peft")
 
 #: Not here: FSDP1 refuses the CPU, replicas need a real group (below), DeepSpeed may not be installed.
 FAKED = ("fsdp2", "fsdp2-offload", "hsdp", "tp", "tp-sp", "fsdp2=2,tp=2")

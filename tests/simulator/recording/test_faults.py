@@ -111,6 +111,7 @@ def itself():
     print(subprocess.run([sys.executable, __file__, "nothing"], check=False).returncode)
 
 def sleeps():
+    torch.utils.data._utils.worker.MP_STATUS_CHECK_INTERVAL = 0.3  # how often workers ask for their parent: 5 s
     batches = iter(DataLoader(Numbers(), batch_size=4, num_workers=2))
     for _ in range(2):  # of each worker one: a worker that starts after its parent's end waits for ever
         next(batches)

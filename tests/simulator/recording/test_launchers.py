@@ -311,7 +311,7 @@ def test_collectives_take_what_they_take(rank: int, name: str, tmp_path: Path) -
     """Flat copies of lists, and what works keep: as PyTorch 2.13.0+cu130 said of both ranks (collectives.txt)."""
     program = DATA / "programs" / f"{name}.py"
     words = ("-q", "--steps", "all", "--ranks", str(rank), "--", "torchrun", "--nproc-per-node", "2", str(program))
-    done = record(tmp_path, *words)
+    done = record(tmp_path, *words, PAUSE="0.11")
     expected = [
         line for line in program.with_suffix(".txt").read_text().splitlines() if line.startswith(f"rank{rank} ")
     ]
@@ -338,7 +338,8 @@ def test_works_keep_what_they_keep_until_they_are_waited_for_or_seen(rank: int, 
     One exchange that nobody waits for was gone there before NCCL's watchdog should have looked: why is not known.
     """
     program = DATA / "programs" / "works.py"
-    done = record(tmp_path, "-q", "--ranks", str(rank), "--", "torchrun", "--nproc-per-node", "2", str(program))
+    words = ("-q", "--ranks", str(rank), "--", "torchrun", "--nproc-per-node", "2", str(program))
+    done = record(tmp_path, *words, PAUSE="0")
     lines = program.with_suffix(".txt").read_text().splitlines()
     expected = [line for line in lines if line.startswith(f"rank{rank} ")]
     found = done.stdout.splitlines()
