@@ -114,8 +114,14 @@ def _search(
 
     def fit_it(trying: Callable[[str], object]) -> Fitting:
         from simulator.fit.program import fit_program
+        from simulator.recording.launchers import StartedError
 
-        return fit_program(request, ranks if program["ranks"] != "all" else None, trying=trying, **how)
+        chosen = program["ranks"] != "all"
+        try:
+            return fit_program(request, ranks if chosen else None, trying=trying, **how)
+        except StartedError as start:
+            started, own = request_of(start.program, **{**given, **program})
+            return fit_program(started, own if chosen else None, trying=trying, **how)
 
     return fit_it
 

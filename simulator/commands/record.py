@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import replace
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import click
 
@@ -15,6 +15,12 @@ from simulator.options.shared import output_options
 from simulator.reports.outputs import Outputs, check_output
 from traces.files import write_atomically
 from traces.release import installed_release
+
+if TYPE_CHECKING:
+    from simulator.engine.result import OutsideTerm
+    from simulator.recording.launch import Recorded
+    from simulator.recording.launchers import Program
+    from simulator.recording.request import Request
 
 _EPILOG: Final = (
     "Options stand before the program; what follows it is the program's own. Standard output is the program's, and so "
@@ -68,29 +74,37 @@ def command(
     from graph.hardware.profile import profile
     from simulator.estimator.outside import bytes_of, process_terms
     from simulator.recording.launch import record
+    from simulator.recording.launchers import StartedError
 
     if program_is["interconnect"] is not None and not timing:
         raise click.UsageError("--interconnect needs --time")
-    request, chosen = request_of(
-        program,
-        **program_is,
-        gpu=gpu,
-        memory=size_option("--memory", memory),
-        alloc_conf=alloc_conf,
-        release=release or installed_release(),
-        watched=not quiet and sys.stderr.isatty(),
-        late=deferred == "late",
-        timed=timing,
-    )
-    request = replace(request, floats=floats, on_gpu=on_gpu)
-    cards = [profile(request.gpu, request.release)]
-    outside = process_terms(cards, context_size(context), int(request.world > 1))
-    if context is not None:
-        request = replace(request, context=bytes_of(outside))
-    written.check(request.program[0])
     if document is not None:
         check_output(document, force=written.force)
-    recorded = record(request, chosen, None if quiet else lambda what: print(what, file=sys.stderr))
+
+    def recorded_of(program: tuple[str, ...] | Program) -> tuple[Request, Recorded, tuple[OutsideTerm, ...]]:
+        request, chosen = request_of(
+            program,
+            **program_is,
+            gpu=gpu,
+            memory=size_option("--memory", memory),
+            alloc_conf=alloc_conf,
+            release=release or installed_release(),
+            watched=not quiet and sys.stderr.isatty(),
+            late=deferred == "late",
+            timed=timing,
+        )
+        request = replace(request, floats=floats, on_gpu=on_gpu)
+        cards = [profile(request.gpu, request.release)]
+        outside = process_terms(cards, context_size(context), int(request.world > 1))
+        if context is not None:
+            request = replace(request, context=bytes_of(outside))
+        written.check(request.program[0])
+        return request, record(request, chosen, None if quiet else lambda what: print(what, file=sys.stderr)), outside
+
+    try:
+        request, recorded, outside = recorded_of(program)
+    except StartedError as start:
+        request, recorded, outside = recorded_of(start.program)
 
     from simulator.engine.replay import replay  # both are there by now
     from simulator.recording import result as result_of

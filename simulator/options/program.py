@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import click
 
@@ -13,6 +13,9 @@ from graph.hardware.gpus import gpu as gpu_of
 from simulator.allocator.releases import parse_release
 from simulator.recording.request import DEVICES, REPEATS, Request
 from traces.errors import ConfigError
+
+if TYPE_CHECKING:
+    from simulator.recording.launchers import Program
 
 #: What a word may be that begins a program: a script, Python, or a launcher.
 _BEGINS: Final = ("torchrun", "accelerate", "accelerate-launch", "deepspeed")
@@ -77,7 +80,7 @@ def program_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def request_of(
-    program: tuple[str, ...],
+    program: tuple[str, ...] | Program,
     *,
     module: str | None = None,
     nproc_per_node: int | None = None,
@@ -96,6 +99,8 @@ def request_of(
 ) -> tuple[Request, list[int]]:
     """What is to be recorded, and of which ranks; names are those of a Request's fields where it has them.
 
+    `program`: its words, or what a command has started.
+
     ConfigError for a program that there is not, an unknown GPU, release, way or setting, and ranks out of range.
     """
     from simulator.allocator.conf import parse_conf
@@ -103,7 +108,11 @@ def request_of(
     from simulator.recording.launchers import program_of
     from strategies.timing.links import ways
 
-    found = program_of(program, module, nproc_per_node)
+    found = program_of(program, module, nproc_per_node) if isinstance(program, tuple) else program
+    if found is program and found.launched:  # the command saw them
+        visible_gpus = None
+    if found.command:  # as many GPUs as it may give ranks to
+        visible_gpus, nproc_per_node = visible_gpus or nproc_per_node, None
     processes = nproc_per_node or found.processes
     world = processes * (nnodes or found.nodes)
     launched = found.launched or nproc_per_node is not None
@@ -135,6 +144,7 @@ def request_of(
         local=found.local,
         launched=launched,
         gpus=visible_gpus or visible,
+        command=found.command,
         begins=nproc_per_node is not None and not found.launched,
         interconnect=interconnect or "",
         watched=watched,

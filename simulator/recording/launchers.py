@@ -1,21 +1,28 @@
 """What stands behind `record`'s options: a program, or a launcher with its own options, read by its own parser.
 
-A launcher decides which processes there are and what their environment is; nothing of it runs but that.
+A launcher decides which processes there are and what their environment is; nothing of it runs but that. A command of
+the environment (what pip makes of a package's entry point: trl, llamafactory-cli) may train itself or start what does:
+it runs until it starts a program.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
+import shlex
+import shutil
 import subprocess
 import sys
+import sysconfig
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, Literal
 from unittest import mock
 
-from traces.errors import ConfigError
+from traces.errors import ConfigError, LLMemError
 from traces.text import path_text
 
 _USAGE: Final = "options come first, then train.py ARGS..."
@@ -29,7 +36,7 @@ class Program:
 
     There are `nodes` nodes with `processes` each. `environment` is what the launcher adds to it, beside the ranks;
     `local` an argument that goes before the program's own, with the local rank in it. `launched`: by a launcher that
-    tells ranks their places, also where there is one.
+    tells ranks their places, also where there is one. `command`: it may start a program that is meant.
     """
 
     kind: Literal["script", "module"]
@@ -39,6 +46,25 @@ class Program:
     environment: Mapping[str, str] = field(default_factory=dict)
     local: str = ""
     launched: bool = False
+    command: bool = False
+
+    def text(self) -> str:
+        """As JSON."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def parse(cls, text: str) -> Program:
+        """From JSON."""
+        values = json.loads(text)
+        return cls(**{**values, "words": tuple(values["words"])})
+
+
+class StartedError(LLMemError):
+    """A command has started a program, which is what is to be recorded."""
+
+    def __init__(self, command: str, program: Program) -> None:
+        super().__init__(f"{command} starts {' '.join(program.words)}: give that as the program")
+        self.program = program
 
 
 def program_of(words: Sequence[str], module: str | None = None, gpus: int | None = None) -> Program:
@@ -57,10 +83,30 @@ def program_of(words: Sequence[str], module: str | None = None, gpus: int | None
         raise ConfigError(f"no program is given: {_USAGE}")
     if first.startswith("python") and not first.endswith(".py"):
         return _python(words[1:], gpus)
-    if not Path(words[0]).is_file():
-        what = "is not a file" if words[0].endswith(".py") else "is not a Python program, nor a launcher that is known"
+    if Path(words[0]).is_file() and (first.endswith(".py") or _is_python(words[0])):
+        return Program("script", words)
+    command = None if first.endswith(".py") or first != words[0] else _command(first)
+    if command is None:
+        what = "is not a file" if first.endswith(".py") else "is not a Python program, nor a launcher that is known"
         raise ConfigError(f"{path_text(words[0])}: {what}: {_USAGE}")
-    return Program("script", words)
+    return Program("script", (command, *words[1:]), command=True)
+
+
+def _is_python(path: str) -> bool:
+    """Whether a file without .py is a script for Python: one for another program says so, or is no text."""
+    with open(path, "rb") as file:
+        begins = file.read(512)
+    if not begins.startswith(b"#!"):
+        return b"\0" not in begins and not path.endswith(".sh")
+    first, second = (*begins.splitlines(), b"")[:2]
+    return b"python" in first or (b"python" in second and second.startswith(b"'''exec'"))  # pip's, of long paths
+
+
+def _command(name: str) -> str | None:
+    """The path of a command that is a Python script, of this environment or in PATH."""
+    own = Path(sysconfig.get_path("scripts"), name)
+    found = str(own) if own.is_file() else shutil.which(name)
+    return found if found is not None and _is_python(found) else None
 
 
 def _python(words: tuple[str, ...], gpus: int | None) -> Program:
@@ -181,6 +227,55 @@ class _Starts(BaseException):
     @staticmethod
     def process(command: list[str], env: Mapping[str, str] | None = None, **options: object) -> None:
         raise _Starts(command, os.environ if env is None else env)
+
+
+@contextlib.contextmanager
+def starting(begun: Callable[[], bool], leave: Callable[[Program], None]) -> Iterator[None]:
+    """Inside, where a command starts a program before it has `begun` itself, it leaves with that program."""
+    from torch.distributed import run
+
+    before = dict(os.environ)
+
+    def found(program: Program, environment: Mapping[str, str]) -> None:
+        added = {name: value for name, value in environment.items() if before.get(name) != value}
+        leave(replace(program, environment={**added, **program.environment}))
+
+    def elastic(plain: Callable[..., Any], given: object) -> Any:
+        if not begun():
+            found(_elastic(given, None), os.environ)
+        return plain(given)
+
+    def started(words: Sequence[object], environment: Mapping[str, str] | None) -> None:
+        if not begun() and _starts_program(texts := tuple(map(os.fspath, words))):  # type: ignore[arg-type]
+            found(program_of(texts), os.environ if environment is None else environment)
+
+    class Popen(subprocess.Popen[Any]):
+        def __init__(self, args: Any, *others: Any, **options: Any) -> None:
+            words = [args] if isinstance(args, str | bytes | os.PathLike) else list(args)
+            started(shlex.split(args) if options.get("shell") and isinstance(args, str) else words, options.get("env"))
+            super().__init__(args, *others, **options)
+
+    def executes(plain: Callable[..., Any], file: str, words: Sequence[str], *environment: Mapping[str, str]) -> Any:
+        started((file, *words[1:]), *environment or (None,))
+        return plain(file, words, *environment)
+
+    changes = [(subprocess, "Popen", Popen), (run, "run", partial(elastic, run.run))]
+    changes += [(os, name, partial(executes, getattr(os, name))) for name in ("execv", "execve", "execvp", "execvpe")]
+    with contextlib.ExitStack() as stack:
+        for owner, name, answer in changes:
+            stack.enter_context(mock.patch.object(owner, name, answer))
+        yield
+
+
+def _starts_program(words: tuple[str, ...]) -> bool:
+    """Whether a process of these words is a launcher, or Python with a script: not one of Python's own modules."""
+    first = Path(words[0]).name if words else ""
+    if first in _COMMANDS or not first.startswith("python"):
+        return first in _COMMANDS
+    rest = [word for word in words[1:] if word not in _FLAGS]
+    if rest[:1] == ["-m"]:
+        return rest[1:2] != [] and rest[1] in _MODULES
+    return rest != [] and Path(rest[0]).is_file()
 
 
 @contextlib.contextmanager

@@ -51,9 +51,10 @@ from simulator.recording.allocator import LiveAllocator, warm_up
 from simulator.recording.durations import of_phases
 from simulator.recording.exchange import Connection
 from simulator.recording.history import History
+from simulator.recording.launchers import Program, starting
 from simulator.recording.prices import Prices
 from simulator.recording.repeats import Found, Progress, Repeats
-from simulator.recording.request import DEVICES, FACTS, FAULT, INTERRUPTED, REPEATS, TRACE, Request
+from simulator.recording.request import DEVICES, FACTS, FAULT, INTERRUPTED, REPEATS, STARTED, TRACE, Request
 from simulator.recording.trace import together, trace_of
 from strategies.timing.clock import LAUNCH_NS, Clock
 from traces.collecting import as_if_on, not_yet_imported
@@ -135,16 +136,31 @@ def main(text: str, objects: int, further: int) -> int:
             changed({LAUNCHER: launching}),
             phases.followed(),
             arguments.followed(keeper.arguments),
+            contextlib.ExitStack() as stack,
         ):
             phases.settle = _settling(job, recorder)
             not_yet_imported(DYNAMO, further)
             as_if_on(objects)
+            if request.command:
+                stack.enter_context(starting(lambda: any(live.born for live in allocators), _leaving(folder)))
             code, error = _run(request)
             keeper.raised = "" if error is None else told(error)
         keeper.keep(code)  # what the error's frames hold is alive, as it is where Python tells of it
         del error
         job.release()
     return code
+
+
+def _leaving(folder: Path) -> Callable[[Program], None]:
+    """A command ends here, and leaves what it has started."""
+
+    def leave(program: Program) -> None:
+        (folder / STARTED).write_text(program.text())
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
+
+    return leave
 
 
 def _settling(job: Collectives, recorder: ProgramRecorder) -> Callable[[], None]:

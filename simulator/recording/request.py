@@ -10,6 +10,8 @@ from typing import Final, Literal
 #: What that process leaves in the request's folder.
 TRACE: Final = "trace.npz"
 FACTS: Final = "facts.json"
+#: What a command leaves there that has started a program.
+STARTED: Final = "started.json"
 #: Where it was when a signal like SIGSEGV ended it (Python's faulthandler).
 FAULT: Final = "fault"
 #: So many devices of a node have numbers of their own (c10's FakeGuardImpl); ranks beyond have the first one's.
@@ -36,6 +38,7 @@ class Request:
     (`simulator.engine.on_gpu`). `floats`: what floating-point numbers are that the program reads and that have no
     values. `exchange`: the socket over which it speaks with other ranks' processes, -1 where it has none. `gpus`: how
     many GPUs the process works on, each of which is told of as a rank; more than one only without other ranks.
+    `command`: where it starts a program before it has something on a GPU, that one is meant (`launchers.StartedError`).
     """
 
     program: tuple[str, ...]
@@ -63,6 +66,7 @@ class Request:
     floats: float = 0.0
     exchange: int = -1
     gpus: int = 1
+    command: bool = False
 
     @property
     def local_rank(self) -> int:

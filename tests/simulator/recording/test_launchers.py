@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -103,6 +104,74 @@ def test_deepspeed_gives_the_local_rank(script: str) -> None:
     assert program_of(["deepspeed", "--include", "localhost:1,3,4", script]).processes == 3
     with pytest.raises(ConfigError, match="give --num_gpus"):
         program_of(["deepspeed", script])
+
+
+COMMAND = """#!/usr/bin/env python3
+import os, shlex, subprocess, sys
+import torch
+way, *words = sys.argv[1:]
+script = os.path.join(os.path.dirname(__file__), "train.py")
+ranks = f"torchrun --nproc-per-node={torch.cuda.device_count()} {script} " + " ".join(words)
+print("begins", way, torch.cuda.device_count(), flush=True)
+if way == "trains":
+    torch.ones(1 << 20, device="cuda")
+    print(subprocess.run([sys.executable, script, *words]).returncode)
+if way == "script":
+    subprocess.run([sys.executable, "-u", script, *words], env={**os.environ, "GIVEN": "so"}, check=True)
+if way == "launcher":
+    subprocess.run(shlex.split(ranks), check=True)
+if way == "shell":
+    subprocess.check_call(ranks, shell=True)
+if way == "executes":
+    os.execvp("torchrun", shlex.split(ranks))
+if way == "in the process":
+    from torch.distributed.run import get_args_parser, run
+    run(get_args_parser().parse_args(shlex.split(ranks)[1:]))
+if way == "asks":
+    print(subprocess.run([sys.executable, "-c", "print(3)"], capture_output=True, text=True).stdout, end="")
+"""
+STARTED = """
+import os, sys, torch
+held = [torch.ones(1 << 20, device="cuda"), torch.ones(int(os.environ.get("RANK", 0)) << 20, device="cuda")]
+print(sys.argv[1:], os.environ.get("WORLD_SIZE"), os.environ.get("GIVEN"))
+"""
+
+
+@pytest.mark.parametrize("way", ["script", "launcher", "shell", "executes", "in the process"])
+def test_what_a_command_starts_is_recorded(way: str, tmp_path: Path) -> None:
+    folder_of(tmp_path, {"bin/toy": COMMAND, "bin/train.py": STARTED})
+    (tmp_path / "bin" / "toy").chmod(0o755)
+    found = os.pathsep.join((str(tmp_path / "bin"), os.environ["PATH"]))
+    count = 1 if way == "script" else 2
+    words = ("--nproc-per-node", str(count)) if count > 1 else ()
+    done = record(tmp_path, *words, "--json", "answer.json", "--", "toy", way, "--lr", "1", PATH=found)
+    assert done.returncode == 0, done.stderr
+    first, *others = done.stdout.splitlines()
+    assert first == f"begins {way} {count}"
+    told = "['--lr', '1'] 2 None" if count == 2 else "['--lr', '1'] None so"
+    assert others == [told] * count
+    peaks = [rank["peak_allocated"] >> 20 for rank in answer(tmp_path)["ranks"]]
+    assert peaks == [4, 8][:count]
+
+
+@pytest.mark.parametrize(("way", "said"), [("trains", ["1"]), ("asks", ["3"])])
+def test_a_command_that_trains_itself_is_recorded(way: str, said: list[str], tmp_path: Path) -> None:
+    """It has something on the GPU already, or what it starts is no program of its own."""
+    folder_of(tmp_path, {"bin/toy": COMMAND, "bin/train.py": "import sys\nsys.exit(1)\n"})
+    (tmp_path / "bin" / "toy").chmod(0o755)
+    found = os.pathsep.join((str(tmp_path / "bin"), os.environ["PATH"]))
+    done = record(tmp_path, "--json", "answer.json", "--", "toy", way, PATH=found)
+    assert done.stdout.splitlines() == [f"begins {way} 1", *said], done.stderr
+    assert answer(tmp_path)["ranks"][0]["peak_allocated"] == (4 * 2**20 if way == "trains" else 0)
+
+
+def test_files_that_are_not_pythons_are_refused(tmp_path: Path) -> None:
+    texts = {"run": "#!/bin/bash\npython train.py\n", "run.sh": "python train.py\n", "tool": "\0ELF", "train": "pass\n"}
+    folder_of(tmp_path, texts)
+    for name in ("run", "run.sh", "tool"):
+        with pytest.raises(ConfigError, match="is not a Python program"):
+            program_of([str(tmp_path / name)])
+    assert program_of([str(tmp_path / "train"), "1"]) == Program("script", (str(tmp_path / "train"), "1"))
 
 
 RANKS = """
