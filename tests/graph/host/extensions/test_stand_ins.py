@@ -562,3 +562,47 @@ def test_deepspeeds_optimizers_allocate_what_their_extensions_would(tmp_path: Pa
     state, flag, coefficient, sums = 4 << 20, 512, 512, 2 * 2048
     lamb = 2 * state + coefficient
     assert found == [(2 * state + flag,) * 2, (state + flag,) * 2, (lamb, lamb + sums), (0, 0)]
+
+
+#: What ZeRO++ asks of DeepSpeed's quantizer, and what it gives.
+QUANTIZER = """
+import torch
+from deepspeed.ops.op_builder import QuantizerBuilder
+
+q = QuantizerBuilder().load()
+values = torch.empty(64, 3000, dtype=torch.bfloat16, device="cuda")
+
+def told(made):
+    made = made if isinstance(made, list) else [made]
+    sizes = [torch.cuda.memory_allocated() - before, torch.cuda.max_memory_allocated() - before]
+    print(*sizes, *(f"{tuple(one.shape)}{one.dtype}".replace(" ", "") for one in made))
+    return made
+
+for call, *given in (
+    (q.quantize, values, 24, 8, q.Symmetric),
+    (q.quantize, values, 24, 4, q.QuantizationType.Asymmetric),
+    (q.swizzle_quant, values, 512, 4, q.Symmetric, 1, 1, 2),
+    (q.quantized_reduction, values.to(torch.int8), values, 512, 256, 4, q.Symmetric, 2),
+    (q.dequantize, values.to(torch.int8), values, 24, 4, q.Symmetric),
+    (q.dequantize_fp32, values.to(torch.int8), values, 24, 8, q.Symmetric),
+):
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    told(call(*given))
+"""
+
+
+def test_the_quantizer_of_zero_allocates_what_its_extension_would(tmp_path: Path) -> None:
+    """Printed by csrc/quantization/pt_binding.cpp of DeepSpeed 0.19.8, compiled without its kernels, under the CUDA
+    build of PyTorch 2.13."""
+    pytest.importorskip("deepspeed")
+    done = record(folder_of(tmp_path, {"train.py": QUANTIZER}), "--steps", "all", "train.py")
+    assert done.returncode == 0, done.stderr
+    assert [line for line in done.stdout.splitlines() if line[0].isdigit()] == [
+        "192512 192512 (64,3000)torch.int8 (24,1)torch.float32",
+        "96768 96768 (64,1500)torch.int8 (24,2)torch.float32",
+        "98304 98304 (96000,)torch.int8 (512,1)torch.float32",
+        "97280 97280 (64,1500)torch.int8 (256,1)torch.float32",
+        "768000 768000 (64,6000)torch.float16",
+        "768000 768000 (64,3000)torch.float32",
+    ]
