@@ -58,15 +58,24 @@ def _kinds(schema: ShardedCall) -> tuple[list[int], list[int]] | None:
     count = max(map(len, lists), default=0)
     if count < 2:
         return None
+    try:
+        numbers, first = _numbered(list(zip(*(part for part in lists if len(part) == count), strict=True)))
+    except TypeError:  # of sizes that Dynamo leaves open nobody knows whether they are equal
+        return None
+    return (first, numbers) if len(first) < count else None
+
+
+def _numbered(entries: Sequence[Any]) -> tuple[list[int], list[int]]:
+    """The kind of every entry, and the first entry of each kind. TypeError where one has no hash."""
     numbers: list[int] = []
     kinds: dict[Any, int] = {}
     first: list[int] = []
-    for place, entry in enumerate(zip(*(part for part in lists if len(part) == count), strict=True)):
+    for place, entry in enumerate(entries):
         number = kinds.setdefault(entry, len(kinds))
         if number == len(first):
             first.append(place)
         numbers.append(number)
-    return (first, numbers) if len(first) < count else None
+    return numbers, first
 
 
 def _picked(schema: ShardedCall, first: Sequence[int], count: int) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -67,3 +68,14 @@ def test_equal_entries_say_it_all(
     forget_graphs()
     estimate({"model": str(path), "seq": 16, "batch": 1, **place, **keys}, analyse=False)
     assert shortened > 0
+
+
+def test_entries_of_open_sizes_are_asked_for_as_they_are() -> None:
+    """A compiled step of an optimizer over sharded parameters (PyTorch 2.13): "unhashable type: non-nested SymInt"."""
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    size = ShapeEnv().create_unbacked_symint()
+    with pytest.raises(TypeError):
+        hash(size)
+    schema: Any = SimpleNamespace(op=torch.ops.aten._foreach_sub.List, args_schema=([size, size], [size, size]))
+    assert list_sharding.propagated(schema, lambda asked: asked) is schema
