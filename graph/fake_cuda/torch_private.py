@@ -40,6 +40,7 @@ __all__ = [
     "OPERATOR_CALLS",
     "RAW_STREAM",
     "RUN_BACKWARD",
+    "STATES_BROADCAST",
     "SYMMETRIC_MEMORY",
     "DataDependentOutputException",
     "DynamicOutputShapeException",
@@ -228,6 +229,8 @@ group_named: Callable[[str], Any] = operator.attrgetter("_resolve_process_group"
 DEVICE_TYPES: Final = "_device_types"
 #: Where torch.distributed makes an object of the bytes that a collective has brought, and its name.
 OBJECT_OF_BYTES: Final[tuple[ModuleType, str]] = (distributed_c10d, "_tensor_to_object")
+#: Where ZeroRedundancyOptimizer broadcasts a rank's states, as bytes that `torch.save` makes, and the function's name.
+STATES_BROADCAST: Final = ("torch.distributed.optim.zero_redundancy_optimizer", "_broadcast_object")
 
 
 @contextlib.contextmanager

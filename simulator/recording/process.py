@@ -26,7 +26,7 @@ import traces
 from graph.fake_cuda import sdpa
 from graph.fake_cuda.device import Runtime, fake_cuda
 from graph.fake_cuda.ranks.collectives import Collectives
-from graph.fake_cuda.ranks.job import LAUNCHER, joined, launching
+from graph.fake_cuda.ranks.job import joined, upon_import
 from graph.fake_cuda.served import OutOfMemoryError, has_triton
 from graph.fake_cuda.torch_private import DYNAMO
 from graph.hardware.profile import profile
@@ -133,7 +133,7 @@ def main(text: str, objects: int, further: int) -> int:
                 begins=request.begins,
                 late=request.late,
             ) as job,
-            changed({LAUNCHER: launching}),
+            changed(upon_import(job)),
             phases.followed(),
             arguments.followed(keeper.arguments),
             contextlib.ExitStack() as stack,

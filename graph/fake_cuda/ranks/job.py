@@ -32,6 +32,7 @@ from graph.fake_cuda.ranks.objects import Group, Objects
 from graph.fake_cuda.torch_private import (
     DEVICE_TYPES,
     OBJECT_OF_BYTES,
+    STATES_BROADCAST,
     fake_store,
     fsdp_states,
     functional_collectives,
@@ -225,6 +226,17 @@ def _own_rank(
     if own and not join:
         raise SystemExit(0)
     return None if join else _Ended()
+
+
+def upon_import(job: Collectives) -> dict[str, Callable[[Any], None]]:
+    """What becomes of modules of torch.distributed's where a program imports them."""
+    messages = job.messages
+    assert messages is not None  # `joined` has made them
+
+    def broadcasting(optimizer: ModuleType) -> None:
+        vars(optimizer)[STATES_BROADCAST[1]] = Objects(messages).broadcasting(vars(optimizer)[STATES_BROADCAST[1]])
+
+    return {LAUNCHER: launching, STATES_BROADCAST[0]: broadcasting}
 
 
 def launching(api: ModuleType) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import io
 import pickle
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,6 +28,7 @@ Function: TypeAlias = Callable[..., Any]
 #: How many bytes the objects have, as the function's first collective brings it, and the objects that it gives.
 _Come: TypeAlias = tuple[Sequence[int], Sequence[object]]
 _Given: TypeAlias = Mapping[str, Any]
+_HOST: Final = torch.device("cpu")
 _UNSENT: Final = "{} takes an object from a rank that is not recorded, or has ended: have `--ranks` name that one too"
 
 
@@ -68,6 +70,29 @@ class Objects:
             return next(objects)
 
         return to_object
+
+    def broadcasting(self, plain: Function) -> Function:
+        """PyTorch's function that broadcasts what `torch.save` makes of an object: its bytes are too many to have
+        values, so that the object comes beside them, with tensors of its sizes."""
+
+        @functools.wraps(plain)
+        def function(obj: object, src_rank: int, group: Any = dist.group.WORLD, device: Any = _HOST) -> Any:
+            source = _place(src_rank, None, group)
+            mine = source == dist.get_rank(group)
+            come = self._messages.objects(group, _outline(obj) if mine else b"", [source])
+            if mine:
+                return plain(obj, src_rank, group, device)
+            if source not in come:
+                raise CaptureError(_UNSENT.format(reader() or "the program"))
+            length = torch.zeros(1, dtype=torch.int64).to(device)
+            dist.broadcast(length, src=src_rank, group=group)
+            data = torch.empty([int(length.item())], dtype=torch.uint8, device=device)
+            dist.broadcast(data, src=src_rank, group=group)
+            self._messages.runtime.synchronized()  # it is copied to the host, which waits
+            with torch.device(device):
+                return pickle.loads(come[source])
+
+        return function
 
     def _running(self, plain: Function, exchanged: Callable[[_Given], _Come]) -> Function:
         signature: Final = inspect.signature(plain)
@@ -131,6 +156,23 @@ def _place(rank: int | None, place: int | None, group: Group) -> int:
     found = group or dist.group.WORLD
     assert found is not None  # torch.distributed has looked
     return dist.get_group_rank(found, rank) if rank is not None else 0
+
+
+class _Outlines(pickle.Pickler):
+    """Of tensors the sizes alone."""
+
+    def reducer_override(self, obj: object) -> Any:
+        return (_made, (tuple(obj.shape), obj.dtype)) if isinstance(obj, torch.Tensor) else NotImplemented
+
+
+def _made(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype)
+
+
+def _outline(obj: object) -> bytes:
+    file = io.BytesIO()
+    _Outlines(file).dump(obj)
+    return file.getvalue()
 
 
 def _pickled(obj: object) -> bytes:

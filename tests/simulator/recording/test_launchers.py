@@ -516,6 +516,39 @@ def test_the_first_buckets_of_ddp_go_before_the_next_step_where_it_begins_late(t
     assert done.stdout.splitlines() == ["58950144 84164608", *["58950144 84165120"] * 2], done.stderr
 
 
+CONSOLIDATED = """
+import os
+import torch
+import torch.distributed as dist
+from torch.distributed.optim import ZeroRedundancyOptimizer
+
+dist.init_process_group("nccl")
+rank = int(os.environ["LOCAL_RANK"])
+layers = torch.nn.Sequential(*[torch.nn.Linear(2048, 2048) for _ in range(6)]).cuda()
+model = torch.nn.parallel.DistributedDataParallel(layers, device_ids=[rank])
+optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, lr=0.1)
+model(torch.ones(4, 2048, device="cuda")).sum().backward()
+optimizer.step()
+torch.cuda.reset_peak_memory_stats()
+optimizer.consolidate_state_dict(to=0)
+print(rank, torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated())
+if rank == 0:
+    print("states", len(optimizer.state_dict()["state"]))
+"""
+
+
+def test_states_of_sharded_optimizers_come_to_one_rank(tmp_path: Path) -> None:
+    """`_broadcast_object` of PyTorch's zero_redundancy_optimizer.py: the bytes, then the tensors that they become."""
+    folder_of(tmp_path, {"train.py": CONSOLIDATED})
+    done = record(tmp_path, "-q", "--steps", "all", "--", "torchrun", "--nproc-per-node", "2", "train.py")
+    assert done.returncode == 0, done.stderr
+    found = {word: int(number) for word, number in map(str.split, done.stdout.splitlines())}
+    states = 2 * 3 * (2048 * 2048 + 2048) * 4  # of three layers, two each
+    assert found["states"] == 12
+    assert states <= found["1"] < states + (1 << 15)
+    assert 2 * states <= found["0"] < 2 * states + (1 << 15)
+
+
 WARNED = """
 import torch
 import torch.distributed as dist
