@@ -88,6 +88,8 @@ _OF_PIPELINES: Final = "_batch_p2p"
 _ALONE: Final = (2, 12)
 #: Whether works keep tensors for the allocator's sake: before 2.8 it knew the streams that use them (record_stream).
 _STASHED: Final = version_of(torch.__version__) >= (2, 8)
+#: `WorkResult.SUCCESS` of torch/csrc/distributed/c10d/Work.hpp.
+_SUCCESS: Final = 0
 #: The stream of asynchronous collectives that nobody waits for until the backward has ended.
 NCCL_STREAM: Final = 900
 
@@ -152,7 +154,8 @@ class Collectives:
                 self.messages.waited()
             return done
 
-        with mock.patch.object(dist.Work, "wait", wait), callbacks_on_streams():
+        changes: dict[str, Any] = {"wait": wait, **_RESULTS}
+        with mock.patch.multiple(dist.Work, **changes), callbacks_on_streams():
             yield
 
     def settle(self, operators: int, waits: int) -> None:
@@ -371,6 +374,26 @@ def _group_name(group: Any) -> str:
     except (AttributeError, RuntimeError, TypeError):
         return "world"
     return str(unboxed.group_desc or unboxed.group_name)
+
+
+def _result(work: dist.Work) -> Any:
+    """The tensors of a work: one that is made from a future has none."""
+    return work.get_future().value()
+
+
+def _succeeded(work: dist.Work) -> Any:
+    """A future of how a work has ended."""
+    future: Any = torch.futures.Future()
+    future.set_result(_SUCCESS)
+    return future
+
+
+#: What a work answers that one made from a future cannot.
+_RESULTS: Final[Mapping[str, Callable[[dist.Work], Any]]] = {
+    name: answer
+    for name, answer in {"result": _result, "get_future_result": _succeeded}.items()
+    if hasattr(dist.Work, name)  # the second came with 2.7
+}
 
 
 def _finished(tensors: list[torch.Tensor]) -> Any:

@@ -324,7 +324,10 @@ def _reduction(call: _Call) -> Callable[[Sequence[torch.Tensor]], torch.Tensor |
     def made(given: Sequence[torch.Tensor]) -> torch.Tensor | None:
         if not name:
             return None
-        total: torch.Tensor = functools.reduce(_REDUCTIONS[name], given)
+        try:
+            total: torch.Tensor = functools.reduce(_REDUCTIONS[name], given)
+        except NotImplementedError:  # floating-point numbers of 8 bits, which the host cannot add
+            return None
         if name != "AVG":
             return total
         return total / len(given) if total.is_floating_point() else total // len(given)

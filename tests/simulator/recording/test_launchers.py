@@ -549,6 +549,36 @@ def test_states_of_sharded_optimizers_come_to_one_rank(tmp_path: Path) -> None:
     assert 2 * states <= found["0"] < 2 * states + (1 << 15)
 
 
+RESULTS = """
+import os
+import torch
+import torch.distributed as dist
+
+dist.init_process_group("nccl")
+torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+x = torch.ones(1000, device="cuda")
+work = dist.all_reduce(x, async_op=True)
+work.wait()
+print(len(work.result()), work.result()[0].shape[0], work.result()[0] is x)
+whole = torch.empty(2000, device="cuda")
+work = dist.all_gather_into_tensor(whole, x, async_op=True)
+done = work.get_future_result()
+work.wait()
+print(len(work.result()), work.result()[0].shape[0], done.wait(), type(done.value()).__name__)
+eighth = torch.ones(5, dtype=torch.float8_e4m3fn, device="cuda")
+dist.all_reduce(eighth)
+print(eighth.dtype)
+"""
+
+
+def test_works_give_results_and_floats_of_8_bits_are_reduced(tmp_path: Path) -> None:
+    """As PyTorch 2.13.0+cu130 said on two ranks."""
+    folder_of(tmp_path, {"train.py": RESULTS})
+    done = record(tmp_path, "-q", "--ranks", "0", "--", "torchrun", "--nproc-per-node", "2", "train.py")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["1 1000 True", "1 2000 0 int", "torch.float8_e4m3fn"]
+
+
 WARNED = """
 import torch
 import torch.distributed as dist
