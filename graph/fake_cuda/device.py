@@ -334,10 +334,11 @@ class Runtime:
     def register(self, kernels: list[tuple[str, str, Callable[..., Any]]], space: str = "aten") -> None:
         """The same of many operators of a library, each given as (name in it, dispatch key, kernel)."""
         library = self.library(space, "IMPL")
+        wrapped = served.unwound if self.allocators else lambda kernel: kernel
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that they stand before others is what they are for
             for name, key, kernel in kernels:
-                library.m.impl(name, key, kernel, False)
+                library.m.impl(name, key, wrapped(kernel), False)
 
 
 _active: list[Runtime] = []
@@ -680,14 +681,13 @@ def _pinned(tensor: torch.Tensor, device: object = None) -> torch.Tensor:
 def _kernels(runtime: Runtime) -> Iterator[None]:
     """Our kernels for every operator that has one in a CUDA build."""
     kernels = Kernels(runtime)
-    wrapped = served.unwound if runtime.allocators else lambda kernel: kernel
 
     def kernel(name: str) -> Callable[..., Any]:
         func = operator(name)
         plain = composed.succeeding(runtime, func, composed.sought(func, kernels.of(name)))
         plain = composed.bounded(runtime, name, composed.parted(func, composed.widened(func, plain)))
         found = seeding(runtime, func, deterministic(func, plain))
-        return wrapped(places.on_one_device(func, found) if runtime.several else found)
+        return places.on_one_device(func, found) if runtime.several else found
 
     try:
         runtime.register([("_pin_memory", "CPU", _pinned), *((name, "CUDA", kernel(name)) for name in names())])
