@@ -34,8 +34,10 @@ _T = TypeVar("_T")
 MAKING: Final = frozenset({"fill_", "zero_", "scatter_", "copy_", "uniform_", "bernoulli_"})
 #: Operators that make the largest numbers of rows, or their norms.
 _LARGEST: Final = frozenset({"amax", "max", "norm", "linalg_vector_norm"})
+#: Operators that take some or all of the elements.
+TAKING: Final = frozenset({"index", "index_select"})
 #: Operators that make new tensors of which something is known without their values.
-MARKED: Final = _LARGEST | {"scatter"}
+MARKED: Final = _LARGEST | TAKING | {"scatter"}
 #: A bound up to this asks for what is zero, or was never trained.
 _TINY: Final = 1e-6
 #: Comparisons.
@@ -49,7 +51,7 @@ _MOST: Final = 1 << 28
 #: Booleans that are converted leave a mask behind up to as many.
 _CONVERTED: Final = 1 << 24
 #: What of a mask of ones follows from its places: sums, and parts of it.
-_FOLLOWING: Final = frozenset({"sum", "cumsum", "any", "index", "index_select"})
+_FOLLOWING: Final = TAKING | {"sum", "cumsum", "any"}
 #: So many storages are known to be no masks, the last of them.
 _DATA: Final = 1 << 10
 #: Tensors on the host with larger storages may not have been written, and are not looked at.
@@ -213,13 +215,21 @@ class Marks:
         asks = func._opname in ("lt", "le") and isinstance(args[1], float) and 0 < args[1] <= _TINY
         return asks and isinstance(args[0], torch.Tensor) and self._key(args[0]) in self._largest
 
-    def made(self, func: Operator, args: tuple[Any, ...], made: torch.Tensor) -> None:
-        """`func`, one of `MARKED`, has made this of its arguments."""
+    def made(self, func: Operator, args: tuple[Any, ...], made: torch.Tensor, result: object) -> None:
+        """`func`, one of `MARKED`, has made this of its arguments; `result` is what it is, if that follows from theirs:
+        parts of a mask are one too."""
         if func._opname in _LARGEST:
             if self.is_data(args[0]):
                 remember(self._largest, self._key(made), None, _NEWEST)
-            return
-        self._scattered(func, (self._number(args[0]), *args[1:]), made, 0)
+        elif func._opname not in TAKING:
+            self._scattered(func, (self._number(args[0]), *args[1:]), made, 0)
+        elif isinstance(result, torch.Tensor) and self._is_part(made, result):
+            self._lay(made, result != 0)
+
+    def _is_part(self, made: torch.Tensor, result: torch.Tensor) -> bool:
+        """Whether these are zeros and ones that were taken of a mask of floating-point numbers, and not too many."""
+        fits = made.is_floating_point() and made.numel() <= _CONVERTED and made.shape == result.shape
+        return fits and is_on_or_off(result)
 
     def _scattered(self, func: Operator, args: tuple[Any, ...], target: torch.Tensor, version: int) -> None:
         """`target` is one number, but where others are scattered; with `reduce` it is computed."""

@@ -23,7 +23,7 @@ from torch import empty, full, randperm  # not those that a program puts in thei
 from torch.autograd.function import BackwardCFunction
 from torch.overrides import TorchFunctionMode
 
-from graph.fake_cuda.marks import COMPARING, MAKING, MARKED, Marks, is_on_or_off, remember
+from graph.fake_cuda.marks import COMPARING, MAKING, MARKED, TAKING, Marks, is_on_or_off, remember
 from graph.fake_cuda.shapes import numbers_as_tensors
 from graph.fake_cuda.torch_private import TorchDispatchMode, current_node, tree_leaves
 
@@ -68,9 +68,6 @@ _FOLLOWING: Final = {
     **dict.fromkeys(("any", "all", "_is_any_true", "_is_all_true", *_CONTRARY), 1),
     **dict.fromkeys(("mul", "bitwise_and", "bitwise_or", "logical_and", "logical_or"), 2),
 }
-
-#: Operators that take some or all of the elements.
-_TAKING: Final = frozenset({"index", "index_select"})
 
 #: Operators on booleans that have one answer as soon as one side is that.
 _DECISIVE: Final = {"bitwise_and": False, "logical_and": False, "bitwise_or": True, "logical_or": True}
@@ -304,10 +301,10 @@ class Values:
                 if tensor.shape == host.shape:  # statistics of batch norm in evaluation are empty on the CPU
                     masks = func._opname in _MASKING and is_on_or_off(host)
                     self.put(tensor, host, mask=masks or func._opname in CARRYING)
-        elif func._opname in _TAKING and (share := self._shares.get(self.key(args[0]))) is not None:
+        elif func._opname in TAKING and (share := self._shares.get(self.key(args[0]))) is not None:
             self._shares[self.key(made[0])] = share
         if func._opname in MARKED and self.of(made[0]) is None:
-            self.marks.made(func, args, made[0])
+            self.marks.made(func, args, made[0], result)
 
     def _marked(self, func: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
         """What follows from where a mask is on."""

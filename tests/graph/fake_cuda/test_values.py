@@ -338,6 +338,7 @@ MASKS: dict[str, tuple[Callable[[int, str], torch.Tensor], int]] = {
     "pairs in bfloat16": (lambda count, device: ~pairs(count, device).bfloat16().bool(), 1200),
     "from the host": (lambda count, device: torch.eye(count).to(device).bool(), 512),
     "pairs from the host": (lambda count, device: pairs(count, "cpu").float().to(device).bool(), 512),
+    "rows of pairs": (lambda count, device: pairs(count, device).float()[torch.arange(count).flip(0)].bool(), 600),
     "pairs of strides": (lambda count, device: pairs(count, device).triu().t().float().bool(), 600),
 }
 
@@ -348,6 +349,18 @@ def test_masks_may_be_floating_point_numbers_for_a_while(runtime: fake_cuda.Runt
     for count in (46, most):
         rows = torch.zeros(count, count, device="cuda")[make(count, "cuda")]
         assert len(rows) == int(make(count, "cpu").sum())
+
+
+@pytest.mark.parametrize("count", [46, 128, 512])
+def test_parts_of_a_mask_are_one(runtime: fake_cuda.Runtime, count: int) -> None:
+    """As SimCLR leaves each with itself out of pairs, made on the host, and of similarities: one positive is left."""
+    labels = pairs(count, "cpu").float().to("cuda")
+    itself = torch.eye(count, dtype=torch.bool).to("cuda")
+    labels = labels[~itself].view(count, -1)
+    similarities = torch.randn(count, count, device="cuda")[~itself].view(count, -1)
+    assert similarities.shape == labels.shape == (count, count - 1)
+    assert similarities[labels.bool()].view(count, -1).shape == (count, 1)
+    assert similarities[~labels.bool()].view(count, -1).shape == (count, count - 2)
 
 
 def test_numbers_of_that_size_that_are_no_masks_have_no_values(runtime: fake_cuda.Runtime) -> None:
