@@ -19,13 +19,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, TypeAlias
 from unittest import mock
 
 from traces.errors import ConfigError, LLMemError
 from traces.text import path_text
 
 _USAGE: Final = "options come first, then train.py ARGS..."
+#: A word of a command, and what subprocess takes for one.
+_Word: TypeAlias = str | bytes | os.PathLike[str]
+_Words: TypeAlias = _Word | Sequence[_Word]
 #: Flags of Python that change nothing here.
 _FLAGS: Final = ("-u", "-B", "-O", "-s", "-E", "-I")
 
@@ -232,6 +235,7 @@ class _Starts(BaseException):
 @contextlib.contextmanager
 def starting(begun: Callable[[], bool], leave: Callable[[Program], None]) -> Iterator[None]:
     """Inside, where a command starts a program before it has `begun` itself, it leaves with that program."""
+    import torch
     from torch.distributed import run
 
     before = dict(os.environ)
@@ -242,18 +246,24 @@ def starting(begun: Callable[[], bool], leave: Callable[[Program], None]) -> Ite
 
     def elastic(plain: Callable[..., Any], given: object) -> Any:
         if not begun():
-            found(_elastic(given, None), os.environ)
+            found(_elastic(given, torch.cuda.device_count()), os.environ)
         return plain(given)
 
-    def started(words: Sequence[object], environment: Mapping[str, str] | None) -> None:
-        if not begun() and _starts_program(texts := tuple(map(os.fspath, words))):  # type: ignore[arg-type]
-            found(program_of(texts), os.environ if environment is None else environment)
+    def started(words: Sequence[_Word], environment: object) -> None:
+        if not begun() and _starts_program(texts := tuple(os.fsdecode(word) for word in words)):
+            found(
+                program_of(texts, None, torch.cuda.device_count()),
+                environment if isinstance(environment, Mapping) else os.environ,
+            )
 
-    class Popen(subprocess.Popen[Any]):
-        def __init__(self, args: Any, *others: Any, **options: Any) -> None:
-            words = [args] if isinstance(args, str | bytes | os.PathLike) else list(args)
-            started(shlex.split(args) if options.get("shell") and isinstance(args, str) else words, options.get("env"))
-            super().__init__(args, *others, **options)
+    class Popen(subprocess.Popen[bytes]):
+        def __init__(self, args: _Words, *others: object, **options: object) -> None:
+            words = [args] if isinstance(args, str | bytes | os.PathLike) else args
+            if options.get("shell") and isinstance(args, str):
+                with contextlib.suppress(ValueError):  # what only a shell understands starts something else
+                    words = shlex.split(args)
+            started(words, options.get("env"))
+            super().__init__(args, *others, **options)  # type: ignore[call-overload]
 
     def executes(plain: Callable[..., Any], file: str, words: Sequence[str], *environment: Mapping[str, str]) -> Any:
         started((file, *words[1:]), *environment or (None,))

@@ -76,7 +76,7 @@ class Objects:
         values, so that the object comes beside them, with tensors of its sizes."""
 
         @functools.wraps(plain)
-        def function(obj: object, src_rank: int, group: Any = dist.group.WORLD, device: Any = _HOST) -> Any:
+        def function(obj: object, src_rank: int, group: Group = None, device: torch.device = _HOST) -> Any:
             source = _place(src_rank, None, group)
             mine = source == dist.get_rank(group)
             come = self._messages.objects(group, _outline(obj) if mine else b"", [source])
