@@ -295,7 +295,7 @@ class Runtime:
             return self.nonzero(tensor)
         spread = self.values.nonzero(tensor)
         self.assume(
-            "elements that are not zero", "that all are not" if spread is None else "that they are spread evenly"
+            "elements that are not zero", "that all are not" if spread is None else "that a share of them is not"
         )
         return tensor.numel() if spread is None else spread
 

@@ -123,6 +123,7 @@ class Values:
         self.size = size
         self.finite = False  # whether floating-point numbers without values count as finite
         self.number = 0.0  # what floating-point numbers without values are read as
+        self.share: float | None = None  # of elements without values that are not zero, of all where it is not given
         self.assume: Callable[[str, object], None] = lambda what, value: None  # told of what is taken to be so
         self.ones: Callable[[torch.Tensor], int] = torch.Tensor.numel  # how many booleans without values are true
         self.wanted: Callable[[], bool | None] = lambda: None  # what has to be so for the program not to raise
@@ -243,8 +244,8 @@ class Values:
 
     def nonzero(self, tensor: torch.Tensor) -> int | None:
         """How many elements are not zero of a part of zeros into which a number was scattered, where nobody knows to
-        what places (`one_hot` of a router's choice): the part's share of them, as if they were spread evenly."""
-        share = self._shares.get(self.key(tensor))
+        what places (`one_hot` of a router's choice): the part's share of them. Of others the share that is given."""
+        share = self._shares.get(self.key(tensor), self.share)
         return None if share is None else round(share * tensor.numel())
 
     def places(self, tensor: torch.Tensor) -> torch.Tensor | None:

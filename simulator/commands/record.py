@@ -50,6 +50,12 @@ _EPILOG: Final = (
 @click.option(
     "--floats", metavar="X", default=0.0, show_default=True, help="What numbers are that it reads of the GPU."
 )
+@click.option(
+    "--nonzero",
+    metavar="SHARE",
+    type=click.FloatRange(0, 1),
+    help="How many elements are not zero, where only the GPU would know (default: all).",
+)
 @click.option("--json", "document", metavar="FILE", help="Write figures, steps and assumptions as JSON.")
 @click.option("--markdown", metavar="FILE", help="Write the report as Markdown, for a pull request.")
 @click.option("-o", "--output", metavar="FILE", help="Keep the trace (.json, .json.gz or .npz).")
@@ -65,6 +71,7 @@ def command(
     deferred: str,
     on_gpu: bool,
     floats: float,
+    nonzero: float | None,
     document: str | None,
     written: Outputs,
     quiet: bool,
@@ -93,7 +100,7 @@ def command(
             late=deferred == "late",
             timed=timing,
         )
-        request = replace(request, floats=floats, on_gpu=on_gpu)
+        request = replace(request, floats=floats, nonzero=nonzero, on_gpu=on_gpu)
         cards = [profile(request.gpu, request.release)]
         outside = process_terms(cards, context_size(context), int(request.world > 1))
         if context is not None:

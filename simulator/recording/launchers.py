@@ -90,9 +90,17 @@ def program_of(words: Sequence[str], module: str | None = None, gpus: int | None
         return Program("script", words)
     command = None if first.endswith(".py") or first != words[0] else _command(first)
     if command is None:
-        what = "is not a file" if first.endswith(".py") else "is not a Python program, nor a launcher that is known"
-        raise ConfigError(f"{path_text(words[0])}: {what}: {_USAGE}")
+        raise ConfigError(f"{path_text(words[0])}: {_what(words[0])}: {_USAGE}")
     return Program("script", (command, *words[1:]), command=True)
+
+
+def _what(word: str) -> str:
+    """What is wrong with what does not begin a program."""
+    if word.endswith(".py"):
+        return "is not a file"
+    if Path(word).is_file() or shutil.which(word) is not None:
+        return "is not a Python program; record what it starts, or put `llmem record` behind it"
+    return "is not a Python program, nor a launcher that is known"
 
 
 def _is_python(path: str) -> bool:

@@ -104,6 +104,7 @@ def main(text: str, objects: int, further: int) -> int:
     with fake_cuda(card, allocator, index, count, others) as runtime:
         sdpa.install(runtime)
         runtime.values.number = request.floats
+        runtime.values.share = request.nonzero
         price = None if prices is None else prices.kernel
         recorder = ProgramRecorder(runtime, allocator, _BASE, price, request.on_gpu, others)
         for live, known in zip(allocators, recorder.cards, strict=True):

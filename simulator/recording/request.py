@@ -36,7 +36,7 @@ class Request:
     (`strategies.timing.Clock.connected`). `endless`: memory never runs out, although the program is told that the GPU
     has what it has. `on_gpu`: libraries take what they take there, padded products win, and addresses are the driver's
     (`simulator.engine.on_gpu`). `floats`: what floating-point numbers are that the program reads and that have no
-    values. `exchange`: the socket over which it speaks with other ranks' processes, -1 where it has none. `gpus`: how
+    values. `nonzero`: the share of elements that are not zero where nobody knows, of all if None. `exchange`: the socket over which it speaks with other ranks' processes, -1 where it has none. `gpus`: how
     many GPUs the process works on, each of which is told of as a rank; more than one only without other ranks.
     `command`: where it starts a program before it has something on a GPU, that one is meant (`launchers.StartedError`).
     """
@@ -64,6 +64,7 @@ class Request:
     endless: bool = False
     on_gpu: bool = False
     floats: float = 0.0
+    nonzero: float | None = None
     exchange: int = -1
     gpus: int = 1
     command: bool = False

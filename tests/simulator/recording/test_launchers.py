@@ -170,8 +170,10 @@ def test_files_that_are_not_pythons_are_refused(tmp_path: Path) -> None:
     texts = {"run": "#!/bin/bash\npython train.py\n", "run.sh": "python train.py\n", "tool": "\0ELF", "train": "pass\n"}
     folder_of(tmp_path, texts)
     for name in ("run", "run.sh", "tool"):
-        with pytest.raises(ConfigError, match="is not a Python program"):
+        with pytest.raises(ConfigError, match="is not a Python program; record what it starts, or put `llmem record`"):
             program_of([str(tmp_path / name)])
+    with pytest.raises(ConfigError, match="no_command: is not a Python program, nor a launcher that is known"):
+        program_of(["no_command", "--lr", "1"])
     assert program_of([str(tmp_path / "train"), "1"]) == Program("script", (str(tmp_path / "train"), "1"))
 
 

@@ -357,7 +357,7 @@ def test_the_report_says_how_the_program_ended(tmp_path: Path) -> None:
     [
         ((), 1, "error: no program is given: options come first, then train.py ARGS..."),
         (("absent.py",), 1, "error: absent.py: is not a file: options come first, then train.py ARGS..."),
-        (("--", "mpirun", "x.py"), 1, "error: mpirun: is not a Python program, nor a launcher that is known"),
+        (("--", "no_launcher", "x.py"), 1, "error: no_launcher: is not a Python program, nor a launcher that is known"),
         (("--steps", "0", "x.py"), 1, "error: "),
         (("--gpu", "none", "x.py"), 1, "error: "),
     ],

@@ -549,6 +549,17 @@ def test_floats_are_finite_and_masks_without_values_take_all(runtime: Runtime) -
     assert "asks for elements that are not zero: that all are not is assumed" in told
 
 
+def test_masks_without_values_take_the_share_that_is_given(runtime: Runtime) -> None:
+    runtime.values.share = 0.1
+    x = torch.randn(100, device="cuda")
+    assert x.masked_select(x > 0).shape == (10,)
+    assert (x > 0).nonzero().shape == (10, 1)
+    assert x[x > 0].shape == (10,)
+    known = torch.tensor([3, 0, 5], device="cuda")
+    assert known[known > 0].shape == (2,)
+    assert any("that a share of them is not is assumed" in told for told in runtime.assumptions)
+
+
 def test_a_number_without_value_compares_as_it_reads(runtime: Runtime) -> None:
     norm = torch.randn(100, device="cuda").norm()
     invalid = ~torch.isfinite(norm) | (norm < 0)
