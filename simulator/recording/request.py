@@ -26,19 +26,20 @@ REPEATS: Final = -1
 class Request:
     """A program and the GPU it runs on.
 
-    `program` is a script's path (`kind` script) or a module's name, and its arguments. `memory` and `context` are
-    bytes (memory 0: the card's own); `conf` None: as the environment says. `steps` 0: to the program's end;
-    `REPEATS`: until two steps do the same. Each rank of a job has a process of its own, `rank` of `world`, of which
-    each node has `processes`; `environment` is what their launcher adds to it, and `local` an argument with the local
-    rank that it puts before the program's own. `launched`: ranks are told their places, also where there is one;
-    `begins`: the program begins them itself. `watched`: somebody looks at standard error. `late`: memory in use on
-    another stream comes back when the host waits. `timed`: kernels take time, and collectives over `interconnect`
+    `program` is a script's path (`kind` script) or a module's name, and its arguments. `memory` and `context` are bytes
+    (memory 0: the card's own); `conf` None: as the environment says. `steps` 0: to the program's end; `REPEATS`: until
+    two steps do the same. Each rank of a job has a process of its own, `rank` of `world`, of which each node has
+    `processes`; `environment` is what their launcher adds to it, and `local` an argument with the local rank that it
+    puts before the program's own. `launched`: ranks are told their places, also where there is one; `begins`: the
+    program begins them itself. `watched`: somebody looks at standard error. `late`: memory in use on another stream
+    comes back when the host waits. `timed`: kernels take time, and collectives over `interconnect`
     (`strategies.timing.Clock.connected`). `endless`: memory never runs out, although the program is told that the GPU
     has what it has. `on_gpu`: libraries take what they take there, padded products win, and addresses are the driver's
     (`simulator.engine.on_gpu`). `floats`: what floating-point numbers are that the program reads and that have no
-    values. `nonzero`: the share of elements that are not zero where nobody knows, of all if None. `exchange`: the socket over which it speaks with other ranks' processes, -1 where it has none. `gpus`: how
-    many GPUs the process works on, each of which is told of as a rank; more than one only without other ranks.
-    `command`: where it starts a program before it has something on a GPU, that one is meant (`launchers.StartedError`).
+    values. `nonzero`: the share of elements that are not zero where nobody knows, of all if None. `exchange`: the
+    socket over which it speaks with other ranks' processes, -1 where it has none. `gpus`: how many GPUs the process
+    works on, each of which is told of as a rank; more than one only without other ranks. `command`: where it starts a
+    program before it has something on a GPU, that one is meant (`launchers.StartedError`).
     """
 
     program: tuple[str, ...]
