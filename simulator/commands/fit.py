@@ -107,6 +107,8 @@ def _search(
 
         return fit_case
     given = given_keys(options)
+    if "world" in given:  # --nproc-per-node is one of its names
+        program["nproc_per_node"] = given.pop("world")
     for name in given.keys() - {*_SHARED, *program}:
         raise click.UsageError(f"--{name.replace('_', '-')} is a case's: a program's own arguments stand behind it")
     given = {"gpu": KEYS["gpu"].default, "release": KEYS["release"].default, **given}

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 
 from simulator.options.common import announce, context_size, size_option, working
-from simulator.options.program import Programs, program_options, request_of
+from simulator.options.program import UNTIMED, Programs, program_options, request_of
 from simulator.options.shared import output_options
 from simulator.reports.outputs import Outputs, check_output
+from traces.errors import ConfigError
 from traces.files import write_atomically
 from traces.release import installed_release
 
@@ -106,7 +107,10 @@ def command(
         if context is not None:
             request = replace(request, context=bytes_of(outside))
         written.check(request.program[0])
-        return request, record(request, chosen, None if quiet else lambda what: print(what, file=sys.stderr)), outside
+        recorded = record(request, chosen, None if quiet else lambda what: print(what, file=sys.stderr))
+        if request.command and timing and request.gpus > 1:  # it has started no ranks
+            raise ConfigError(UNTIMED)
+        return request, recorded, outside
 
     try:
         request, recorded, outside = recorded_of(program)

@@ -36,6 +36,9 @@ _OPTIONS: Final = (
     ),
 )
 
+#: Why there is no time.
+UNTIMED: Final = "--time is not there for one process on several GPUs: their streams would have to be timed together"
+
 #: Their names, and what they are where they are not given.
 PROGRAM_OPTIONS: Final[Mapping[str, Any]] = {
     "module": None, "nproc_per_node": None, "visible_gpus": None, "nnodes": None, "ranks": "all", "steps": None,
@@ -111,18 +114,16 @@ def request_of(
     found = program_of(program, module, nproc_per_node) if isinstance(program, tuple) else program
     if found is program and found.launched:  # the command saw them
         visible_gpus = None
-    if found.command:  # as many GPUs as it may give ranks to
-        visible_gpus, nproc_per_node = visible_gpus or nproc_per_node, None
+    if found.command:  # as many GPUs as it may give ranks to, which it starts itself
+        visible_gpus, nproc_per_node, nnodes, ranks = visible_gpus or nproc_per_node, None, None, "all"
     processes = nproc_per_node or found.processes
     world = processes * (nnodes or found.nodes)
     launched = found.launched or nproc_per_node is not None
     if visible_gpus is not None and (launched or world > 1):
         raise ConfigError("--visible-gpus is for one process that works on several GPUs: ranks have one GPU each")
     visible = 1 if launched or world > 1 else _visible(os.environ.get("CUDA_VISIBLE_DEVICES", ""))
-    if timed and (visible_gpus or visible) > 1:
-        raise ConfigError(
-            "--time is not there for one process on several GPUs: their streams would have to be timed together"
-        )
+    if timed and (visible_gpus or visible) > 1 and not found.command:
+        raise ConfigError(UNTIMED)
     chosen = sorted(range(world) if ranks == "all" else parse_ranks(ranks, range(world)))
     behaviour = parse_release(release)
     if alloc_conf is not None:

@@ -211,3 +211,10 @@ def test_what_is_wrong_is_said_in_a_line(words: list[str], code: int, says: str,
     assert (done.returncode, done.stdout) == (code, "")
     assert says in " ".join(done.stderr.split())
     assert code == 2 or len(done.stderr.splitlines()) == 1
+
+
+def test_ranks_are_asked_for_as_of_record(tmp_path: Path) -> None:
+    program = "import os, torch\nheld = torch.ones((1 + 40 * int(os.environ['RANK'])) << 20, device='cuda')\n"
+    words = ("--nproc-per-node", "2", "--context", "0", "--json", "train.py")
+    found = json.loads(ran(tmp_path, "fit", program, *words).stdout)
+    assert (found["verdict"], found["needs"]) == ("fits", 164 * MIB)

@@ -138,6 +138,21 @@ print(sys.argv[1:], os.environ.get("WORLD_SIZE"), os.environ.get("GIVEN"))
 """
 
 
+@pytest.mark.parametrize("way", ["launcher", "trains"])
+def test_ranks_and_time_are_asked_of_what_a_command_starts(way: str, tmp_path: Path) -> None:
+    folder_of(tmp_path, {"bin/toy": COMMAND, "bin/train.py": STARTED})
+    (tmp_path / "bin" / "toy").chmod(0o755)
+    found = os.pathsep.join((str(tmp_path / "bin"), os.environ["PATH"]))
+    words = ("--time", "--nproc-per-node", "2", "--ranks", "1", "--json", "answer.json", "--", "toy", way)
+    done = record(tmp_path, *words, PATH=found)
+    if way == "trains":
+        assert done.returncode == 1
+        assert "error: --time is not there for one process on several GPUs" in done.stderr
+        return
+    assert done.stdout.splitlines() == ["begins launcher 2", "[] 2 None"], done.stderr
+    assert [rank["peak_allocated"] >> 20 for rank in answer(tmp_path)["ranks"]] == [8]
+
+
 @pytest.mark.parametrize("way", ["script", "launcher", "shell", "executes", "in the process"])
 def test_what_a_command_starts_is_recorded(way: str, tmp_path: Path) -> None:
     folder_of(tmp_path, {"bin/toy": COMMAND, "bin/train.py": STARTED})
