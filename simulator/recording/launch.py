@@ -99,7 +99,7 @@ def record(
     (`simulator.recording.exchange`), with this process's streams, or if it is to be `silent` without any. Ctrl-C and
     SIGTERM end the program, and what was recorded is the answer; ranks that have not begun then are left out. `told` is
     called with a word where one of several ranks has ended. RecordError where one ended before it left anything,
-    StartedError where a command started another program, and KeyboardInterrupt where all were interrupted so early.
+    StartedError where it started another program, and KeyboardInterrupt where all were interrupted so early.
     """
     processes = _Processes(silent)
     exchange = Exchange(ranks, min(len(ranks), os.cpu_count() or 1))
@@ -182,7 +182,7 @@ class _Processes:
                 given = {} if speaks is None else {"pass_fds": [speaks.fileno()]}
                 number = -1 if speaks is None else speaks.fileno()
                 code = self._run(replace(request, folder=folder, exchange=number), {**streams, **given})
-            if request.command and (Path(folder) / STARTED).exists():
+            if (Path(folder) / STARTED).exists():
                 raise StartedError(Path(request.program[0]).name, Program.parse((Path(folder) / STARTED).read_text()))
             last = _last_line(Path(folder) / _SAID)
             facts = Path(folder) / FACTS

@@ -63,7 +63,7 @@ class Program:
 
 
 class StartedError(LLMemError):
-    """A command has started a program, which is what is to be recorded."""
+    """A program has started another, which is what is to be recorded."""
 
     def __init__(self, command: str, program: Program) -> None:
         super().__init__(f"{command} starts {' '.join(program.words)}: give that as the program")
@@ -241,10 +241,11 @@ class _Starts(BaseException):
 
 
 @contextlib.contextmanager
-def starting(begun: Callable[[], bool], leave: Callable[[Program], None]) -> Iterator[None]:
-    """Inside, where a command starts a program before it has `begun` itself, it leaves with that program."""
+def starting(begun: Callable[[], bool], leave: Callable[[Program], None], *, command: bool) -> Iterator[None]:
+    """Inside, where a program starts ranks by a launcher before it has `begun` itself, it leaves with their program.
+
+    So does a `command`, also where it starts a script, or ranks by torchrun's own function."""
     import torch
-    from torch.distributed import run
 
     before = dict(os.environ)
 
@@ -258,26 +259,32 @@ def starting(begun: Callable[[], bool], leave: Callable[[Program], None]) -> Ite
         return plain(given)
 
     def started(words: Sequence[_Word], environment: object) -> None:
-        if not begun() and _starts_program(texts := tuple(os.fsdecode(word) for word in words)):
+        texts = tuple(os.fsdecode(word) for word in words)
+        if (_is_launcher(texts) or (command and _is_script(texts))) and not begun():
             found(
                 program_of(texts, None, torch.cuda.device_count()),
                 environment if isinstance(environment, Mapping) else os.environ,
             )
 
-    class Popen(subprocess.Popen[bytes]):
-        def __init__(self, args: _Words, *others: object, **options: object) -> None:
-            words = [args] if isinstance(args, str | bytes | os.PathLike) else args
-            if options.get("shell") and isinstance(args, str):
-                with contextlib.suppress(ValueError):  # what only a shell understands starts something else
-                    words = shlex.split(args)
-            started(words, options.get("env"))
-            super().__init__(args, *others, **options)  # type: ignore[call-overload]
+    make: Callable[..., None] = subprocess.Popen.__init__
+
+    def process(self: subprocess.Popen[bytes], args: _Words, *others: object, **options: object) -> None:
+        words = [args] if isinstance(args, str | bytes | os.PathLike) else args
+        if options.get("shell") and isinstance(args, str):
+            with contextlib.suppress(ValueError):  # what only a shell understands starts something else
+                words = shlex.split(args)
+        started(words, options.get("env"))
+        make(self, args, *others, **options)
 
     def executes(plain: Callable[..., Any], file: str, words: Sequence[str], *environment: Mapping[str, str]) -> Any:
         started((file, *words[1:]), *environment or (None,))
         return plain(file, words, *environment)
 
-    changes = [(subprocess, "Popen", Popen), (run, "run", partial(elastic, run.run))]
+    changes: list[tuple[object, str, object]] = [(subprocess.Popen, "__init__", process)]
+    if command:
+        from torch.distributed import run
+
+        changes.append((run, "run", partial(elastic, run.run)))
     changes += [(os, name, partial(executes, getattr(os, name))) for name in ("execv", "execve", "execvp", "execvpe")]
     with contextlib.ExitStack() as stack:
         for owner, name, answer in changes:
@@ -285,15 +292,24 @@ def starting(begun: Callable[[], bool], leave: Callable[[Program], None]) -> Ite
         yield
 
 
-def _starts_program(words: tuple[str, ...]) -> bool:
-    """Whether a process of these words is a launcher, or Python with a script: not one of Python's own modules."""
+def _is_launcher(words: tuple[str, ...]) -> bool:
+    """Whether a process of these words is a launcher's."""
     first = Path(words[0]).name if words else ""
-    if first in _COMMANDS or not first.startswith("python"):
-        return first in _COMMANDS
-    rest = [word for word in words[1:] if word not in _FLAGS]
-    if rest[:1] == ["-m"]:
-        return rest[1:2] != [] and rest[1] in _MODULES
+    rest = _behind_python(words)
+    return first in _COMMANDS or (rest[:1] == ["-m"] and rest[1:2] != [] and rest[1] in _MODULES)
+
+
+def _is_script(words: tuple[str, ...]) -> bool:
+    """Whether it is Python's, with a script."""
+    rest = _behind_python(words)
     return rest != [] and Path(rest[0]).is_file()
+
+
+def _behind_python(words: tuple[str, ...]) -> list[str]:
+    """The words behind Python's name and flags; none of another program."""
+    if not words or not Path(words[0]).name.startswith("python"):
+        return []
+    return [word for word in words[1:] if word not in _FLAGS]
 
 
 @contextlib.contextmanager

@@ -142,8 +142,12 @@ def main(text: str, objects: int, further: int) -> int:
             phases.settle = _settling(job, recorder)
             not_yet_imported(DYNAMO, further)
             as_if_on(objects)
-            if request.command:
-                stack.enter_context(starting(lambda: any(live.born for live in allocators), _leaving(folder)))
+            if not request.launched:
+
+                def begun() -> bool:
+                    return any(live.born for live in allocators)
+
+                stack.enter_context(starting(begun, _leaving(folder), command=request.command))
             code, error = _run(request)
             keeper.raised = "" if error is None else told(error)
         keeper.keep(code)  # what the error's frames hold is alive, as it is where Python tells of it

@@ -170,6 +170,17 @@ def test_what_a_command_starts_is_recorded(way: str, tmp_path: Path) -> None:
     assert peaks == [4, 8][:count]
 
 
+@pytest.mark.parametrize(("way", "said"), [("launcher", ["[] 2 None"] * 2), ("trains", ["1"]), ("script", [])])
+def test_of_what_a_script_starts_ranks_are_recorded(way: str, said: list[str], tmp_path: Path) -> None:
+    """A script of its own is a process beside it, which finds no GPU where PyTorch is built without CUDA."""
+    folder_of(tmp_path, {"toy.py": COMMAND, "train.py": STARTED if way == "launcher" else "import sys\nsys.exit(1)\n"})
+    done = record(tmp_path, "--visible-gpus", "2", "--json", "answer.json", "toy.py", way)
+    assert done.stdout.splitlines() == [f"begins {way} 2", *said], done.stderr
+    assert done.returncode == (1 if way == "script" else 0)
+    peaks = [rank["peak_allocated"] >> 20 for rank in answer(tmp_path)["ranks"]]
+    assert peaks == {"launcher": [4, 8], "trains": [4], "script": [0]}[way]
+
+
 @pytest.mark.parametrize(("way", "said"), [("trains", ["1"]), ("asks", ["3"])])
 def test_a_command_that_trains_itself_is_recorded(way: str, said: list[str], tmp_path: Path) -> None:
     """It has something on the GPU already, or what it starts is no program of its own."""
