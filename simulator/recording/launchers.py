@@ -194,7 +194,6 @@ def _accelerate(words: tuple[str, ...], gpus: int | None) -> Program:
 
 def _accelerate_launch(words: tuple[str, ...], gpus: int | None) -> Program:
     import torch
-    from torch.distributed import run
 
     with _on_stderr(), _needed("accelerate"):
         from accelerate.commands import launch
@@ -203,48 +202,40 @@ def _accelerate_launch(words: tuple[str, ...], gpus: int | None) -> Program:
         (torch.cuda, "is_available", lambda: True),
         (torch.cuda, "device_count", lambda: count),
         (launch, "check_cuda_p2p_ib_support", lambda: True),
-        (run, "run", _Starts.elastic),
-        (subprocess, "Popen", _Starts.process),
     ]
-    before = dict(os.environ)
     try:
         with contextlib.ExitStack() as stack:
             stack.enter_context(_on_stderr())
             for owner, name, answer in changes:
                 stack.enter_context(mock.patch.object(owner, name, answer))
+            stack.enter_context(starting(lambda words: True, _Starts.leave, torchrun=True))
             launch.launch_command(launch.launch_command_parser().parse_args(list(words)))
     except _Starts as starts:
-        environment = {name: value for name, value in starts.environment.items() if before.get(name) != value}
-        found = starts.found
-        program = _python(tuple(found[1:]), gpus) if isinstance(found, list) else _elastic(found, gpus)
-        return replace(program, environment=environment)
+        return starts.program
     except ValueError as error:
         raise ConfigError(f"accelerate launch: {error}") from error
     raise ConfigError("accelerate launch: it starts no program on a GPU here")
 
 
 class _Starts(BaseException):
-    """A launcher would start processes now: torchrun's arguments, or a command, and its environment."""
+    """A launcher would start a program's processes now."""
 
-    def __init__(self, found: object, environment: Mapping[str, str]) -> None:
-        super().__init__()
-        self.found = found
-        self.environment = dict(environment)
+    def __init__(self, program: Program) -> None:
+        super().__init__(program)
+        self.program = program
 
-    @staticmethod
-    def elastic(arguments: object) -> None:
-        raise _Starts(arguments, os.environ)
-
-    @staticmethod
-    def process(command: list[str], env: Mapping[str, str] | None = None, **options: object) -> None:
-        raise _Starts(command, os.environ if env is None else env)
+    @classmethod
+    def leave(cls, program: Program) -> None:
+        raise cls(program)
 
 
 @contextlib.contextmanager
-def starting(begun: Callable[[], bool], leave: Callable[[Program], None], *, command: bool) -> Iterator[None]:
-    """Inside, where a program starts ranks by a launcher before it has `begun` itself, it leaves with their program.
+def starting(
+    meant: Callable[[tuple[str, ...]], bool], leave: Callable[[Program], None], *, torchrun: bool
+) -> Iterator[None]:
+    """Inside, where a process of words that are `meant` would be started, it leaves with the program that they start.
 
-    So does a `command`, also where it starts a script, or ranks by torchrun's own function."""
+    `torchrun`: also where torchrun's own function is called, of whose words there are none."""
     import torch
 
     before = dict(os.environ)
@@ -254,13 +245,13 @@ def starting(begun: Callable[[], bool], leave: Callable[[Program], None], *, com
         leave(replace(program, environment={**added, **program.environment}))
 
     def elastic(plain: Callable[..., Any], given: object) -> Any:
-        if not begun():
+        if meant(()):
             found(_elastic(given, torch.cuda.device_count()), os.environ)
         return plain(given)
 
     def started(words: Sequence[_Word], environment: object) -> None:
         texts = tuple(os.fsdecode(word) for word in words)
-        if (_is_launcher(texts) or (command and _is_script(texts))) and not begun():
+        if meant(texts):
             found(
                 program_of(texts, None, torch.cuda.device_count()),
                 environment if isinstance(environment, Mapping) else os.environ,
@@ -281,7 +272,7 @@ def starting(begun: Callable[[], bool], leave: Callable[[Program], None], *, com
         return plain(file, words, *environment)
 
     changes: list[tuple[object, str, object]] = [(subprocess.Popen, "__init__", process)]
-    if command:
+    if torchrun:
         from torch.distributed import run
 
         changes.append((run, "run", partial(elastic, run.run)))
@@ -292,14 +283,14 @@ def starting(begun: Callable[[], bool], leave: Callable[[Program], None], *, com
         yield
 
 
-def _is_launcher(words: tuple[str, ...]) -> bool:
-    """Whether a process of these words is a launcher's."""
-    first = Path(words[0]).name if words else ""
+def is_launcher(words: tuple[str, ...]) -> bool:
+    """Whether a process of these words is a launcher's; of none, that is torchrun's function."""
+    first = Path(words[0]).name if words else "torchrun"
     rest = _behind_python(words)
     return first in _COMMANDS or (rest[:1] == ["-m"] and rest[1:2] != [] and rest[1] in _MODULES)
 
 
-def _is_script(words: tuple[str, ...]) -> bool:
+def is_script(words: tuple[str, ...]) -> bool:
     """Whether it is Python's, with a script."""
     rest = _behind_python(words)
     return rest != [] and Path(rest[0]).is_file()

@@ -51,7 +51,7 @@ from simulator.recording.allocator import LiveAllocator, warm_up
 from simulator.recording.durations import of_phases
 from simulator.recording.exchange import Connection
 from simulator.recording.history import History
-from simulator.recording.launchers import Program, starting
+from simulator.recording.launchers import Program, is_launcher, is_script, starting
 from simulator.recording.prices import Prices
 from simulator.recording.repeats import Found, Progress, Repeats
 from simulator.recording.request import DEVICES, FACTS, FAULT, INTERRUPTED, REPEATS, STARTED, TRACE, Request
@@ -143,11 +143,7 @@ def main(text: str, objects: int, further: int) -> int:
             not_yet_imported(DYNAMO, further)
             as_if_on(objects)
             if not request.launched:
-
-                def begun() -> bool:
-                    return any(live.born for live in allocators)
-
-                stack.enter_context(starting(begun, _leaving(folder), command=request.command))
+                stack.enter_context(starting(_meant(request, allocators), _leaving(folder), torchrun=request.command))
             code, error = _run(request)
             keeper.raised = "" if error is None else told(error)
         keeper.keep(code)  # what the error's frames hold is alive, as it is where Python tells of it
@@ -156,8 +152,19 @@ def main(text: str, objects: int, further: int) -> int:
     return code
 
 
+def _meant(request: Request, allocators: Sequence[LiveAllocator]) -> Callable[[tuple[str, ...]], bool]:
+    """Whether a process of these words is what is to be recorded: ranks, and of a command a script, that are started
+    before there is something on a GPU."""
+
+    def meant(words: tuple[str, ...]) -> bool:
+        starts = is_launcher(words) or (request.command and is_script(words))
+        return starts and not any(live.born for live in allocators)
+
+    return meant
+
+
 def _leaving(folder: Path) -> Callable[[Program], None]:
-    """A command ends here, and leaves what it has started."""
+    """A program ends here, and leaves what it has started."""
 
     def leave(program: Program) -> None:
         (folder / STARTED).write_text(program.text())

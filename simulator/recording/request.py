@@ -10,7 +10,7 @@ from typing import Final, Literal
 #: What that process leaves in the request's folder.
 TRACE: Final = "trace.npz"
 FACTS: Final = "facts.json"
-#: What a command leaves there that has started a program.
+#: What a program leaves there that has started another.
 STARTED: Final = "started.json"
 #: Where it was when a signal like SIGSEGV ended it (Python's faulthandler).
 FAULT: Final = "fault"

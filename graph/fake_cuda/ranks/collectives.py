@@ -199,7 +199,9 @@ class Collectives:
         if self.late:
             return one.finished and operators - self._waited >= OPERATORS_A_LOOK
         looked = operators - one.since >= OPERATORS_A_LOOK
-        return looked or one.settlings >= SETTLINGS if one.asked else looked and one.settlings > 0
+        if one.asked:
+            return looked or one.settlings >= SETTLINGS
+        return looked and one.settlings > 0
 
     def _keep(self, name: str, given: Mapping[str, Any], work: object, tensors: object) -> None:
         """What an asynchronous work keeps until it is waited for."""
@@ -208,7 +210,8 @@ class Collectives:
         functional = self._told and _by_operator()
         asked = self._told and (functional or _asked())
         # of messages the work alone knows
-        if _STASHED and (name not in _PAIRS if asked else KINDS[name] in self.kept and self.keeps()):
+        stashes = name not in _PAIRS if asked else KINDS[name] in self.kept and self.keeps()
+        if _STASHED and stashes:
             self.issued += 1
             made = metadata.tensors(tensors) if functional else ()
             results = frozenset(self.runtime.values.key(one) for one in made if one.is_cuda)

@@ -138,11 +138,19 @@ print(sys.argv[1:], os.environ.get("WORLD_SIZE"), os.environ.get("GIVEN"))
 """
 
 
+FAILS = "import sys\nsys.exit(1)\n"
+
+
+def path_of_toy(folder: Path, script: str = STARTED) -> str:
+    """A search path with the command `toy`, beside which there is a `script`."""
+    folder_of(folder, {"bin/toy": COMMAND, "bin/train.py": script})
+    (folder / "bin" / "toy").chmod(0o755)
+    return os.pathsep.join((str(folder / "bin"), os.environ["PATH"]))
+
+
 @pytest.mark.parametrize("way", ["launcher", "trains"])
 def test_ranks_and_time_are_asked_of_what_a_command_starts(way: str, tmp_path: Path) -> None:
-    folder_of(tmp_path, {"bin/toy": COMMAND, "bin/train.py": STARTED})
-    (tmp_path / "bin" / "toy").chmod(0o755)
-    found = os.pathsep.join((str(tmp_path / "bin"), os.environ["PATH"]))
+    found = path_of_toy(tmp_path)
     words = ("--time", "--nproc-per-node", "2", "--ranks", "1", "--json", "answer.json", "--", "toy", way)
     done = record(tmp_path, *words, PATH=found)
     if way == "trains":
@@ -155,9 +163,7 @@ def test_ranks_and_time_are_asked_of_what_a_command_starts(way: str, tmp_path: P
 
 @pytest.mark.parametrize("way", ["script", "launcher", "shell", "executes", "in the process"])
 def test_what_a_command_starts_is_recorded(way: str, tmp_path: Path) -> None:
-    folder_of(tmp_path, {"bin/toy": COMMAND, "bin/train.py": STARTED})
-    (tmp_path / "bin" / "toy").chmod(0o755)
-    found = os.pathsep.join((str(tmp_path / "bin"), os.environ["PATH"]))
+    found = path_of_toy(tmp_path)
     count = 1 if way == "script" else 2
     words = ("--nproc-per-node", str(count)) if count > 1 else ()
     done = record(tmp_path, *words, "--json", "answer.json", "--", "toy", way, "--lr", "1", PATH=found)
@@ -173,7 +179,7 @@ def test_what_a_command_starts_is_recorded(way: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(("way", "said"), [("launcher", ["[] 2 None"] * 2), ("trains", ["1"]), ("script", [])])
 def test_of_what_a_script_starts_ranks_are_recorded(way: str, said: list[str], tmp_path: Path) -> None:
     """A script of its own is a process beside it, which finds no GPU where PyTorch is built without CUDA."""
-    folder_of(tmp_path, {"toy.py": COMMAND, "train.py": STARTED if way == "launcher" else "import sys\nsys.exit(1)\n"})
+    folder_of(tmp_path, {"toy.py": COMMAND, "train.py": STARTED if way == "launcher" else FAILS})
     done = record(tmp_path, "--visible-gpus", "2", "--json", "answer.json", "toy.py", way)
     assert done.stdout.splitlines() == [f"begins {way} 2", *said], done.stderr
     assert done.returncode == (1 if way == "script" else 0)
@@ -184,9 +190,7 @@ def test_of_what_a_script_starts_ranks_are_recorded(way: str, said: list[str], t
 @pytest.mark.parametrize(("way", "said"), [("trains", ["1"]), ("asks", ["3"])])
 def test_a_command_that_trains_itself_is_recorded(way: str, said: list[str], tmp_path: Path) -> None:
     """It has something on the GPU already, or what it starts is no program of its own."""
-    folder_of(tmp_path, {"bin/toy": COMMAND, "bin/train.py": "import sys\nsys.exit(1)\n"})
-    (tmp_path / "bin" / "toy").chmod(0o755)
-    found = os.pathsep.join((str(tmp_path / "bin"), os.environ["PATH"]))
+    found = path_of_toy(tmp_path, FAILS)
     done = record(tmp_path, "--json", "answer.json", "--", "toy", way, PATH=found)
     assert done.stdout.splitlines() == [f"begins {way} 1", *said], done.stderr
     assert answer(tmp_path)["ranks"][0]["peak_allocated"] == (4 * 2**20 if way == "trains" else 0)
