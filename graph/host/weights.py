@@ -328,8 +328,9 @@ def _saved(module: ModuleType, made: Callable[[], Any], dtype: torch.dtype) -> M
             torch.set_default_dtype(before)
         tied = {id(tensor): name for name, tensor in reversed(state.items())}  # the first name of each
         return {name: tensor for name, tensor in state.items() if tied[id(tensor)] == name}
-    on_meta = (torch.device("meta"), module.init.meta_device_safe_creation_ops(), module.init.no_init_weights())
-    with module.ContextManagers([module.local_torch_dtype(dtype), *on_meta]):
+    safely = getattr(module.init, "meta_device_safe_creation_ops", contextlib.nullcontext)  # from 5.6 on
+    contexts = [module.local_torch_dtype(dtype), torch.device("meta"), safely(), module.init.no_init_weights()]
+    with module.ContextManagers(contexts):
         model = made()
     state = module.remove_tied_weights_from_state_dict(model.state_dict(), model)
     converted: Mapping[str, torch.Tensor] = module.revert_weight_conversion(model, state)

@@ -11,6 +11,7 @@ import mmap
 import pickle
 import resource
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,7 +28,7 @@ from graph.fake_cuda.device import Runtime, fake_cuda  # noqa: E402
 from graph.hardware.profile import profile  # noqa: E402
 from graph.host import pages  # noqa: E402
 from graph.host.memory import LARGE, untouched  # noqa: E402
-from graph.host.weights import _StandIn, never_read  # noqa: E402
+from graph.host.weights import _saved, _StandIn, never_read  # noqa: E402
 from graph.recorder.checkpoints import Saving  # noqa: E402
 from graph.recorder.program import ProgramRecorder  # noqa: E402
 from simulator.allocator.releases import parse_release  # noqa: E402
@@ -285,6 +286,15 @@ def test_a_model_without_weights_is_loaded_as_if_it_had_them(runtime: Runtime, t
     whole = sum(one.nbytes for one in with_them.parameters())
     with_them.cuda()
     assert torch.cuda.memory_allocated() >= whole
+
+
+def test_the_meta_device_of_transformers_before_5_6(runtime: Runtime) -> None:
+    """Of 5.0 to 5.5 its own `initialization` has no `meta_device_safe_creation_ops`."""
+    transformers = pytest.importorskip("transformers")
+    module = transformers.modeling_utils
+    older = SimpleNamespace(**vars(module) | {"init": SimpleNamespace(no_init_weights=module.init.no_init_weights)})
+    made = partial(transformers.LlamaForCausalLM, transformers.LlamaConfig(**LLAMA))
+    assert [*_saved(older, made, torch.bfloat16)] == [*_saved(module, made, torch.bfloat16)]
 
 
 def test_a_model_without_weights_may_take_more_than_its_configuration(runtime: Runtime, tmp_path: Path) -> None:
