@@ -53,7 +53,7 @@ _CONVERTED: Final = 1 << 24
 #: What of a mask of ones follows from its places: sums, and parts of it.
 _FOLLOWING: Final = TAKING | {"sum", "cumsum", "any"}
 #: So many storages are known to be no masks, the last of them.
-_DATA: Final = 1 << 10
+_DATA: Final = 1 << 16
 #: Tensors on the host with larger storages may not have been written, and are not looked at.
 _LOOKED_AT: Final = 1 << 20
 #: After so many elements those that are drawn begin again.

@@ -230,6 +230,12 @@ def test_no_row_of_weights_is_next_to_nothing(
     assert runtime.values.of(largest(weights) <= 1e-16) is None
 
 
+def test_the_first_weights_of_a_large_model_stay_weights(runtime: fake_cuda.Runtime) -> None:
+    """Of Qwen3.5 27B, which has 1,184, the embedding is loaded first, and asked for tokens that were never trained."""
+    weights = [torch.randn(8, 64).cuda() for _ in range(2000)]
+    assert all(runtime.values.marks.is_data(one) for one in weights)
+
+
 def test_masks_from_the_host_may_be_any_number(runtime: fake_cuda.Runtime) -> None:
     mask = (pictures(torch.float32) > 1).float()
     there = mask.cuda()
