@@ -323,15 +323,17 @@ def _saved(module: ModuleType, made: Callable[[], Any], dtype: torch.dtype) -> M
         torch.set_default_dtype(dtype)
         try:
             with torch.device("meta"), module.no_init_weights():
-                state = made().state_dict(keep_vars=True)
+                model = made()
+            model.tie_weights()
+            state = model.state_dict(keep_vars=True)
         finally:
             torch.set_default_dtype(before)
         tied = {id(tensor): name for name, tensor in reversed(state.items())}  # the first name of each
         return {name: tensor for name, tensor in state.items() if tied[id(tensor)] == name}
     safely = getattr(module.init, "meta_device_safe_creation_ops", contextlib.nullcontext)  # from 5.6 on
-    contexts = [module.local_torch_dtype(dtype), torch.device("meta"), safely(), module.init.no_init_weights()]
-    with module.ContextManagers(contexts):
+    with module.ContextManagers([module.local_torch_dtype(dtype), torch.device("meta"), safely()]):
         model = made()
+    model.tie_weights()  # which 5.0, as releases before, does not do on the meta device
     state = module.remove_tied_weights_from_state_dict(model.state_dict(), model)
     converted: Mapping[str, torch.Tensor] = module.revert_weight_conversion(model, state)
     return converted

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import importlib
 import io
 import json
@@ -288,6 +289,25 @@ def test_a_model_without_weights_is_loaded_as_if_it_had_them(runtime: Runtime, t
     assert torch.cuda.memory_allocated() >= whole
 
 
+def test_tied_weights_are_loaded_once(runtime: Runtime, tmp_path: Path) -> None:
+    """A file of both would have both on the GPU for a while, and releases from 5.0 on would not tie them."""
+    transformers = pytest.importorskip("transformers")
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(LLAMA))
+    load = partial(transformers.AutoModelForCausalLM.from_pretrained, device_map="cuda")
+    load(tmp_path / "model").save_pretrained(tmp_path / "saved")
+    peaks = []
+    for folder in ("model", "saved"):
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        model = load(tmp_path / folder)
+        assert model.lm_head.weight is model.model.embed_tokens.weight
+        peaks.append(torch.cuda.max_memory_allocated() - before)
+        del model
+        gc.collect()
+    assert peaks[0] == peaks[1]
+
+
 def test_the_meta_device_of_transformers_before_5_6(runtime: Runtime) -> None:
     """Of 5.0 to 5.5 its own `initialization` has no `meta_device_safe_creation_ops`."""
     transformers = pytest.importorskip("transformers")
@@ -360,7 +380,10 @@ class Tiny(torch.nn.Module):  # type: ignore[misc, name-defined]
         self.config = config
         self.up = torch.nn.Linear(64, 32)
         self.head = torch.nn.Linear(64, 32, bias=False)
-        self.head.weight = self.up.weight  # tied
+
+    def tie_weights(self) -> None:
+        """As `from_pretrained` asks for it in the end."""
+        self.head.weight = self.up.weight
 
     @classmethod
     def from_pretrained(cls, name: str | Path, config: Settings | None = None, **kwargs: object) -> Tiny:
