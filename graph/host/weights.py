@@ -141,7 +141,8 @@ def _opened_on_host(module: ModuleType) -> Callable[[], None]:
 
     @functools.wraps(plain)
     def safe_open(filename: Any, framework: str, device: Any = "cpu", **kwargs: Any) -> Any:
-        there = framework in ("pt", "torch", "pytorch") and torch.device(device).type == "cuda"
+        # transformers before 5 gives None for "cuda", an index that it does not have
+        there = framework in ("pt", "torch", "pytorch") and device is not None and torch.device(device).type == "cuda"
         return (
             _OnDevice(plain(filename, framework, **kwargs), device)
             if there

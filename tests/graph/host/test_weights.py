@@ -21,8 +21,9 @@ from unittest import mock
 import pytest
 
 torch = pytest.importorskip("torch")
+safetensors = pytest.importorskip("safetensors")
 
-from safetensors.torch import load_file  # noqa: E402
+from safetensors.torch import load_file, save_file  # noqa: E402
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver  # noqa: E402
 
 from graph.fake_cuda.device import Runtime, fake_cuda  # noqa: E402
@@ -216,6 +217,13 @@ LLAMA = {
     "tie_word_embeddings": True,
     "dtype": "bfloat16",
 }
+
+
+def test_no_device_is_the_host(runtime: Runtime, tmp_path: Path) -> None:
+    """As transformers 4.57 opens a file for `device_map="cuda"`."""
+    save_file({"weight": torch.ones(4)}, tmp_path / "weights")
+    with safetensors.safe_open(tmp_path / "weights", "pt", device=None) as file:
+        assert file.get_tensor("weight").is_cpu
 
 
 def test_where_a_byte_is_looked_at_the_rest_is_not_read(runtime: Runtime, tmp_path: Path) -> None:
