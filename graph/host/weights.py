@@ -317,13 +317,23 @@ def _cast(state: Mapping[str, torch.Tensor], dtype: torch.dtype) -> dict[str, to
 
 
 def _saved(module: ModuleType, made: Callable[[], Any], dtype: torch.dtype) -> Mapping[str, torch.Tensor]:
-    """The tensors that `save_pretrained` would write of a model, made on the meta device; `module` is
-    transformers.modeling_utils."""
+    """The tensors that `save_pretrained` would write of a model; `module` is transformers.modeling_utils.
+
+    It is made on the meta device, or where it reads a number meanwhile (xIELU), on the host."""
+    try:
+        return _saved_on("meta", module, made, dtype)
+    except NotImplementedError:  # "Cannot copy out of meta tensor"
+        return _saved_on("cpu", module, made, dtype)
+
+
+def _saved_on(
+    device: str, module: ModuleType, made: Callable[[], Any], dtype: torch.dtype
+) -> Mapping[str, torch.Tensor]:
     if not hasattr(module, "init"):  # before 5
         before = torch.get_default_dtype()
         torch.set_default_dtype(dtype)
         try:
-            with torch.device("meta"), module.no_init_weights():
+            with torch.device(device), module.no_init_weights():
                 model = made()
             model.tie_weights()
             state = model.state_dict(keep_vars=True)
@@ -332,9 +342,10 @@ def _saved(module: ModuleType, made: Callable[[], Any], dtype: torch.dtype) -> M
         tied = {id(tensor): name for name, tensor in reversed(state.items())}  # the first name of each
         return {name: tensor for name, tensor in state.items() if tied[id(tensor)] == name}
     safely = getattr(module.init, "meta_device_safe_creation_ops", contextlib.nullcontext)  # from 5.6 on
-    with module.ContextManagers([module.local_torch_dtype(dtype), torch.device("meta"), safely()]):
+    empty = (torch.device(device), safely(), module.init.no_init_weights())
+    with module.ContextManagers([module.local_torch_dtype(dtype), *empty]):
         model = made()
-    model.tie_weights()  # which 5.0, as releases before, does not do on the meta device
+    model.tie_weights()
     state = module.remove_tied_weights_from_state_dict(model.state_dict(), model)
     converted: Mapping[str, torch.Tensor] = module.revert_weight_conversion(model, state)
     return converted

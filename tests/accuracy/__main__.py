@@ -9,10 +9,10 @@ estimator, by setting; `gemini_fit [MODEL]...` the largest batches on a 16 GB ca
 Table 2; `published` peaks that others measured on real GPUs; `programs [NAME]...` whole programs that `record` runs;
 `scripts [NAME]...` the training scripts that are written for cases, beside the estimates of those cases; `sft
 [WORD]...`, `fitcheck [WORD]...`, `guide [WORD]...`, `litgpt [WORD]...`, `notebooks [WORD]...`, `trainers [WORD]...`,
-`galvatron [WORD]...`, `adapters [WORD]...`, `adapters_images [WORD]...`, `speedrun [WORD]...` training that others
-measured, `pipelines [WORD]...` inference, by their own programs; `fit` the first plans of `fit` for cases that do not
-fit, beside others; `opinfo [NAME]...` PyTorch's own operator database; `architectures [WORD]...` models of transformers
-and timm under `record`; `on_gpu [WORD]...` trainings on real GPUs.
+`galvatron [WORD]...`, `axolotl [WORD]...`, `adapters [WORD]...`, `adapters_images [WORD]...`, `speedrun [WORD]...`
+training that others measured, `pipelines [WORD]...` inference, by their own programs; `fit` the first plans of `fit`
+for cases that do not fit, beside others; `opinfo [NAME]...` PyTorch's own operator database; `architectures [WORD]...`
+models of transformers and timm under `record`; `on_gpu [WORD]...` trainings on real GPUs.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ MODULES: Final = frozenset(
             "adapters",
             "adapters_images",
             "architectures",
+            "axolotl",
             "fit",
             "fitcheck",
             "galvatron",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import struct
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
@@ -39,6 +39,23 @@ def write(file: Path, tensors: Iterable[Tensor], contents: Mapping[str, bytes] =
             opened.seek(8 + len(text) + header[name]["data_offsets"][0])
             opened.write(content)
         opened.truncate(8 + len(text) + end)
+
+
+def write_tokenizer(folder: Path, words: Sequence[str], special: Mapping[str, int]) -> None:
+    """Put a tokenizer of whole words into a folder, which are numbered as they come; the first stands for others.
+
+    `special` are texts that mean something, and their numbers."""
+    numbers = {word: number for number, word in enumerate(words)}
+    told = {
+        "model": {"type": "WordLevel", "vocab": {**numbers, **special}, "unk_token": words[0]},
+        "pre_tokenizer": {"type": "Whitespace"},
+        "added_tokens": [
+            {"id": number, "content": text, "special": True, "normalized": False}
+            | dict.fromkeys(("single_word", "lstrip", "rstrip"), False)
+            for text, number in special.items()
+        ],
+    }
+    (folder / "tokenizer.json").write_text(json.dumps({"version": "1.0", **told}))
 
 
 def llama(model: Mapping[str, Any]) -> Iterator[Tensor]:

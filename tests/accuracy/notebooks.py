@@ -106,18 +106,8 @@ def prepare(name: str, folder: Path) -> None:
     model = {**catalogue.configuration(name), "torch_dtype": "bfloat16"}
     checkpoints.write_nf4(folder, model)
     special = _SPECIAL[str(model["model_type"])]
-    tokens = {**{f"w{number}": number for number in range(900)}, **special}
+    checkpoints.write_tokenizer(folder, [f"w{number}" for number in range(900)], special)
     end, fill = special
-    told = {
-        "model": {"type": "WordLevel", "vocab": tokens, "unk_token": "w0"},
-        "pre_tokenizer": {"type": "Whitespace"},
-        "added_tokens": [
-            {"id": tokens[text], "content": text, "special": True, "normalized": False}
-            | dict.fromkeys(("single_word", "lstrip", "rstrip"), False)
-            for text in (end, fill)
-        ],
-    }
-    (folder / "tokenizer.json").write_text(json.dumps({"version": "1.0", **told}))
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end, "pad_token": fill}
     template = _TEMPLATE.replace("END", end)
     (folder / "tokenizer_config.json").write_text(json.dumps({**settings, "chat_template": template}))

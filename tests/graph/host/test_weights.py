@@ -341,6 +341,26 @@ def test_a_model_without_weights_may_take_more_than_its_configuration(runtime: R
     assert any("they count as those that Scored saves" in told for told in runtime.assumptions)
 
 
+def test_a_model_that_reads_a_number_as_it_is_made_has_weights_too(runtime: Runtime, tmp_path: Path) -> None:
+    """As transformers' xIELU does up to 4.57, which are made on the meta device here alone."""
+    transformers = pytest.importorskip("transformers")
+
+    class Scaled(transformers.LlamaForCausalLM):  # type: ignore[misc, name-defined]
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            self.register_buffer("beta", torch.tensor(0.5))
+            self.scale = float(self.beta.detach().cpu().item())
+
+    config, before = transformers.LlamaConfig(**LLAMA), peak()
+    state = _saved(transformers.modeling_utils, lambda: Scaled(config), torch.bfloat16)
+    plain = _saved(transformers.modeling_utils, lambda: transformers.LlamaForCausalLM(config), torch.bfloat16)
+    assert [(name, one.shape) for name, one in state.items() if name != "beta"] == [
+        (name, one.shape) for name, one in plain.items()
+    ]
+    assert state.keys() - plain.keys() == {"beta"}
+    assert grown(before) < sum(one.nbytes for one in state.values())
+
+
 def test_a_model_of_diffusers_without_weights_is_loaded_as_if_it_had_them(runtime: Runtime, tmp_path: Path) -> None:
     diffusers = pytest.importorskip("diffusers")
     kind = diffusers.AutoencoderKL
