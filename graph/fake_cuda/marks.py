@@ -37,7 +37,7 @@ _LARGEST: Final = frozenset({"amax", "max", "norm", "linalg_vector_norm"})
 #: Operators that take some or all of the elements.
 TAKING: Final = frozenset({"index", "index_select"})
 #: Operators that make new tensors of which something is known without their values.
-MARKED: Final = _LARGEST | TAKING | {"scatter"}
+MARKED: Final = _LARGEST | TAKING | {"scatter", "div"}
 #: A bound up to this asks for what is zero, or was never trained.
 _TINY: Final = 1e-6
 #: Comparisons.
@@ -193,10 +193,10 @@ class Marks:
             if on is None and not target.is_floating_point():
                 return
             self._lay(target, _seen(mask.places, source), on)
-        elif (
-            source.dtype is torch.bool and target.numel() <= _CONVERTED and (known := self._values(source)) is not None
-        ):
-            self._lay(target, known)
+        elif not source.is_floating_point() and target.numel() <= _CONVERTED:  # one_hot makes integers
+            known = self._values(source)
+            if known is not None and (source.dtype is torch.bool or is_on_or_off(known)):
+                self._lay(target, known != 0)
 
     def _lay(self, target: torch.Tensor, places: torch.Tensor, on: float | None = 1.0) -> None:
         """A new tensor is zero but where `places` are true."""
@@ -221,10 +221,22 @@ class Marks:
         if func._opname in _LARGEST:
             if self.is_data(args[0]):
                 remember(self._largest, self._key(made), None, _NEWEST)
+        elif func._opname == "div":
+            self._divided(made, *args[:2])
         elif func._opname not in TAKING:
             self._scattered(func, (self._number(args[0]), *args[1:]), made, 0)
         elif isinstance(result, torch.Tensor) and self._is_part(made, result):
             self._lay(made, result != 0)
+
+    def _divided(self, made: torch.Tensor, mask: object, number: object) -> None:
+        """A mask divided by a number is one: shares of what is averaged (Gemma 4's patches)."""
+        found = self._mask(mask)
+        if found is None or not found.is_zero or found.on is None or not made.is_floating_point():
+            return
+        if isinstance(number, torch.Tensor) and number.is_cpu and not number.ndim:
+            number = number.item()
+        if isinstance(mask, torch.Tensor) and isinstance(number, int | float) and number:
+            self._lay(made, _seen(found.places, mask), found.on / number)
 
     def _is_part(self, made: torch.Tensor, result: torch.Tensor) -> bool:
         """Whether these are zeros and ones that were taken of a mask of floating-point numbers, and not too many."""

@@ -230,6 +230,18 @@ def test_no_row_of_weights_is_next_to_nothing(
     assert runtime.values.of(largest(weights) <= 1e-16) is None
 
 
+def test_shares_of_what_is_averaged_are_where_something_is(runtime: fake_cuda.Runtime) -> None:
+    """As Gemma 4 pools the patches of an image, three by three, into the tokens that are not padding."""
+    runtime.assumptions.clear()
+    places = torch.cartesian_prod(torch.arange(48), torch.arange(48)).flip(-1)
+    places = torch.nn.functional.pad(places, (0, 0, 0, 2520 - len(places)), value=-1).cuda()
+    pooled = places.clamp(min=0).div(3, rounding_mode="floor")
+    shares = torch.nn.functional.one_hot(pooled[:, 0] + 16 * pooled[:, 1], 280).float() / 9
+    tokens = torch.randn(280, 64, device="cuda")[torch.logical_not((shares == 0).all(dim=0))]
+    assert tokens.shape == (16 * 16, 64)
+    assert not [what for what in runtime.assumptions if "not zero" in what]
+
+
 def test_the_first_weights_of_a_large_model_stay_weights(runtime: fake_cuda.Runtime) -> None:
     """Of Qwen3.5 27B, which has 1,184, the embedding is loaded first, and asked for tokens that were never trained."""
     weights = [torch.randn(8, 64).cuda() for _ in range(2000)]
