@@ -30,6 +30,8 @@ _EDGE: Final = 448
 _FRAMES: Final = 100
 #: What a forward may take that nothing here makes.
 _UNKNOWN: Final = ("input_values", "bbox", "input_points", "past_values")
+#: Tokens that one image of Gemma 4 is at most.
+_SOFT_TOKENS: Final = 280
 #: Where the id of the tokens that stand for an image is configured.
 _IMAGE_TOKEN: Final = ("image_token_id", "image_token_index")
 
@@ -146,7 +148,11 @@ def _image_token(config: PreTrainedConfig) -> int | None:
 def _read_with_images(case: Case, module: PreTrainedModel, taken: Mapping[str, Any], place: str) -> Fed:
     """A text with images: the tokens of each stand after one of text, and are not learnt."""
     check_positions(module.config, case.seq, "seq", place)
-    pictures, count, said = _grid(case, module) if "image_grid_thw" in taken else _picture(case, module, taken, place)
+    if "image_position_ids" in taken:
+        pictures, count, said = _placed(case, module)
+    else:
+        grid = "image_grid_thw" in taken
+        pictures, count, said = _grid(case, module) if grid else _picture(case, module, taken, place)
     number = "an image is" if case.images == 1 else f"{case.images} images are"
     if case.images * (count + 1) > case.seq:
         whole = case.images * count
@@ -185,6 +191,25 @@ def _grid(case: Case, module: PreTrainedModel) -> tuple[list[Input], int, str]:
     pixels = Input(("pixel_values",), shape, DTYPES[case.dtype], "values")
     sizes = Input(("image_grid_thw",), (count, 3), torch.int64, "values", grid)
     return [pixels, sizes], tokens, f"{height * factor} x {width * factor} pixels"
+
+
+def _placed(case: Case, module: Any) -> tuple[list[Input], int, str]:
+    """Patches in rows and their places, -1 behind the last of an image (Gemma 4's processors, which bring each to as
+    many tokens as its sides allow). Where no vision tower pools them, a row is what becomes a token."""
+    vision = module.config.vision_config
+    pooled = int(vision.pooling_kernel_size)
+    height, width = image_edges(case) or (_EDGE, _EDGE)
+    scale = math.sqrt(_SOFT_TOKENS / (height * width))
+    rows, columns = (max(1, math.floor(size * scale)) for size in (height, width))
+    inner = pooled if hasattr(module.model, "vision_tower") else 1
+    edge = int(vision.patch_size) * pooled // inner
+    count, most = case.batch * case.images, _SOFT_TOKENS * inner**2
+    places = torch.cartesian_prod(torch.arange(rows * inner), torch.arange(columns * inner)).flip(-1)  # x, y
+    places = torch.nn.functional.pad(places, (0, 0, 0, most - len(places)), value=-1)
+    pixels = Input(("pixel_values",), (count, most, 3 * edge**2), DTYPES[case.dtype], "values")
+    shape = (count, most, 2)
+    given = Input(("image_position_ids",), shape, torch.int64, "values", places.expand(shape).contiguous())
+    return [pixels, given], rows * columns, f"{rows * edge * inner} x {columns * edge * inner} pixels"
 
 
 def _picture(case: Case, module: Any, taken: Mapping[str, Any], place: str) -> tuple[list[Input], int, str]:

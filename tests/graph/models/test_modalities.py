@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 pytest.importorskip("torch")
@@ -135,6 +136,31 @@ def born(graph: StepGraph, category: str) -> list[int]:
     return graph.storages.bytes[graph.storages.category == graph.names.index(category)].tolist()
 
 
+GEMMA_4 = {
+    **TEXT,
+    "head_dim": 16,
+    "global_head_dim": 32,
+    "hidden_size_per_layer_input": 0,
+    "layer_types": ["sliding_attention", "full_attention"],
+}
+GEMMA_4_VISION = WIDTH | {"num_key_value_heads": 4, "head_dim": 8, "global_head_dim": 8}
+#: Of those whose images come as patches with their places, too.
+PLACED: dict[str, dict[str, Any]] = {
+    "Gemma4ForConditionalGeneration": {
+        "model_type": "gemma4",
+        "image_token_id": 500,
+        "text_config": GEMMA_4,
+        "vision_config": GEMMA_4_VISION,
+    },
+    "Gemma4UnifiedForConditionalGeneration": {
+        "model_type": "gemma4_unified",
+        "image_token_id": 500,
+        "text_config": {**GEMMA_4, "vocab_size_per_layer_input": 0},
+        "vision_config": {"mm_embed_dim": 64, "output_proj_dims": 64},
+    },
+}
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_inputs_are_what_the_model_takes(name: str, tmp_path: Path) -> None:
     """transformers itself checks, on the CPU with weights, that image tokens and features of images agree."""
@@ -169,6 +195,30 @@ def test_patches_are_in_rows_with_their_grid(tmp_path: Path) -> None:
     assert host["image_grid_thw"].tolist() == [[1, 10, 10]] * 2
     assert host["pixel_values"].shape == (200, 3 * 2 * 14 * 14)
     assert host["mm_token_type_ids"].sum(1).tolist() == [25, 25]
+
+
+@pytest.mark.parametrize("size", ["", "300x1000"])
+@pytest.mark.parametrize("name", PLACED)
+def test_patches_have_their_places(name: str, size: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are those of the model's own processor, and transformers checks, on the CPU with weights, that image tokens
+    and features agree."""
+    from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
+
+    monkeypatch.setitem(MODELS, name, (PLACED[name], 0))
+    asked = case(name, tmp_path, seq=300, **({"image_size": size} if size else {}))
+    built = build(asked)
+    host = dict(built.host())
+    height, width = (int(side) for side in (size or "448x448").split("x"))
+    picture = np.zeros((3, height, width), dtype=np.uint8)
+    made = Gemma4ImageProcessorPil()(picture, return_tensors="pt", input_data_format="channels_first")
+    tokens = int(made["num_soft_tokens_per_image"][0])
+    assert host["mm_token_type_ids"].sum(1).tolist() == [tokens] * 2
+    if name == "Gemma4ForConditionalGeneration":
+        assert host["pixel_values"][0].shape == made["pixel_values"][0].shape
+        assert host["image_position_ids"][0].equal(made["image_position_ids"][0])
+    torch.manual_seed(0)
+    assert torch.isfinite(built.forward(type(built.module)(built.config), host))
+    assert not any("elements that are not zero" in text for text in capture(asked).assumptions)
 
 
 def test_no_room_for_the_image_or_the_text(tmp_path: Path) -> None:
