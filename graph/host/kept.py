@@ -296,14 +296,15 @@ class _Watching:
 
 def _key(model: object, inputs: Sequence[object]) -> str:
     """What is compiled: its code, what its inputs are like, and the modes that change what it does."""
-    tensors = [
-        (tuple(one.shape), one.stride(), one.dtype, one.device, one.requires_grad)
-        if isinstance(one, torch.Tensor)
-        else one
-        for one in inputs
-    ]
     modes = torch.is_grad_enabled(), torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
-    return hashlib.sha256(f"{getattr(model, 'code', '')} {tensors} {modes}".encode()).hexdigest()
+    return hashlib.sha256(f"{getattr(model, 'code', '')} {_likeness(inputs)} {modes}".encode()).hexdigest()
+
+
+def _likeness(one: object) -> object:
+    """What a tensor is like; of a list (compiled autograd has all of its inputs in one), what its members are."""
+    if isinstance(one, torch.Tensor):
+        return tuple(one.shape), one.stride(), one.dtype, one.device, one.requires_grad
+    return [_likeness(part) for part in one] if isinstance(one, list | tuple) else one
 
 
 def _parted(folder: Path, began: float) -> None:

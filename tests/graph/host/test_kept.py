@@ -93,6 +93,15 @@ def test_patterns_are_made_on_the_device_of_what_a_graph_makes_where_nothing_goe
         assert kept._devices(model, inputs) == [torch.device("cuda", 0), torch.device("cpu")]
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of Inductor, as it is imported
+def test_a_list_of_tensors_counts_by_what_they_are_like(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As compiled autograd has its inputs: what they hold, which takes operators to tell, makes no other code."""
+    monkeypatch.setattr(torch.Tensor, "__repr__", lambda one: pytest.fail("is asked for its elements"))
+    with fake_cuda(profile("A100-80GB", "2.13")):
+        keys = [kept._key(None, [[torch.ones(size, device="cuda")], [3]]) for size in (2, 2, 3)]
+    assert keys[0] == keys[1] != keys[2]
+
+
 #: The first layer's input needs no gradient, so that the two are different graphs with kernels in common.
 LAYERS = """
 import sys
