@@ -127,11 +127,12 @@ def rrelu(call: Call) -> Plan | None:
 
 
 def unfold_backward(call: Call) -> Plan | None:
-    """`unfold_backward` where windows overlap: the places along the dimension (UnfoldBackward.h)."""
+    """`unfold_backward` where windows overlap: the places along the dimension that are in one (UnfoldBackward.h)."""
     sizes, place, window, step = call.args[1:5]
     if step >= window or not elements(call.args[0]):
         return None
-    return after([("places", 8 * (int(sizes[dimension(int(place), len(sizes))]) if sizes else 1))])
+    windows = shape(call.args[0])[dimension(int(place), len(sizes))]
+    return after([("places", 8 * ((windows - 1) * step + window))])
 
 
 def jagged(call: Call) -> Plan | None:

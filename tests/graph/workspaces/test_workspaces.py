@@ -191,6 +191,21 @@ def test_integers_to_a_power_that_is_none_are_cast_first(exponent: float) -> Non
     assert [event[-1] for event in followed(plan(made), [4000]) if event[0] == "alloc"] == [4000]
 
 
+@pytest.mark.parametrize(
+    ("count", "window", "step", "nbytes"),
+    [(4000, 256, 64, [31744]), (4000, 256, 100, [31648]), (100, 10, 9, [800]), (100, 10, 10, [])],
+)
+def test_windows_that_overlap_have_the_places_that_are_in_them(
+    count: int, window: int, step: int, nbytes: list[int]
+) -> None:
+    """As PyTorch 2.13.0+cu130 allocated in the backward of `x.unfold(1, window, step)`, beside the gradient."""
+    gradient = Tensor("float32", [2, (count - window) // step + 1, window])
+    made = plan(
+        call("aten.unfold_backward.default", gradient, [2, count], 1, window, step, out=Tensor("float32", [2, count]))
+    )
+    assert [event[-1] for event in followed(made, [8 * count]) if event[0] == "alloc"] == nbytes
+
+
 def test_an_operator_without_a_rule_has_no_plan() -> None:
     source = Tensor("float32", [4, 4])
     assert plan(call("aten.add.Tensor", source, source, out=Tensor("float32", [4, 4]))) is None
