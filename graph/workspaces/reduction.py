@@ -418,12 +418,15 @@ def dirichlet(call: Call) -> Plan | None:
 
 
 def extreme_of_all(call: Call) -> Plan | None:
-    """`max()`, `min()`, `aminmax()`: of a contiguous copy if the input is not contiguous (ReduceAllOps.cpp)."""
+    """`max()`, `min()`, `aminmax()`: of a contiguous copy if the input is not contiguous (ReduceAllOps.cpp).
+
+    `aminmax(dim)` accumulates both values together (TensorCompare.cu, ReduceMinValuesKernel.cu).
+    """
     source = call.args[0]
     pair = "aminmax" in call.name
-    if pair and argument(call, 1, "dim", call.kwargs.get("dim")) is not None:
-        return None
     item = width(source)
+    if pair and call.kwargs.get("dim") is not None:
+        return _extreme(call, reduction_dims(call.kwargs["dim"], len(shape(source))), 2 * item, lossy=True)
     steps = scratch(call.profile, flat(elements(source), item), item, 2 * item if pair else item, item, False)
     if is_contiguous(source):
         return steps or None

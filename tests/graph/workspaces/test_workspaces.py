@@ -206,6 +206,14 @@ def test_windows_that_overlap_have_the_places_that_are_in_them(
     assert [event[-1] for event in followed(made, [8 * count]) if event[0] == "alloc"] == nbytes
 
 
+@pytest.mark.parametrize(("sizes", "dim", "nbytes"), [([32724, 8], 0, [8192, 4]), ([8, 32724], 1, [])])
+def test_both_extremes_of_a_dimension_are_staged_together(sizes: list[int], dim: int, nbytes: list[int]) -> None:
+    """As PyTorch 2.13.0+cu130 allocated for `torch.aminmax(x, dim=dim)` of bf16, beside the results."""
+    outs = [Tensor("bfloat16", [8]) for _ in range(2)]
+    made = call("aten.aminmax.default", Tensor("bfloat16", sizes), out=outs, kwargs={"dim": dim})
+    assert [event[-1] for event in followed(plan(made), [16, 16]) if event[0] == "alloc"] == nbytes
+
+
 def test_an_operator_without_a_rule_has_no_plan() -> None:
     source = Tensor("float32", [4, 4])
     assert plan(call("aten.add.Tensor", source, source, out=Tensor("float32", [4, 4]))) is None
