@@ -1,7 +1,7 @@
-"""Embedding tables: the backward sorts its indices when there are many, and sums by segments.
+"""Embedding tables: the backward sorts its indices when there are many, and sums by segments; bags of embeddings.
 
-Source: aten/src/ATen/native/cuda/Embedding.cu (`embedding_dense_backward_cuda`), EmbeddingBag.cu
-(`_embedding_bag_dense_backward_cuda`) and EmbeddingBackwardKernel.cu (`embedding_backward_cuda_kernel`).
+Source: aten/src/ATen/native/cuda/Embedding.cu (`embedding_dense_backward_cuda`), EmbeddingBackwardKernel.cu
+(`embedding_backward_cuda_kernel`) and EmbeddingBag.cu (`_embedding_bag_cuda`, `_embedding_bag_dense_backward_cuda`).
 """
 
 from __future__ import annotations
@@ -37,6 +37,11 @@ def embedding_dense_backward(call: Call) -> Plan | None:
     sorts = count > _UNSORTED or scaled
     steps = within(_copies(call), *(_sorted(call, count, rows, width(indices), scaled) if sorts else (REST,)))
     return None if steps == (REST,) else steps
+
+
+def embedding_bag(_: Call) -> Plan:
+    """`embedding_bag`: sizes of bags, the bag of each index, then values and where the largest came from."""
+    return tuple(("out", place) for place in (2, 1, 0, 3))
 
 
 def embedding_bag_dense_backward(call: Call) -> Plan | None:
@@ -123,6 +128,8 @@ def embedding_renorm(call: Call) -> Plan | None:
 
 RULES: Mapping[str, Rule] = {
     "aten.embedding_dense_backward.default": embedding_dense_backward,
+    "aten._embedding_bag.default": embedding_bag,
+    "aten._embedding_bag_forward_only.default": embedding_bag,
     "aten._embedding_bag_dense_backward.default": embedding_bag_dense_backward,
     "aten.embedding.default": embedding,
     "aten.embedding_renorm_.default": embedding_renorm,
