@@ -5,7 +5,8 @@ Source: aten/src/ATen/native/cuda/ForeachReduceOp.cu.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from itertools import chain
 from math import inf
 from typing import TYPE_CHECKING, Final
@@ -22,7 +23,7 @@ from graph.workspaces.metadata import (
     up,
     width,
 )
-from graph.workspaces.reduction import norm_of
+from graph.workspaces.reduction import extreme_of_all, norm_of
 from graph.workspaces.rules import REST, Call, Plan, Rule, after, within
 
 if TYPE_CHECKING:
@@ -52,23 +53,28 @@ def _ragged(sources: Sequence[torch.Tensor], item: int) -> list[tuple[str, int]]
     return [("offsets", (len(sources) + 1) * 8), ("partials", chunks * item)]
 
 
+def _one_by_one(plans: Iterable[Plan | None]) -> Plan:
+    """Each result of the list is born and made before the next."""
+    steps = ((("out", place), *(plan or ())) for place, plan in enumerate(plans))
+    return tuple(step for step in chain.from_iterable(steps) if step != REST)
+
+
 def foreach_norm(call: Call) -> Plan | None:
     """`_foreach_norm`: a partial norm in the accumulation type for each chunk of 65536 values, before the outputs.
 
     Up to 2.14 every tensor has room for as many chunks as the largest; then its own, and offsets say where they begin.
     """
     sources = call.args[0]
-    if is_complex(sources[0]):  # one by one
-        made = zip(sources, tensors(call.out), strict=True)
-        apart = [norm_of(call, source, range(len(shape(source))), out) or () for source, out in made]
-        return tuple(chain.from_iterable((("out", place), *steps) for place, steps in enumerate(apart)))
     order = float(argument(call, 1, "ord", 2))
     empty = [place for place, source in enumerate(sources) if not elements(source)]
     given = [source for source in sources if elements(source)]
     release = call.profile.release
     known = order in _ORDERS and (order or release >= _OF_ZERO)
-    if not known or (order == inf and empty and release >= _LARGEST_OF_SOME) or (given and not _fast(given)):
+    if order == inf and empty and release >= _LARGEST_OF_SOME:
         return None
+    if is_complex(sources[0]) or not known or (given and not _fast(given)):
+        made = zip(sources, tensors(call.out), strict=True)
+        return _one_by_one(norm_of(call, source, range(len(shape(source))), out) for source, out in made)
     item = max(4, width(sources[0]))
     scratch = [("partials", _partials(sources, item))] if release < (2, 15) else _ragged(given, item)
     scratch = [one for one in scratch if one[1]]
@@ -84,10 +90,11 @@ def _with_zeros(sources: Sequence[torch.Tensor], empty: Sequence[int], partials:
 
 
 def foreach_max(call: Call) -> Plan | None:
-    """`_foreach_max`: as the norm, in the type of the values; after the outputs from 2.11."""
+    """`_foreach_max`: as the norm, in the type of the values; after the outputs from 2.11. Tensors that one kernel does
+    not take are contiguous copies for a moment, each in turn."""
     sources = call.args[0]
     if not _fast(sources):
-        return None
+        return _one_by_one(extreme_of_all(replace(call, args=(source,))) for source in sources)
     item = width(sources[0])
     if call.profile.release >= (2, 15):
         offsets, chunks = _ragged(sources, item)

@@ -223,6 +223,26 @@ def test_the_sizes_of_bags_are_born_first() -> None:
     assert [event[-1] for event in followed(made, [480, 328, 24, 960])] == [24, 328, 480, 960]
 
 
+@pytest.mark.parametrize(
+    ("name", "rows", "columns", "dtype", "births"),
+    [
+        ("_foreach_norm.Scalar", 900, (900, 901), "float32", [4, 396, 4, 4, 396, 4]),
+        ("_foreach_norm.Scalar", 900, (900, 901), "float16", [2, 396, 4, 2, 396, 4]),
+        ("_foreach_norm.Scalar", 7, (7, 8), "float32", [4, 4]),
+        ("_foreach_max.default", 7, (9, 10), "float32", [4, 252, 4, 280]),
+    ],
+)
+def test_lists_of_tensors_with_gaps_are_reduced_one_by_one(
+    name: str, rows: int, columns: tuple[int, int], dtype: str, births: list[int]
+) -> None:
+    """As PyTorch 2.13.0+cu130 allocated for columns of wider matrices."""
+    sources = [Tensor(dtype, [rows, count], [count + 3, 1]) for count in columns]
+    outs = [Tensor(dtype, []) for _ in columns]
+    made = plan(call(f"aten.{name}", sources, out=outs))
+    events = followed(made, [WIDTHS[dtype]] * 2)
+    assert [event[-1] for event in events if event[0] in ("alloc", "out")] == births
+
+
 def test_an_operator_without_a_rule_has_no_plan() -> None:
     source = Tensor("float32", [4, 4])
     assert plan(call("aten.add.Tensor", source, source, out=Tensor("float32", [4, 4]))) is None
