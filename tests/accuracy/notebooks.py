@@ -3,11 +3,11 @@
     python -m tests.accuracy notebooks --root ROOT [--python PATH] [--results FILE] [WORD]...
 
 Each row of `tests/data/published/notebooks.csv` is a notebook of unslothai/notebooks (ROOT) and two figures that it
-printed in GiB, to three digits: `torch.cuda.max_memory_reserved()` before training, with the model in 4 bits, adapters
-and Trainer made, and after it. A notebook becomes a program, its code cells up to those figures; the model is holes in
-a folder, the hub's data are made up, and it trains four steps. What training reserves is compared where texts are so
-long that batches are full whichever they are. PATH is the Python of an environment with Unsloth and the libraries of
-that time (README there). WORD: only rows whose id has it.
+printed in GiB, to three digits: `torch.cuda.max_memory_reserved()` before training, with the model in 4 bits or in 16,
+adapters and Trainer made, and after it. A notebook becomes a program, its code cells up to those figures; the model is
+holes in a folder, or its configuration alone, the hub's data are made up, and it trains four steps. What training
+reserves is compared where texts are so long that batches are full whichever they are. PATH is the Python of an
+environment with Unsloth and the libraries of that time (README there). WORD: only rows whose id has it.
 """
 
 from __future__ import annotations
@@ -34,10 +34,19 @@ _STEPS: Final = 4
 #: Cells that look at the texts alone, some by words of tokenizers that are not here.
 _SKIPPED: Final = ("train_on_responses_only", "tokenizer.decode")
 _TOLD: Final = 'print("reserved", start_gpu_memory, torch.cuda.max_memory_reserved() / 1024 / 1024 / 1024)\n'
-#: What ends a turn and what fills a batch, by type of model: text and number.
+#: What ends a turn and what fills a batch, by type of model, and what begins turns and pictures: text and number.
 _SPECIAL: Final = {
     "qwen3": {"<|im_end|>": 151645, "<|vision_pad|>": 151654},
     "llama": {"<|eot_id|>": 128009, "<|finetune_right_pad_id|>": 128004},
+    "qwen3_5": {
+        "<|im_end|>": 248046,
+        "<|endoftext|>": 248044,
+        "<|im_start|>": 248045,
+        "<|vision_start|>": 248053,
+        "<|vision_end|>": 248054,
+        "<|image_pad|>": 248056,
+        "<|video_pad|>": 248057,
+    },
 }
 #: A chat's turns, with the words by which Unsloth finds questions and answers.
 _TEMPLATE: Final = """{% for message in messages %}<|start_header_id|>{{ message['role'] }}<|end_header_id|>
@@ -45,6 +54,16 @@ _TEMPLATE: Final = """{% for message in messages %}<|start_header_id|>{{ message
 {{ message['content'] }} END {% endfor %}{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>
 
 {% endif %}"""
+#: The same of a model whose notebook tells the words itself.
+_TOLD_TEMPLATE: Final = """{% for message in messages %}<|im_start|> {{ message['role'] }}
+{{ message['content'] }}<|im_end|>
+{% endfor %}"""
+#: A processor's settings, as Qwen3-VL's are.
+_PICTURES: Final = {"patch_size": 16, "temporal_patch_size": 2, "merge_size": 2}
+_PROCESSOR: Final = {
+    "preprocessor_config.json": {"image_processor_type": "Qwen2VLImageProcessorFast", **_PICTURES},
+    "video_preprocessor_config.json": {"video_processor_type": "Qwen3VLVideoProcessor", **_PICTURES},
+}
 
 
 @dataclass(frozen=True)
@@ -84,12 +103,14 @@ class Compared(Judged[Printed]):
         return f"{self.row['id']:42} {self.ours:6.3f} for {self.row['start']} GiB {self.error:+.2%}{peak}"
 
 
-def program(notebook: Mapping[str, Any], model: Path, *, trains: bool) -> str:
-    """A notebook's code cells up to its training, or to what is before it without `trains`."""
+def program(notebook: Mapping[str, Any], model: Path, *, trains: bool, processor: bool = False) -> str:
+    """A notebook's code cells up to its training, or to what is before it without `trains`. For a model with a
+    `processor` the cell that looks for questions and answers is what makes numbers of the texts."""
+    skipped = _SKIPPED[processor:]
     lines = ["import notebook_data\n"]
     for cell in notebook["cells"]:
         text = "".join(cell["source"])
-        if cell["cell_type"] != "code" or text.startswith("%%") or any(word in text for word in _SKIPPED):
+        if cell["cell_type"] != "code" or text.startswith("%%") or any(word in text for word in skipped):
             continue
         if _TRAINS in text and not trains:
             break
@@ -101,16 +122,25 @@ def program(notebook: Mapping[str, Any], model: Path, *, trains: bool) -> str:
     return "".join([*lines, _TOLD])
 
 
-def prepare(name: str, folder: Path) -> None:
-    """Put a model, whose weights are holes in 4 bits, and a tokenizer of a thousand words into a folder."""
+def prepare(name: str, folder: Path) -> bool:
+    """Put a model and a tokenizer of a thousand words into a folder: its weights are holes in 4 bits, or are left out
+    where it comes with a processor, in 16 bits. Returns whether it does."""
     model = {**catalogue.configuration(name), "torch_dtype": "bfloat16"}
-    checkpoints.write_nf4(folder, model)
+    processor = "vision_config" in model
+    if processor:
+        (folder / "config.json").write_text(json.dumps(model))
+        for file, settings in _PROCESSOR.items():
+            (folder / file).write_text(json.dumps({"processor_class": "Qwen3VLProcessor", **settings}))
+    else:
+        checkpoints.write_nf4(folder, model)
     special = _SPECIAL[str(model["model_type"])]
-    checkpoints.write_tokenizer(folder, [f"w{number}" for number in range(900)], special)
-    end, fill = special
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end, "pad_token": fill}
-    template = _TEMPLATE.replace("END", end)
-    (folder / "tokenizer_config.json").write_text(json.dumps({**settings, "chat_template": template}))
+    words = [*(f"w{number}" for number in range(900)), "user", "assistant"]
+    checkpoints.write_tokenizer(folder, words, special)
+    end, fill, *_ = special
+    told = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end, "pad_token": fill}
+    template = _TOLD_TEMPLATE if processor else _TEMPLATE.replace("END", end)
+    (folder / "tokenizer_config.json").write_text(json.dumps({**told, "chat_template": template}))
+    return processor
 
 
 def ran(row: Mapping[str, str], root: Path, python: str) -> Printed:
@@ -118,9 +148,10 @@ def ran(row: Mapping[str, str], root: Path, python: str) -> Printed:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (model := folder / "model").mkdir()
-        prepare(row["model"], model)
+        processor = prepare(row["model"], model)
         notebook = json.loads((root / "nb" / f"{row['id']}.ipynb").read_text())
-        (folder / "notebook.py").write_text(program(notebook, model, trains=bool(row["peak"])))
+        text = program(notebook, model, trains=bool(row["peak"]), processor=processor)
+        (folder / "notebook.py").write_text(text)
         words = [*row["options"].split(), "--context", _CONTEXT, "--on-gpu", "--steps", "all", "notebook.py"]
         text, failure = output(words, folder, python, FOLDER / "programs", UNSLOTH_DISABLE_STATISTICS="1")
     found = re.search(r"^reserved ([\d.]+) ([\d.]+)$", text, re.MULTILINE)

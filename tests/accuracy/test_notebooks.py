@@ -38,6 +38,11 @@ def test_a_notebook_becomes_a_program(trains: bool) -> None:
     assert text.splitlines()[-1].startswith('print("reserved", start_gpu_memory')
 
 
+def test_a_notebook_of_a_model_with_a_processor_keeps_what_makes_numbers_of_texts() -> None:
+    text = program(notebook(CELLS), Path("folder/model"), trains=True, processor=True)
+    assert "trainer = train_on_responses_only(trainer)" in text
+
+
 def test_what_is_printed() -> None:
     row = {"id": "one", "start": "10.000", "peak": "20.000"}
     exact, failed = Compared(row, Printed(10.0, 21.0)), Compared(row, Printed(failure="ImportError: x"))
