@@ -3,7 +3,7 @@
 As many run as there are cores. One more begins where one waits, by itself or by others, for a rank that has not begun,
 or where all wait: so ranks that only listen to the first come after it, and those that exchange numbers live together.
 Where nobody can go on (a rank that is waited for is not recorded, has ended, waits itself, or finds no memory to
-begin), the lowest that waits goes on without an answer.
+begin), the one with the least patience goes on without an answer, of those that have none the lowest.
 
 Here is the recorder's side, `Exchange`, and the ranks', `Connection`: a pair of sockets for each rank, and one more for
 each other thread of it that asks. Whether a rank computes in one thread while another waits is not known: it waits once
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import math
 import os
 import socket
 import struct
@@ -38,18 +39,24 @@ _SILENCE: Final = 60.0
 
 
 class _Question(msgspec.Struct, frozen=True, array_like=True):
-    """What a rank gives to those who know it as `key`, and whose parts it waits for."""
+    """What a rank gives to those who know it as `key`, and whose parts it waits for: for one of them if it waits at
+    most for some seconds, `within`."""
 
     key: str
     members: Sequence[int]
     part: bytes
     wanted: Sequence[int]
+    within: float = math.inf
 
 
 class Connection:
-    """A rank's side, of an open socket's number; it belongs to the thread that makes it, and to autograd's."""
+    """A rank's side, of an open socket's number; it belongs to the thread that makes it, and to autograd's.
 
-    def __init__(self, number: int) -> None:
+    `file` is where ranks may keep what all can read.
+    """
+
+    def __init__(self, number: int, file: str = "") -> None:
+        self.file: Final = file
         os.set_inheritable(number, False)
         self._home = threading.get_ident()
         self._socket = socket.socket(fileno=number)
@@ -57,9 +64,11 @@ class Connection:
         self._sending = threading.Lock()
         self._others = threading.local()
 
-    def exchanged(self, key: str, members: Sequence[int], part: bytes, wanted: Sequence[int]) -> Mapping[int, bytes]:
+    def exchanged(
+        self, key: str, members: Sequence[int], part: bytes, wanted: Sequence[int], *, within: float = math.inf
+    ) -> Mapping[int, bytes]:
         """Give `part`, and wait for those of the `wanted` ranks: `graph.fake_cuda.ranks.messages.Peers`."""
-        question = _Question(key, members, part, wanted)
+        question = _Question(key, members, part, wanted, within)
         if self._is_home():
             with self._alone:
                 return self._answer(self._socket, question)
@@ -180,7 +189,8 @@ class Exchange:
 
     def _missing(self, question: _Question) -> frozenset[int]:
         """Ranks of whom something more is to come of what a question wants."""
-        return self._ranks.intersection(question.wanted) - self._said[question.key].parts.keys() - self._ended
+        wanted, said = self._ranks.intersection(question.wanted), self._said[question.key].parts.keys()
+        return frozenset() if wanted & said and question.within < math.inf else wanted - said - self._ended
 
     def _blocked(self) -> bool:
         """Whether all that live wait, and none for what is there."""
@@ -198,7 +208,7 @@ class Exchange:
         if line[0] in self._ending or self._answered(self._waiting[line]):
             return True
         stuck = self._blocked() and (self._full or not self._to_begin())
-        return stuck and line == min(self._waiting)
+        return stuck and line == min(self._waiting, key=lambda one: (self._waiting[one].within, one))
 
     def _serve(self, rank: int, ours: socket.socket) -> None:
         try:

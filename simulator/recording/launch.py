@@ -57,6 +57,8 @@ sys.exit(main({text!r}, objects, further))
 
 #: What a silent process says on stderr, in the request's folder.
 _SAID: Final = "said"
+#: What all ranks may read, in a folder of theirs.
+_STORE: Final = "store"
 #: Where packages are in the folder of Python's library.
 _PACKAGES: Final = "/site-packages/"
 #: After so many signals the program is killed.
@@ -108,7 +110,8 @@ def record(
     def one(rank: int, speaks: socket.socket) -> Recorded | None:
         nonlocal done
         try:
-            found = processes.recorded(replace(request, rank=rank), speaks if len(ranks) > 1 else None)
+            own = replace(request, rank=rank, store=str(Path(shared) / _STORE))
+            found = processes.recorded(own, speaks if len(ranks) > 1 else None)
         finally:
             exchange.end(rank)
             speaks.close()
@@ -118,7 +121,8 @@ def record(
                 told(f"rank {rank} has ended, {done} of {len(ranks)}")
         return found
 
-    with processes.signalled(), ThreadPoolExecutor(1 + len(ranks)) as pool:
+    folder = tempfile.TemporaryDirectory(prefix="llmem-record-")
+    with folder as shared, processes.signalled(), ThreadPoolExecutor(1 + len(ranks)) as pool:
         pool.submit(_prepare)
         ends = [pool.submit(one, rank, exchange.begin(rank)) for rank in ranks]
         found = [recorded for end in ends if (recorded := end.result()) is not None]

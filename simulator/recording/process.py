@@ -130,7 +130,7 @@ def main(text: str, objects: int, further: int) -> int:
             joined(
                 runtime,
                 recorder,
-                Connection(request.exchange) if request.exchange >= 0 else None,
+                Connection(request.exchange, request.store) if request.exchange >= 0 else None,
                 begins=request.begins,
                 late=request.late,
             ) as job,

@@ -37,7 +37,8 @@ class Request:
     has what it has. `on_gpu`: libraries take what they take there, padded products win, and addresses are the driver's
     (`simulator.engine.on_gpu`). `floats`: what floating-point numbers are that the program reads and that have no
     values. `nonzero`: the share of elements that are not zero where nobody knows, of all if None. `exchange`: the
-    socket over which it speaks with other ranks' processes, -1 where it has none. `gpus`: how many GPUs the process
+    socket over which it speaks with other ranks' processes, -1 where it has none; `store`: the file in which they keep
+    what all can read. `gpus`: how many GPUs the process
     works on, each of which is told of as a rank; more than one only without other ranks. `command`: a
     script that it starts before it has something on a GPU is meant, as is what any program starts by a launcher then
     (`launchers.StartedError`).
@@ -68,6 +69,7 @@ class Request:
     floats: float = 0.0
     nonzero: float | None = None
     exchange: int = -1
+    store: str = ""
     gpus: int = 1
     command: bool = False
 

@@ -14,6 +14,7 @@ import contextlib
 import functools
 import os
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -129,6 +130,7 @@ class Collectives:
         self._waited = 0  # operators when the host had waited for what is finished
         self._told = True
         self._streams: dict[str, int] = {}
+        self.begun: Counter[str] = Counter()  # of each group, but messages
         self.messages: Messages | None = None  # where other ranks have processes, or may have
         self.on_host: Callable[[dist.ProcessGroup], bool] = lambda group: True  # whether a group has a backend there
         self.by_nccl: Callable[[dist.ProcessGroup], bool] = lambda group: False  # whether NCCL checks what it is given
@@ -265,6 +267,7 @@ class Collectives:
             given = dict(zip(names, args, strict=False))
             self._check(name, given)
             self._begin(_group_of(given))
+            self.begun[_group_of(given)] += name not in _PAIRS
             result = list(metadata.tensors(args[0]))
             whole: list[torch.Tensor] = []
             self._tell(name, given, args)

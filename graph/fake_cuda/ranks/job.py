@@ -29,11 +29,11 @@ from graph.fake_cuda.ranks import symmetric
 from graph.fake_cuda.ranks.collectives import Collectives, caller, lone_replicas
 from graph.fake_cuda.ranks.messages import Alone, Messages, Peers, ranks_of
 from graph.fake_cuda.ranks.objects import Group, Objects
+from graph.fake_cuda.ranks.stores import store, stores
 from graph.fake_cuda.torch_private import (
     DEVICE_TYPES,
     OBJECT_OF_BYTES,
     STATES_BROADCAST,
-    fake_store,
     fsdp_states,
     functional_collectives,
     graph_task,
@@ -90,7 +90,8 @@ def joined(
             runtime.note(_NO_LAUNCHER.format(reader()))
         rank = rank if rank >= 0 else int(os.environ.get("RANK", "0"))
         world = world_size if world_size > 0 else int(os.environ.get("WORLD_SIZE", "1"))
-        plain("fake", rank=rank, world_size=world, store=fake_store())
+        given = kwargs.get("store", args[0] if args else None)
+        plain("fake", rank=rank, world_size=world, store=given or store())
         _bind(kwargs.get("device_id"))
         backends.world = backends.asked(
             _OF_DEVICE if backend is None and kwargs.get("device_id") is not None else backend
@@ -125,6 +126,9 @@ def joined(
         module, name = OBJECT_OF_BYTES
         stack.enter_context(mock.patch.object(module, name, objects.restoring(getattr(module, name))))
         stack.enter_context(mock.patch.object(dist.ProcessGroup, "monitored_barrier", monitored))
+        for name, method in _methods(collectives, backends, dist.ProcessGroup.barrier).items():
+            if hasattr(dist.ProcessGroup, name):  # 2.15 has no numbers that are set
+                stack.enter_context(mock.patch.object(dist.ProcessGroup, name, method))
         for name, function in changes.items():
             for module in (dist, c10d, device_mesh):  # the last has some of them by name
                 if hasattr(module, name):
@@ -135,6 +139,7 @@ def joined(
         stack.enter_context(mock.patch.object(dist, "is_nccl_available", return_value=True))
         stack.enter_context(mock.patch.object(torch.cuda.nccl, "version", return_value=_NCCL))
         stack.enter_context(symmetric.shared(runtime))
+        stack.enter_context(stores(messages))
         stack.enter_context(lone_replicas())
         stack.enter_context(equal_entries_once())
         stack.enter_context(collectives.followed())
@@ -144,6 +149,31 @@ def joined(
         finally:
             if dist.is_initialized():
                 dist.destroy_process_group()
+
+
+def _methods(
+    collectives: Collectives, backends: _Backends, plain: Callable[..., dist.Work]
+) -> dict[str, Callable[..., Any]]:
+    """What groups answer by methods of their own, as those of NCCL do."""
+
+    def barrier(group: dist.ProcessGroup, *args: Any, **given: Any) -> dist.Work:
+        """On the device, if none is named (`ProcessGroup::barrier`, torch/csrc/distributed/c10d/ProcessGroup.hpp)."""
+        first = given.get("opts", args[0] if args else None)
+        options: Any = first if isinstance(first, dist.BarrierOptions) else dist.BarrierOptions()
+        if options.device is not None or not collectives.by_nccl(group):
+            return plain(group, *args, **given)
+        options.device = torch.device("cuda")
+        return plain(group, options)
+
+    def name(group: dist.ProcessGroup) -> str:
+        return _OF_DEVICE if collectives.by_nccl(group) else backends.of(group)
+
+    return {
+        "barrier": barrier,
+        "name": name,
+        "_get_sequence_number_for_group": lambda group: collectives.begun[group.group_name],
+        "_set_sequence_number_for_group": _passed,
+    }
 
 
 def _bind(device: object) -> None:

@@ -10,7 +10,9 @@ from __future__ import annotations
 import collections
 import contextlib
 import functools
+import math
 import operator
+import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -53,8 +55,15 @@ _GATHERING: Final = frozenset({"all_gather", "gather"})
 class Peers(Protocol):
     """The other ranks of a job, each with a process of its own."""
 
-    def exchanged(self, key: str, members: Sequence[int], part: bytes, wanted: Sequence[int]) -> Mapping[int, bytes]:
-        """Give `part` to the `members` of the job, who know it as `key`, and wait for those of the `wanted` ranks.
+    @property
+    def file(self) -> str:
+        """Where they may keep what all can read; empty where there is nobody."""
+
+    def exchanged(
+        self, key: str, members: Sequence[int], part: bytes, wanted: Sequence[int], *, within: float = math.inf
+    ) -> Mapping[int, bytes]:
+        """Give `part` to the `members` of the job, who know it as `key`, and wait for those of the `wanted` ranks: for
+        one of them if it is `within` some seconds.
 
         A rank that takes no part, or has ended, is missing in the answer.
         """
@@ -63,7 +72,11 @@ class Peers(Protocol):
 class Alone:
     """No other rank has a process."""
 
-    def exchanged(self, key: str, members: Sequence[int], part: bytes, wanted: Sequence[int]) -> Mapping[int, bytes]:
+    file: Final = ""
+
+    def exchanged(
+        self, key: str, members: Sequence[int], part: bytes, wanted: Sequence[int], *, within: float = math.inf
+    ) -> Mapping[int, bytes]:
         """Nobody answers."""
         return {}
 
@@ -135,6 +148,15 @@ class Messages:
         assert found is not None  # torch.distributed has looked
         topic = self._topic(found, range(found.size()), "objects")
         return {**self._exchanged(found, topic, own, wanted), found.rank(): own}
+
+    def keeps(self, key: str) -> None:
+        """This rank has set a key of a store."""
+        self.peers.exchanged(f"store {key}", _job(), b"", ())
+
+    def kept(self, key: str, seconds: float) -> bool:
+        """Wait until another rank has set a key of a store; False where none is going to in so many seconds."""
+        others = [rank for rank in _job() if rank != int(os.environ.get("RANK", "0"))]
+        return bool(self.peers.exchanged(f"store {key}", _job(), b"", others, within=seconds))
 
     def moved(self, name: str, kind: str, given: Mapping[str, Any], args: Sequence[Any]) -> None:
         """Operator `name` of c10d, a collective of this kind, has moved what values there are."""
@@ -265,6 +287,11 @@ class Messages:
     def _write(self, written: Sequence[tuple[torch.Tensor, torch.Tensor | None]]) -> None:
         with torch.no_grad():
             self.runtime.values.received(written)
+
+
+def _job() -> list[int]:
+    """The ranks of the job, which may have no group yet."""
+    return list(range(int(os.environ.get("WORLD_SIZE", "1"))))
 
 
 def ranks_of(group: dist.ProcessGroup) -> list[int]:

@@ -20,6 +20,7 @@ from tests.places import DATA
 from tests.simulator.recording.test_record import answer, folder_of, record
 
 PROGRAM = DATA / "programs" / "between_ranks.py"
+STORES = DATA / "programs" / "kept_by_name.py"
 Rank = Callable[[Connection], object]
 
 
@@ -111,13 +112,13 @@ def test_ranks_that_can_wait_for_ever_do_not() -> None:
     assert said == {0: {}, 1: {}}
 
 
-def over_gloo(tmp_path: Path) -> list[str]:
+def over_gloo(tmp_path: Path, program: Path, device: str) -> list[str]:
     """The lines of the program as two processes of PyTorch on the host run it."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
     place = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
-    command = [sys.executable, "-W", "ignore", str(PROGRAM), "cpu"]
+    command = [sys.executable, "-W", "ignore", str(program), device]
     started = [
         subprocess.Popen(command, env={**place, "RANK": str(rank)}, cwd=tmp_path, stdout=subprocess.PIPE, text=True)
         for rank in range(2)
@@ -128,11 +129,69 @@ def over_gloo(tmp_path: Path) -> list[str]:
 @pytest.mark.slow
 def test_values_come_as_over_gloo(tmp_path: Path) -> None:
     pytest.importorskip("torch")
-    expected = over_gloo(tmp_path)
+    expected = over_gloo(tmp_path, PROGRAM, "cpu")
     done = record(tmp_path, "--nproc-per-node", "2", "--steps", "all", str(PROGRAM), "cuda")
     assert sorted(line for line in done.stdout.splitlines() if line.startswith("rank ")) == expected
     assert len(expected) == 44
     assert answer(tmp_path)["assumptions"] == []
+
+
+@pytest.mark.slow
+def test_stores_are_as_over_gloo(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    expected = over_gloo(tmp_path, STORES, "gloo")
+    done = record(tmp_path, "--nproc-per-node", "2", "--steps", "all", str(STORES), "nccl")
+    # 2 ranks of PyTorch 2.13's CUDA build
+    of_group = {"barrier of the group": 2, "collectives of the group": 1, "its name": "nccl"}
+    told = [f"rank {rank}: {what}: {found}" for rank in range(2) for what, found in of_group.items()]
+    assert sorted(line for line in done.stdout.splitlines() if line.startswith("rank ")) == sorted(expected + told)
+    assert len(expected) == 42
+    assert answer(tmp_path)["assumptions"] == []
+
+
+def test_who_waits_for_a_store_begins_the_one_that_sets_it(tmp_path: Path) -> None:
+    def waits(peers: Connection) -> object:
+        return peers.exchanged("k", [0, 1, 2], b"", [1, 2], within=9.0)
+
+    def sets(peers: Connection) -> object:
+        return peers.exchanged("k", [0, 1, 2], b"set", [])
+
+    never = everybody("never", 2, 3)
+    said = job({0: waits, 1: sets, 2: never}, 1)
+    assert said[0] == {1: b"set"}
+
+
+def test_who_has_the_least_patience_goes_on_first() -> None:
+    def short(peers: Connection) -> object:
+        nobody = peers.exchanged("never", [0, 1], b"", [0], within=1.0)
+        peers.exchanged("late", [0, 1], b"set", [])
+        return nobody
+
+    def long(peers: Connection) -> object:
+        return peers.exchanged("late", [0, 1], b"", [1], within=300.0)
+
+    assert job({0: long, 1: short}, 2) == {0: {1: b"set"}, 1: {}}
+
+
+def test_a_store_of_ranks_that_are_not_recorded(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    text = """
+import torch.distributed as dist
+dist.init_process_group("nccl")
+store = dist.PrefixStore("mine", dist.TCPStore("localhost", 0, 2, False))
+store.set("size/1", "7")
+print(store.get("size/0"))
+try:
+    store.get("nothing")
+except dist.DistStoreError as error:
+    print(error)
+"""
+    folder_of(tmp_path, {"train.py": text})
+    done = record(tmp_path, "--nproc-per-node", "2", "--ranks", "1", "train.py")
+    assert "b'7'" in done.stdout
+    assert "wait timeout after 300000ms, keys: /mine/nothing" in done.stdout
+    (assumed,) = answer(tmp_path)["assumptions"]
+    assert assumed.startswith("train.py:6 (<module>) takes what a rank keeps in a store that is not recorded")
 
 
 def test_a_rank_alone_says_what_it_assumes(tmp_path: Path) -> None:
