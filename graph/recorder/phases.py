@@ -23,7 +23,6 @@ from typing import Any, Final
 import torch
 from torch.nn.modules import module as hooks
 from torch.optim import optimizer as optimizers
-from torch.utils.weak import WeakIdKeyDictionary
 
 from graph.fake_cuda.torch_private import DYNAMO
 from graph.recorder.checkpoints import Saving
@@ -56,7 +55,8 @@ class Phases:
         self._count: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._made: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._names: weakref.WeakKeyDictionary[torch.nn.Module, int] = weakref.WeakKeyDictionary()
-        self._titles: Any = WeakIdKeyDictionary()  # names of parameters
+        #: Names of each root's parameters, by id: what has weak references cannot be swapped (`Module.to` of DTensors).
+        self._titles: weakref.WeakKeyDictionary[torch.nn.Module, dict[int, str]] = weakref.WeakKeyDictionary()
         self._main = threading.get_ident()
 
     @contextmanager
@@ -104,8 +104,8 @@ class Phases:
         """A module runs that is in none that ran before: what it has goes by its names."""
         for name, inner in root.named_modules():
             self._names[inner] = self.recorder.labels.code(_plain(name) or type(root).__name__)
+        self._titles[root] = {id(parameter): _plain(name) for name, parameter in root.named_parameters()}
         for name, parameter in root.named_parameters():
-            self._titles[parameter] = _plain(name)
             self.recorder.categorize(parameter, "parameter", _plain(name))
         for name, buffer in root.named_buffers():
             self.recorder.categorize(buffer, "buffer", _plain(name))
@@ -156,13 +156,18 @@ class Phases:
     def _before_step(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
         self.begin(OPTIMIZER)
         for parameter in _parameters(optimizer):
-            name = self._titles.get(parameter, "")
+            name = self._title(parameter)
             self.recorder.categorize(parameter, "parameter", name)
             self.recorder.categorize(parameter.grad, "gradient", name and f"{name}.grad")
 
+    def _title(self, parameter: torch.Tensor) -> str:
+        """A parameter's name; that in the last of the roots, if several have it."""
+        found = [names[id(parameter)] for names in self._titles.values() if id(parameter) in names]
+        return found[-1] if found else ""
+
     def _after_step(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
         for parameter, states in optimizer.state.items():  # some key by name
-            name = self._titles.get(parameter, "") if isinstance(parameter, torch.Tensor) else str(parameter)
+            name = self._title(parameter) if isinstance(parameter, torch.Tensor) else str(parameter)
             for key, state in states.items() if isinstance(states, Mapping) else [("state", states)]:
                 for tensor in tensors(state):
                     self.recorder.categorize(tensor, "optimizer_state", name and f"{name}.{key}")

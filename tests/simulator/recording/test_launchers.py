@@ -421,11 +421,12 @@ def test_collectives_take_what_they_take(rank: int, name: str, tmp_path: Path) -
 
 
 @pytest.mark.skipif(installed_release() != DEFAULT_RELEASE, reason="recorded with one release")
-@pytest.mark.parametrize(("name", "word"), [("groups", 0), ("refused_collectives", 1), ("pipelines", 0)])
+@pytest.mark.parametrize(("name", "word"), [("groups", 0), ("refused_collectives", 1), ("pipelines", 0), ("moved", 0)])
 def test_groups_say_what_pytorchs_say(name: str, word: int, tmp_path: Path) -> None:
     """Of their backends, by whose devices checkpoints and optimizer states go; of what NCCL refuses: tensors that are
     not contiguous, sizes and splits that do not fit, dtypes and reductions that it has not; what pipelines keep of
-    messages that they have sent. A line has its rank as this word.
+    messages that they have sent; what sharded models take on their way to the host and back. A line has its rank as
+    this word.
     """
     program = DATA / "programs" / f"{name}.py"
     done = record(tmp_path, "-q", "--", "torchrun", "--nproc-per-node", "2", str(program))
