@@ -193,7 +193,7 @@ def _grid(case: Case, module: PreTrainedModel) -> tuple[list[Input], int, str]:
     return [pixels, sizes], tokens, f"{height * factor} x {width * factor} pixels"
 
 
-def _placed(case: Case, module: Any) -> tuple[list[Input], int, str]:
+def _placed(case: Case, module: PreTrainedModel) -> tuple[list[Input], int, str]:
     """Patches in rows and their places, -1 behind the last of an image (Gemma 4's processors, which bring each to as
     many tokens as its sides allow). Where no vision tower pools them, a row is what becomes a token."""
     vision = module.config.vision_config

@@ -140,6 +140,7 @@ def prepare(name: str, folder: Path) -> bool:
     told = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end, "pad_token": fill}
     template = _TOLD_TEMPLATE if processor else _TEMPLATE.replace("END", end)
     (folder / "tokenizer_config.json").write_text(json.dumps({**told, "chat_template": template}))
+    (folder / "chat_template.jinja").write_text(template)
     return processor
 
 

@@ -156,7 +156,7 @@ def _methods(
 ) -> dict[str, Callable[..., Any]]:
     """What groups answer by methods of their own, as those of NCCL do."""
 
-    def barrier(group: dist.ProcessGroup, *args: Any, **given: Any) -> dist.Work:
+    def barrier(group: dist.ProcessGroup, *args: object, **given: object) -> dist.Work:
         """On the device, if none is named (`ProcessGroup::barrier`, torch/csrc/distributed/c10d/ProcessGroup.hpp)."""
         first = given.get("opts", args[0] if args else None)
         options: Any = first if isinstance(first, dist.BarrierOptions) else dist.BarrierOptions()

@@ -320,7 +320,9 @@ def test_the_meta_device_of_transformers_before_5_6(runtime: Runtime) -> None:
     """Of 5.0 to 5.5 its own `initialization` has no `meta_device_safe_creation_ops`."""
     transformers = pytest.importorskip("transformers")
     module = transformers.modeling_utils
-    older = SimpleNamespace(**vars(module) | {"init": SimpleNamespace(no_init_weights=module.init.no_init_weights)})
+    older: Any = SimpleNamespace(
+        **vars(module) | {"init": SimpleNamespace(no_init_weights=module.init.no_init_weights)}
+    )
     made = partial(transformers.LlamaForCausalLM, transformers.LlamaConfig(**LLAMA))
     assert [*_saved(older, made, torch.bfloat16)] == [*_saved(module, made, torch.bfloat16)]
 
