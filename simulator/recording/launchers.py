@@ -291,9 +291,11 @@ def is_launcher(words: tuple[str, ...]) -> bool:
 
 
 def is_script(words: tuple[str, ...]) -> bool:
-    """Whether it is Python's, with a script."""
+    """Whether it is Python's, with a script that is not PyTorch's own, as Inductor's worker is."""
+    import torch
+
     rest = _behind_python(words)
-    return rest != [] and Path(rest[0]).is_file()
+    return rest != [] and Path(rest[0]).is_file() and not Path(rest[0]).is_relative_to(Path(torch.__file__).parent)
 
 
 def _behind_python(words: tuple[str, ...]) -> list[str]:

@@ -128,6 +128,11 @@ if way == "executes":
 if way == "in the process":
     from torch.distributed.run import get_args_parser, run
     run(get_args_parser().parse_args(shlex.split(ranks)[1:]))
+if way == "warms":  # as importing Inductor does
+    from torch._inductor import compile_worker
+    subprocess.run([sys.executable, os.path.join(os.path.dirname(compile_worker.__file__), "__main__.py"), "--help"],
+                   capture_output=True, check=True)
+    subprocess.run([sys.executable, script], check=True)
 if way == "asks":
     print(subprocess.run([sys.executable, "-c", "print(3)"], capture_output=True, text=True).stdout, end="")
 """
@@ -159,6 +164,11 @@ def test_ranks_and_time_are_asked_of_what_a_command_starts(way: str, tmp_path: P
         return
     assert done.stdout.splitlines() == ["begins launcher 2", "[] 2 None"], done.stderr
     assert [rank["peak_allocated"] >> 20 for rank in answer(tmp_path)["ranks"]] == [8]
+
+
+def test_workers_of_pytorchs_are_not_what_a_command_starts(tmp_path: Path) -> None:
+    done = record(tmp_path, "--json", "answer.json", "--", "toy", "warms", PATH=path_of_toy(tmp_path))
+    assert done.stdout.splitlines() == ["begins warms 1", "[] None None"], done.stderr
 
 
 @pytest.mark.parametrize("way", ["script", "launcher", "shell", "executes", "in the process"])
