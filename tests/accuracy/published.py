@@ -28,6 +28,7 @@ import numpy as np
 from tests.accuracy import (
     adapters,
     adapters_images,
+    axolotl,
     fitcheck,
     galvatron,
     guide,
@@ -536,6 +537,6 @@ def main(arguments: list[str]) -> None:
     print("\nkept from runs of their own programs (`python -m tests.accuracy NAME`):")
     tables = (
         *(sft, fitcheck, notebooks, guide, adapters, adapters_images, litgpt, trainers, speedrun, pipelines),
-        galvatron,
+        *(galvatron, axolotl),
     )
     print("\n".join(line for table in tables for line in table.kept()))

@@ -1,0 +1,1 @@
+"""Of nickjbrowning/XIELU, which needs CUDA to be built, as much as transformers' xIELU asks for."""
