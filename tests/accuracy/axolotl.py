@@ -110,7 +110,9 @@ def tekken() -> dict[str, Any]:
 def logged(text: str) -> Logged | None:
     """The most that a training step has logged; None where none has."""
     found = re.findall(r"{'loss'.*?/max_active \(GiB\)': ([\d.]+).*?/device_reserved \(GiB\)': ([\d.]+)", text)
-    return Logged(*(max(map(float, column)) for column in zip(*found, strict=True))) if found else None
+    if not found:
+        return None
+    return Logged(max(float(active) for active, _ in found), max(float(reserved) for _, reserved in found))
 
 
 def ran(row: Mapping[str, str], root: Path, python: str) -> Logged:

@@ -1,8 +1,8 @@
 """Training that others measured on real GPUs by torchtitan, torchtune and torchao, by their programs, under `record`.
 
     python -m tests.accuracy trainers [--torchtitan ROOT] [--torchtitan-2024 ROOT] [--torchtitan-2025 ROOT]
-        [--torchtitan-h200 ROOT] [--torchtune ROOT] [--torchao ROOT] [--scratch ROOT] [--python PATH] [--results FILE]
-        [WORD]...
+        [--torchtitan-h200 ROOT] [--torchtune ROOT] [--torchao ROOT] [--deepspeed ROOT] [--scratch ROOT] [--python PATH]
+        [--results FILE] [WORD]...
 
 Each row of `tests/data/published/trainers.csv` is a peak, in GiB as it was printed, and the options of its run; what
 they leave open is in the program's own file of settings:
@@ -21,15 +21,18 @@ they leave open is in the program's own file of settings:
   repository at commit 1814feb17 (2024-11-18); rows of its README.
 - torchao: a vision transformer of 630 M parameters, bf16 autocast, compiled, 8 pictures, one RTX 4070 Ti SUPER (here by
   an RTX 4080's kernels), the allocated memory that it prints. ROOT is its repository; rows of its optimizers' README.
+- deepspeed: a transformer of 6.9 B parameters, ZeRO-3, rank 0 of four H100s, with master weights and states of AdamW in
+  fp32 and in bf16, the peak of allocated memory that it prints. ROOT is DeepSpeedExamples; rows of its
+  training/bf16_master_weight, with random tokens instead of wikitext's.
 - scratch: GPT-2 of 124 M parameters as "LLMs from scratch" trains it on an A100, plain and faster, eager and compiled,
   the reserved memory that it prints. ROOT is rasbt/LLMs-from-scratch; rows of its ch05/10_llm-training-speed, of which
   two programs are there, and others by what a step's title says.
 
 PATH is the Python of an environment with PyTorch 2.7, its Triton, torchao (0.10 for torchtitan, 0.8 for that of 2024,
 0.7 for torchtune) and what the programs require (torchtitan of 2025: PyTorch 2.8, torchao 0.12; torchao's rows: PyTorch
-2.13, torchao 0.17, timm 1.0.22; of scratch: PyTorch 2.6). Ours is the third step's (of scratch: the first epoch's),
-served as a GPU would, or with the workspace of autograd's own cuBLAS handle beside it. Tokens, pictures and weights are
-made up: batches are full whatever they say. WORD: only rows whose id has it.
+2.13, torchao 0.17, timm 1.0.22; DeepSpeed's: 2.13, DeepSpeed 0.19.8; of scratch: PyTorch 2.6). Ours is the third step's
+(of scratch: the first epoch's), served as a GPU would, or with the workspace of autograd's own cuBLAS handle beside it.
+Tokens, pictures and weights are made up: batches are full whatever they say. WORD: only rows whose id has it.
 """
 
 from __future__ import annotations
@@ -112,6 +115,7 @@ PROGRAMS: Final = {
     "torchtitan-h200": Program(("--gpu", "H200-141GB", "--on-gpu"), places=_LLAMA_3, reserved=True),
     "torchtune": Program(("--gpu", "A100-80GB"), 8_519_680),
     "torchao": Program(("--gpu", "RTX4080-16GB"), 8_519_680),
+    "deepspeed": Program(("--gpu", "H100-80GB", "--on-gpu")),
     "scratch": Program(("--gpu", "A100-80GB", "--on-gpu"), reserved=True, steps=60),
 }
 
@@ -179,6 +183,13 @@ def command(row: Mapping[str, str], root: Path, folder: Path) -> list[str]:
         return [
             *(str(root / "benchmarks" / "benchmark_low_bit_adam.py"), *size, "--amp", "bf16", "--compile"),
             *("--n_workers", "0", *row["words"].split()),
+        ]
+    if row["program"] == "deepspeed":
+        place, settings, *words = root / "training" / "bf16_master_weight", *row["words"].split()
+        size = ["--num_layers", "32", "--hidden_dim", "4096", "--num_heads", "32", "--vocab_size", "50257"]
+        return [
+            *("deepspeed", "--num_gpus=4", str(place / "train.py"), "--deepspeed_config"),
+            *(str(place / "configs" / f"{settings}.json"), *size, *words),
         ]
     if row["program"] == "torchtune":
         recipe, settings, *words = row["words"].split()
