@@ -37,6 +37,9 @@ def test_what_is_typed_for_a_row(tmp_path: Path) -> None:
         elif row["program"] == "torchao":
             assert Path(words[0]).parts[:2] == ("root", "benchmarks")
             assert words[-2] == "--optim"
+        elif row["program"] == "torchao-int8":
+            assert Path(words[0]).parts[:2] == ("root", "benchmarks")
+            assert ("--quantize" in words) == ("quantized" in row["id"])
         elif row["program"] == "deepspeed":
             assert words[:2] == ["deepspeed", "--num_gpus=4"]
             assert Path(words[4]).stem == row["id"].removeprefix("deepspeed-7b-")

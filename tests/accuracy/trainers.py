@@ -1,8 +1,8 @@
 """Training that others measured on real GPUs by torchtitan, torchtune and torchao, by their programs, under `record`.
 
     python -m tests.accuracy trainers [--torchtitan ROOT] [--torchtitan-2024 ROOT] [--torchtitan-2025 ROOT]
-        [--torchtitan-h200 ROOT] [--torchtune ROOT] [--torchao ROOT] [--deepspeed ROOT] [--scratch ROOT] [--python PATH]
-        [--results FILE] [WORD]...
+        [--torchtitan-h200 ROOT] [--torchtune ROOT] [--torchao ROOT] [--torchao-int8 ROOT] [--deepspeed ROOT]
+        [--scratch ROOT] [--python PATH] [--results FILE] [WORD]...
 
 Each row of `tests/data/published/trainers.csv` is a peak, in GiB as it was printed, and the options of its run; what
 they leave open is in the program's own file of settings:
@@ -21,6 +21,9 @@ they leave open is in the program's own file of settings:
   repository at commit 1814feb17 (2024-11-18); rows of its README.
 - torchao: a vision transformer of 630 M parameters, bf16 autocast, compiled, 8 pictures, one RTX 4070 Ti SUPER (here by
   an RTX 4080's kernels), the allocated memory that it prints. ROOT is its repository; rows of its optimizers' README.
+- torchao-int8: a Llama of 1 B parameters, weights in bf16 and 8 bits, four samples of 2,048 tokens, checkpointing, on
+  the same card, the allocated memory that it logs. ROOT is its repository at commit 8c6b4f97c (2024-08-17); rows of its
+  README of quantized training that are not compiled. All its tokens are on the GPU, and their number is not stated.
 - deepspeed: a transformer of 6.9 B parameters, ZeRO-3, rank 0 of four H100s, with master weights and states of AdamW in
   fp32 and in bf16, the peak of allocated memory that it prints. ROOT is DeepSpeedExamples; rows of its
   training/bf16_master_weight, with random tokens instead of wikitext's.
@@ -30,9 +33,10 @@ they leave open is in the program's own file of settings:
 
 PATH is the Python of an environment with PyTorch 2.7, its Triton, torchao (0.10 for torchtitan, 0.8 for that of 2024,
 0.7 for torchtune) and what the programs require (torchtitan of 2025: PyTorch 2.8, torchao 0.12; torchao's rows: PyTorch
-2.13, torchao 0.17, timm 1.0.22; DeepSpeed's: 2.13, DeepSpeed 0.19.8; of scratch: PyTorch 2.6). Ours is the third step's
-(of scratch: the first epoch's), served as a GPU would, or with the workspace of autograd's own cuBLAS handle beside it.
-Tokens, pictures and weights are made up: batches are full whatever they say. WORD: only rows whose id has it.
+2.13, torchao 0.17, timm 1.0.22; DeepSpeed's: 2.13, DeepSpeed 0.19.8; of 8 bits and of scratch: PyTorch 2.6). Ours is of
+the third step (of 8 bits the second, of scratch the first epoch), served as a GPU would, or with the workspace of
+autograd's own cuBLAS handle beside it. Tokens, pictures and weights are made up: batches are full whatever they say.
+WORD: only rows whose id has it.
 """
 
 from __future__ import annotations
@@ -59,6 +63,8 @@ STEPS: Final = 3
 _PICTURES: Final = 16
 #: A PNG of one pixel.
 _PICTURE: Final = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAIAAACQd1PeAAAADElEQVR4nGMQUDAAAACkAGE0Zn1yAAAAAElFTkSuQmCC"
+#: Tokens of TinyStories' second version by Llama 2's tokenizer, of two bytes: a guess, which both rows bear out.
+_STORIES: Final = 587_000_000
 #: Llama 3's tokens, without those that programs add.
 TOKENS: Final = 128_000
 #: meta-llama/Llama-3.2-3B-Instruct, as far as its weights are asked for.
@@ -115,6 +121,7 @@ PROGRAMS: Final = {
     "torchtitan-h200": Program(("--gpu", "H200-141GB", "--on-gpu"), places=_LLAMA_3, reserved=True),
     "torchtune": Program(("--gpu", "A100-80GB"), 8_519_680),
     "torchao": Program(("--gpu", "RTX4080-16GB"), 8_519_680),
+    "torchao-int8": Program(("--gpu", "RTX4080-16GB", "--on-gpu"), steps=2),
     "deepspeed": Program(("--gpu", "H100-80GB", "--on-gpu")),
     "scratch": Program(("--gpu", "A100-80GB", "--on-gpu"), reserved=True, steps=60),
 }
@@ -148,6 +155,8 @@ def prepare(folder: Path) -> None:
     texts = folder / "tests" / "assets" / "c4_test"
     texts.mkdir(parents=True)
     (texts / "data.json").write_text(400 * (json.dumps({"text": 2000 * "never the same "}) + "\n"))
+    with (folder / "tinystories.bin").open("wb") as file:
+        file.truncate(2 * _STORIES)
     answer = {"instruction": "say it again", "input": "", "output": 90 * "never the same "}
     (folder / "alpaca.jsonl").write_text(800 * (json.dumps(answer) + "\n"))
     (folder / "config.json").write_text(json.dumps(_LLAMA))
@@ -184,6 +193,9 @@ def command(row: Mapping[str, str], root: Path, folder: Path) -> list[str]:
             *(str(root / "benchmarks" / "benchmark_low_bit_adam.py"), *size, "--amp", "bf16", "--compile"),
             *("--n_workers", "0", *row["words"].split()),
         ]
+    if row["program"] == "torchao-int8":
+        size = ["--d_model", "1536", "--ffn_size", "6144", "--activation_checkpointing"]
+        return [str(root / "benchmarks" / "quantized_training" / "pretrain_llama2.py"), *size, *row["words"].split()]
     if row["program"] == "deepspeed":
         place, settings, *words = root / "training" / "bf16_master_weight", *row["words"].split()
         size = ["--num_layers", "32", "--hidden_dim", "4096", "--num_heads", "32", "--vocab_size", "50257"]
