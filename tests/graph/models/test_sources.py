@@ -79,7 +79,8 @@ def test_catalogue_model_has_its_published_parameters(name: str) -> None:
     config = entry["config"]
     if "_class_name" in config:
         pytest.importorskip("diffusers")
-    seq = 256 if config.get("model_type") == "llama4" else 16  # an image is 144 tokens of its sequence
+    images = {"llama4": 144, "gemma4": 256, "gemma4_unified": 256}  # tokens of its sequence
+    seq = images.get(config.get("model_type"), 15) + 1
     built = made(model=name, attn="default", seq=seq, dtype="bf16")
     assert numbers(built.module)[0] == entry["parameters"]
     assert {p.device.type for p in built.module.parameters()} == {"meta"}
