@@ -162,8 +162,11 @@ def cumsum(call: Call) -> Plan | None:
     along = sizes[dimension(int(argument(call, 1, "dim", 0)), len(sizes))]
     if along == elements(source):
         rounded = call.name.startswith("aten.cumsum") and (dtype(out) in FLOATING or is_complex(out))
-        scanned = ordered_scan if call.deterministic and rounded else scan
-        made.append(("scan", scanned(call.profile, along, width(out))))
+        if call.deterministic and rounded:
+            made.append(("scan", ordered_scan(call.profile, along, width(out))))
+        else:
+            apart = is_complex(out) or (dtype(out) in FLOATING and width(out) < SIZES["float32"])
+            made.append(("scan", scan(call.profile, along, width(out), apart=apart)))
     return after(made)
 
 

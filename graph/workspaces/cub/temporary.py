@@ -112,10 +112,14 @@ def extra(profile: Profile) -> tuple[int, ...]:
     return (1,) if profile.release >= (2, 11) else ()
 
 
-def scan(profile: Profile, count: int, width: int) -> int:
-    """Bytes for `cub::DeviceScan::ExclusiveSum` of `count` integers of `width` bytes."""
-    tile, word = {8: (896, 16), 4: (1920, 8)}.get(width, (7168, 16))
-    return storage((up(count, tile) + 32) * word, *((1,) if width < 4 else extra(profile)))
+def scan(profile: Profile, count: int, width: int, *, apart: bool = False) -> int:
+    """Bytes for `cub::DeviceScan` of `count` numbers of `width` bytes: each of 128 threads has 15 of 4 bytes, or as many
+    bytes of others. A tile's sum and status are one word; `apart`: three arrays, which CUB has for numbers that are
+    not its own, such as PyTorch's floats of 16 bits and complex ones (`ScanTileState`, cub/agent)."""
+    tiles = up(count, 128 * min(60 // width, 30)) + 32
+    if apart:
+        return storage(storage(tiles * 4, tiles * width, tiles * width))
+    return storage(tiles * max(4, 2 * width), *extra(profile))
 
 
 def ordered_scan(profile: Profile, count: int, width: int) -> int:

@@ -18,7 +18,7 @@ from tests.support.plans import as_recorded
 DATA = _DATA / "workspaces.json"
 WITHOUT_CUDNN = _DATA / "convolutions.json"
 WIDTHS = {"bool": 1, "int8": 1, "uint8": 1, "float8_e4m3fn": 1, "int16": 2, "float16": 2, "bfloat16": 2, "int32": 4}
-WIDTHS |= {"float32": 4, "int64": 8, "uint64": 8, "float64": 8, "complex64": 8}
+WIDTHS |= {"float32": 4, "int64": 8, "uint64": 8, "float64": 8, "complex64": 8, "complex128": 16}
 OPERATORS_BY_SOURCE = {  # variants with `out=` or in place take the rule of the operator that is recorded
     "aten.mm.out",
     "aten.mm.dtype_out",
@@ -241,6 +241,28 @@ def test_lists_of_tensors_with_gaps_are_reduced_one_by_one(
     made = plan(call(f"aten.{name}", sources, out=outs))
     events = followed(made, [WIDTHS[dtype]] * 2)
     assert [event[-1] for event in events if event[0] in ("alloc", "out")] == births
+
+
+@pytest.mark.parametrize(
+    ("dtype", "sizes"),
+    [
+        ("float16", {2: 1279, 100_000: 1279, 286_249: 1535, 400_000: 2303, 3_000_000: 7423}),
+        ("bfloat16", {2: 1279, 286_249: 1535, 400_000: 2303, 3_000_000: 7423}),
+        ("complex64", {2: 1791, 100_000: 3839, 1_000_003: 23551}),
+        ("complex128", {2: 2303, 100_000: 11519, 3_000_000: 283_391}),
+        ("int16", {2: 767, 286_249: 1023, 400_000: 1279, 3_000_000: 3839}),
+        ("int8", {2: 767, 286_249: 1023, 400_000: 1279, 3_000_000: 3839}),
+    ],
+)
+def test_numbers_that_cub_does_not_know_are_scanned_with_three_arrays(dtype: str, sizes: dict[int, int]) -> None:
+    """As PyTorch 2.13.0+cu130 allocated for `torch.cumsum(x, 0)` of one row, by its length."""
+    made = {
+        count: plan(call("aten.cumsum.default", Tensor(dtype, [count]), 0, out=Tensor(dtype, [count])))
+        for count in sizes
+    }
+    assert {count: [step[2] for step in steps or () if step[0] == "alloc"] for count, steps in made.items()} == {
+        count: [nbytes] for count, nbytes in sizes.items()
+    }
 
 
 def test_an_operator_without_a_rule_has_no_plan() -> None:
