@@ -13,7 +13,18 @@ from typing import TYPE_CHECKING, Any, Final
 from graph.dtypes import SIZES
 from graph.hardware.profile import Profile
 from graph.workspaces.cub.indexing import filled
-from graph.workspaces.cub.temporary import ordered_scan, scan, segmented_sort, sort_pairs, sort_rows, storage
+from graph.workspaces.cub.temporary import (
+    merge_sort_pairs,
+    ordered_scan,
+    reduce_by_key_of_thrust,
+    reduce_of_thrust,
+    scan,
+    segmented_sort,
+    sort_pairs,
+    sort_pairs_of_thrust,
+    sort_rows,
+    storage,
+)
 from graph.workspaces.metadata import (
     FLOATING,
     argument,
@@ -42,6 +53,8 @@ if TYPE_CHECKING:
 
 #: Longest rows that are sorted in shared memory.
 SMALL_SORT: Final = 4096
+#: Longest rows of which a block of threads finds the mode.
+_SMALL_MODE: Final = 2048
 _LARGE_ROW: Final = 1_000_000
 _SEGMENTS: Final = 128
 _TOPK_THREADS: Final = 256
@@ -224,15 +237,42 @@ def _alike(*operands: _Operand) -> Plan:
 
 
 def mode(call: Call) -> Plan | None:
-    """`mode`: rows are copied together, after the outputs (cuda/TensorModeKernel.cpp)."""
+    """`mode`: rows are copied together, after the outputs; longer ones than a block sorts always are, and then sorted
+    one by one (cuda/TensorModeKernel.cpp)."""
     source = call.args[0]
     sizes, steps = list(shape(source)), list(strides(source))
     if not sizes or not elements(source):
         return None
     along = dimension(int(argument(call, 1, "dim", -1)), len(sizes))
+    extent = sizes[along]
     for values in (sizes, steps):
         values[along], values[-1] = values[-1], values[along]
-    return None if in_order(sizes, steps) else after([("rows", size(source))])
+    if extent == 1 or (extent <= _SMALL_MODE and in_order(sizes, steps)):
+        return None
+    each = _mode_of_row(call.profile, extent, source) if extent > _SMALL_MODE else ()
+    return (REST, *within([("rows", size(source))], *each * (elements(source) // extent)))
+
+
+def _mode_of_row(profile: Profile, count: int, source: torch.Tensor) -> Plan:
+    """Thrust sorts a row with its places, counts what differs, counts each, takes the most frequent and looks for it;
+    booleans are only counted (cuda/TensorModeKernel.cu). How many differ the host reads: here, as from an empty GPU,
+    that all are one, since the sort, in which the most is there, is done by then."""
+    item = width(source)
+    found = within([("found", reduce_of_thrust(profile, count, 16))])
+    if dtype(source) == "bool":
+        return (*within([("true", reduce_of_thrust(profile, count, 8))]), *found)
+    ordered = merge_sort_pairs if item == SIZES["float16"] and dtype(source) in FLOATING else sort_pairs_of_thrust
+    return within(
+        [("places", count * 8)],
+        *within([("sort", ordered(profile, count, item, 8))]),
+        *within([("different", reduce_of_thrust(profile, count - 1, 4))]),
+        *within(
+            [("values", item), ("counts", 8)],
+            *within([("counted", reduce_by_key_of_thrust(count))]),
+            *within([("most", storage(8, 1))]),
+            *found,
+        ),
+    )
 
 
 def isin(call: Call) -> Plan | None:

@@ -42,20 +42,24 @@ def _generation(profile: Profile) -> int:
     return min(max(profile.arch[0], 7), 9) - 7
 
 
-def sort_pairs(profile: Profile, count: int, key: int, value: int, bits: int | None = None) -> int:
+def sort_pairs(
+    profile: Profile, count: int, key: int, value: int, bits: int | None = None, *, doubled: bool = False
+) -> int:
     """Bytes for `cub::DeviceRadixSort::SortPairs` of `count` keys of `key` and values of `value` bytes (0: `SortKeys`).
 
-    `bits` is how many bits of the key are sorted (all). One tile needs none: CUB asks for 1 byte.
+    `bits` is how many bits of the key are sorted (all). One tile needs none: CUB asks for 1 byte. `doubled`: the caller
+    has a second pair of arrays (`cub::DoubleBuffer`).
     """
     if count <= _SINGLE_TILES[max(key, value)]:
         return 1
     if key < 4 and profile.arch < (9, 0):
-        return storage(count * key, count * value, 4 * _spine(profile, key))
+        second = [] if doubled else [count * key, count * value]
+        return storage(*second, 4 * _spine(profile, key))
     passes = up(8 * key if bits is None else max(bits, 1), 8)
     tile = _SORT_TILES.get((key, value), _SORT_TILES[8, 8])[_generation(profile)]
     portions = up(count, _PORTION)
     parts = [portions * passes * _DIGITS * 8, up(min(count, _PORTION), tile) * _DIGITS * 4]
-    if passes > 1:
+    if passes > 1 and not doubled:
         parts += [count * key, count * value]
     return storage(*parts, portions * passes * 4)
 
@@ -82,10 +86,27 @@ def segmented_sort(count: int, key: int, value: int) -> int:
 
 
 def merge_sort_pairs(profile: Profile, count: int, key: int, value: int) -> int:
-    """Bytes for `thrust::sort_by_key` with an order of its own (values of 0 bytes: `thrust::sort`): a merge sort, with
-    tiles of 2048."""
+    """Bytes for `thrust::sort_by_key` with an order of its own (values of 0 bytes: `thrust::sort`), or of numbers that
+    are not of C++: a merge sort, with tiles of 256 threads."""
     place = 4 if profile.release >= (2, 11) else 8
-    return storage(count * key, count * value, (up(count, 2048) + 1) * place)
+    return storage(count * key, count * value, (up(count, 256 * min(17, 68 // key)) + 1) * place)
+
+
+def sort_pairs_of_thrust(profile: Profile, count: int, key: int, value: int) -> int:
+    """Bytes for `thrust::sort_by_key` of numbers of C++ in their order: a radix sort into a second pair of arrays."""
+    second = upper(count * key, 128) + upper(count * value, 128)
+    return second + sort_pairs(profile, count, key, value, doubled=True)
+
+
+def reduce_by_key_of_thrust(count: int) -> int:
+    """Bytes for `thrust::reduce_by_key` with sums of 4 bytes."""
+    return storage(4, storage((up(count, 2304) + 32) * 16))
+
+
+def reduce_of_thrust(profile: Profile, count: int, item: int) -> int:
+    """Bytes for `thrust::reduce` to a result of `item` bytes, and all that is made of it: `inner_product`, `count_if`,
+    `find`."""
+    return item + total(profile, count, item)
 
 
 def unique_by_key_of_thrust(profile: Profile, count: int) -> int:
@@ -113,9 +134,9 @@ def extra(profile: Profile) -> tuple[int, ...]:
 
 
 def scan(profile: Profile, count: int, width: int, *, apart: bool = False) -> int:
-    """Bytes for `cub::DeviceScan` of `count` numbers of `width` bytes: each of 128 threads has 15 of 4 bytes, or as many
-    bytes of others. A tile's sum and status are one word; `apart`: three arrays, which CUB has for numbers that are
-    not its own, such as PyTorch's floats of 16 bits and complex ones (`ScanTileState`, cub/agent)."""
+    """Bytes for `cub::DeviceScan` of `count` numbers of `width` bytes: each of 128 threads has 15 of 4 bytes, or as
+    many bytes of others. A tile's sum and status are one word; `apart`: three arrays, which CUB has for numbers that
+    are not its own, such as PyTorch's floats of 16 bits and complex ones (`ScanTileState`, cub/agent)."""
     tiles = up(count, 128 * min(60 // width, 30)) + 32
     if apart:
         return storage(storage(tiles * 4, tiles * width, tiles * width))
@@ -156,9 +177,9 @@ def unique_by_key(profile: Profile, count: int, key: int) -> int:
     return storage((up(count, tile) + 32) * word, *extra(profile))
 
 
-def total(profile: Profile, count: int) -> int:
-    """Bytes for `cub::DeviceReduce::Sum` of flags to 32 bits; one tile needs none: CUB asks for 1 byte."""
-    return 1 if count <= 4096 else storage(_blocks(profile) * 4)
+def total(profile: Profile, count: int, item: int = 4) -> int:
+    """Bytes for `cub::DeviceReduce` to a result of `item` bytes; one tile needs none: CUB asks for 1 byte."""
+    return 1 if count * item <= 16384 else storage(_blocks(profile) * item)
 
 
 def selected(profile: Profile, count: int) -> int:

@@ -265,6 +265,36 @@ def test_numbers_that_cub_does_not_know_are_scanned_with_three_arrays(dtype: str
     }
 
 
+@pytest.mark.parametrize(
+    ("dtype", "count", "sort", "sums"),
+    [
+        ("float16", 2049, 21503, [5, 2, 8, 1535, 767, 69391]),
+        ("bfloat16", 230_000, 2_300_671, [17667, 2, 8, 3071, 767, 69391]),
+        ("float32", 2049, 24833, [5, 4, 8, 1535, 767, 69391]),
+        ("float32", 230_000, 2_845_567, [17667, 4, 8, 3071, 767, 69391]),
+        ("float32", 1_000_003, 12_342_783, [17667, 4, 8, 8447, 767, 69391]),
+        ("uint8", 5000, 2_302_335, [17667, 1, 8, 1535, 767, 69391]),
+        ("int16", 230_000, 6_769_023, [17667, 2, 8, 3071, 767, 69391]),
+        ("int64", 5000, 99071, [17667, 8, 8, 1535, 767, 69391]),
+    ],
+)
+def test_the_mode_of_a_long_row_sorts_it(dtype: str, count: int, sort: int, sums: list[int]) -> None:
+    """As PyTorch 2.13.0+cu130 allocated for `torch.mode(x)` on an A100, up to where it uses what a GPU would have
+    found."""
+    outs = (Tensor(dtype, []), Tensor("int64", []))
+    made = plan(call("aten.mode.default", Tensor(dtype, [count]), out=outs))
+    births = [step[2] for step in made or () if step[0] == "alloc"]
+    assert births == [WIDTHS[dtype] * count, 8 * count, sort, *sums]
+
+
+def test_the_mode_of_rows_is_that_of_each() -> None:
+    """As PyTorch 2.13.0+cu130 allocated for `torch.mode(x, 0)`: booleans are counted, single values are the mode."""
+    for rows, dtype, births in ((5000, "bool", [10_000, *[34823, 69391] * 2]), (1, "float32", [])):
+        outs = (Tensor(dtype, [2]), Tensor("int64", [2]))
+        made = plan(call("aten.mode.default", Tensor(dtype, [rows, 2], [1, rows]), 0, out=outs))
+        assert [step[2] for step in made or () if step[0] == "alloc"] == births
+
+
 def test_an_operator_without_a_rule_has_no_plan() -> None:
     source = Tensor("float32", [4, 4])
     assert plan(call("aten.add.Tensor", source, source, out=Tensor("float32", [4, 4]))) is None
