@@ -315,18 +315,32 @@ class Marks:
         return self.places(args[0]) if whole else None
 
 
+def drawn_among(numbers: range, count: int) -> torch.Tensor:
+    """So many integers, each of these as often, in an order that follows from the line of the program that draws."""
+    return _in_order(count, _line(reader())).remainder(len(numbers)) + numbers.start
+
+
 def _drawn_by(share: float, count: int, place: str) -> torch.Tensor:
     """So many booleans, of which this share is true, and which ones follows from the line of the program that draws:
     so steps are alike, and what different lines draw goes together as chance has it."""
-    found = _shuffled(min(count, _PERIOD), share, zlib.crc32(place.rpartition(os.sep)[2].encode()))
+    return _in_order(count, _line(place), share)
+
+
+def _line(place: str) -> int:
+    return zlib.crc32(place.rpartition(os.sep)[2].encode())
+
+
+def _in_order(count: int, seed: int, share: float | None = None) -> torch.Tensor:
+    """Places in a random order, or which of them are among the first, of this share."""
+    found = _shuffled(min(count, _PERIOD), share, seed)
     return found.repeat(-(-count // _PERIOD))[:count]
 
 
 @functools.lru_cache(maxsize=8)
-def _shuffled(count: int, share: float, seed: int) -> torch.Tensor:
+def _shuffled(count: int, share: float | None, seed: int) -> torch.Tensor:
     """As many as are to be expected."""
     order = randperm(count, generator=Generator("cpu").manual_seed(seed), device="cpu")
-    return order < round(share * count)
+    return order if share is None else order < round(share * count)
 
 
 def _is_versioned(tensor: torch.Tensor) -> bool:

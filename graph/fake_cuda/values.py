@@ -23,7 +23,7 @@ from torch import empty, full, randperm  # not those that a program puts in thei
 from torch.autograd.function import BackwardCFunction
 from torch.overrides import TorchFunctionMode
 
-from graph.fake_cuda.marks import COMPARING, MAKING, MARKED, TAKING, Marks, is_on_or_off, remember
+from graph.fake_cuda.marks import COMPARING, MAKING, MARKED, TAKING, Marks, drawn_among, is_on_or_off, remember
 from graph.fake_cuda.shapes import numbers_as_tensors
 from graph.fake_cuda.torch_private import TorchDispatchMode, current_node, tree_leaves
 
@@ -50,6 +50,8 @@ _PAGES: Final = 1 << 20
 COUNTED: Final = frozenset({torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64})
 #: So many numbers are looked at whether they all differ.
 _MOST_DIFFERENT: Final = 1 << 14
+#: Of so many integers or places, those that are chosen are experts or classes, and no tokens.
+FEW: Final = 512
 #: Operators in place after which nothing is left of what was there.
 _OVERWRITING: Final = frozenset({"copy_", "fill_", "zero_"})
 
@@ -234,8 +236,11 @@ class Values:
             return
         if last - first == 1:
             self.put(target, full(target.shape, first, dtype=target.dtype))
-        else:
-            self.bound(target, last, first)
+            return
+        self.bound(target, last, first)
+        if self.finite and last - first <= min(FEW, target.numel()) and has_room(target.dtype, self.size(target)):
+            self.suppose(target, drawn_among(range(first, last), target.numel()).view(target.shape))
+            self.assume("which of a few integers are drawn", "each as often")
 
     def _drawn_number(self, target: torch.Tensor, low: float, high: float = 1.0) -> None:
         """One number drawn between bounds, as augmentations draw it: what is next to 0 of what it can be."""

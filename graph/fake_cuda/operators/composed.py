@@ -20,7 +20,7 @@ from graph.fake_cuda.operators.least_squares import LEAST_SQUARES
 from graph.fake_cuda.operators.quantized import QUANTIZED
 from graph.fake_cuda.operators.rnn import RECURRENT
 from graph.fake_cuda.torch_private import BY_CPU_KERNEL
-from graph.fake_cuda.values import has_room
+from graph.fake_cuda.values import FEW, has_room
 
 if TYPE_CHECKING:
     from graph.fake_cuda.device import Runtime
@@ -151,9 +151,8 @@ _PLACES: Final[Mapping[str, tuple[int, int | None]]] = {
 }
 #: Those that may give all places, in an order.
 _ORDERING: Final = frozenset({"sort.stable", "topk"})
-#: Those that choose some, and among how many that is a router's choice of experts, or one of classes, and no token.
+#: Those that choose some: among few, that is a router's choice of experts, or one of classes.
 _CHOOSING: Final = frozenset({"argmax", "argmin", "max.dim", "min.dim", "topk"})
-_FEW: Final = 512
 
 
 def bounded(runtime: Runtime, name: str, kernel: Callable[..., Any]) -> Callable[..., Any]:
@@ -173,7 +172,7 @@ def bounded(runtime: Runtime, name: str, kernel: Callable[..., Any]) -> Callable
         whole = name in _ORDERING and places.ndim == 1 and len(places) == extent
         if whole and has_room(places.dtype, places.nbytes) and runtime.values.of(places) is None:
             runtime.values.put(places, torch.arange(extent))  # any order is as good as the GPU's
-        elif name in _CHOOSING and dim is not None and 1 < extent <= _FEW:
+        elif name in _CHOOSING and dim is not None and 1 < extent <= FEW:
             _choose(runtime, places, dim if places.ndim == source.ndim else None, extent)
         return made
 

@@ -291,6 +291,23 @@ def test_an_unknown_time_step_is_one_of_the_schedule(
         assert runtime.values.of(few == drawn) is None
 
 
+def test_few_integers_that_are_drawn_are_as_often_each(
+    runtime: fake_cuda.Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As labels of classes are drawn, and counted by `one_hot` (MONAI's DiceMetric); of tokens nobody knows any."""
+    monkeypatch.setattr(runtime.values, "finite", True)
+    labels = torch.randint(0, 5, (1, 1000), device="cuda")
+    others = torch.randint(2, 7, (1000,), device="cuda")
+    for count in ways_to_count(torch.zeros(1, 5, device="cuda"), labels, 5)[:4]:
+        assert count == [200] * 5
+    assert torch.nn.functional.one_hot(labels, 5).float().sum(1).tolist() == [[200] * 5]
+    assert others.bincount().tolist() == [0, 0, *[200] * 5]
+    assert (others - 2 == labels[0]).sum().item() == pytest.approx(200, rel=0.2)
+    for unknown in (torch.randint(0, 1000, (5000,), device="cuda"), torch.randint(0, 9, (8,), device="cuda")):
+        assert runtime.values.of(unknown) is None
+    runtime.assumptions.clear()
+
+
 def test_an_order_of_unknown_numbers_is_some_order(runtime: fake_cuda.Runtime) -> None:
     score, group = torch.rand(30, device="cuda"), torch.arange(3).repeat_interleave(10).to("cuda")
     for order in (score.argsort(), torch.sort(score, stable=True)[1], score.topk(30)[1]):
