@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, cast
 import torch
 
 from graph.fake_cuda.operators.refused import scale_of_channels
+from graph.user_code import reader
 
 if TYPE_CHECKING:
     from graph.fake_cuda.device import Runtime
@@ -141,10 +142,19 @@ def _observed_and_fake_quantized(
     return made
 
 
+def _compressed(runtime: Runtime, source: torch.Tensor) -> torch.Tensor:
+    """cuSPARSELtOps.cpp: half of the values, and 2 bits for each that is left, or 4 of 32 bits."""
+    runtime.note(f"{reader()} compresses a matrix: what cuSPARSELt itself takes is not counted")
+    rows, kept = source.shape[0], source.numel() * (10 if source.itemsize == 1 else 9)
+    return source.new_empty([rows, -(-kept // (16 * rows))] if runtime.profile.release >= _BY_ROW else kept // 16)
+
+
 _NO_FLOAT: Final = (
     "Expected {}.scalar_type() == ScalarType::Float to be true, but got false.  (Could this error message be improved?"
     "  If so, please report an enhancement request to PyTorch.)"
 )
+#: Since this release what is compressed is a matrix of as many rows.
+_BY_ROW: Final = (2, 9)
 #: What quantized types keep.
 _INTEGERS: Final = {torch.quint8: torch.uint8, torch.qint8: torch.int8, torch.qint32: torch.int32}
 #: By operator.
@@ -155,5 +165,6 @@ QUANTIZED: Final[Mapping[str, Callable[..., Any]]] = {
     "_fake_quantize_learnable_per_tensor_affine_backward": _learnt_of_all_backward,
     "_fake_quantize_learnable_per_channel_affine": _learnt_by_channel,
     "_fake_quantize_learnable_per_channel_affine_backward": _learnt_by_channel_backward,
+    "_cslt_compress": _compressed,
     "_fused_moving_avg_obs_fq_helper": _observed_and_fake_quantized,
 }
