@@ -128,6 +128,8 @@ class Marks:
         return functools.partial(self._written, func) if func._opname in MAKING else None
 
     def _written(self, func: Operator, args: tuple[Any, ...]) -> None:
+        if args[0].is_cpu:  # whose storage is not counted: its number may be another's
+            return
         target, number = args[0], self._number(args[0])
         self.forget(target)
         if func._opname == "copy_":

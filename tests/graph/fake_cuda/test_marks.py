@@ -242,6 +242,16 @@ def test_shares_of_what_is_averaged_are_where_something_is(runtime: fake_cuda.Ru
     assert not [what for what in runtime.assumptions if "not zero" in what]
 
 
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int64])
+def test_storages_on_the_host_are_no_masks(runtime: fake_cuda.Runtime, dtype: torch.dtype) -> None:
+    """They are not counted: where they lie is some other storage's number, which would be taken for one."""
+    marks = runtime.values.marks
+    marks.restart()
+    host = torch.tensor([0, 1], dtype=dtype).cuda().to("cpu", torch.int32)
+    assert host.tolist() == [0, 1]
+    assert runtime.storage(host) not in marks._masks
+
+
 def test_the_first_weights_of_a_large_model_stay_weights(runtime: fake_cuda.Runtime) -> None:
     """Of Qwen3.5 27B, which has 1,184, the embedding is loaded first, and asked for tokens that were never trained."""
     weights = [torch.randn(8, 64).cuda() for _ in range(2000)]
