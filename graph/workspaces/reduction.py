@@ -199,7 +199,8 @@ def staging(loop: Loop, profile: Profile, accumulator: int, item: int, unroll: i
         elif not along:
             vector = _output_vector(loop, reduced, item)
             first //= vector
-    block_width, block_height = _block(first, second, _THREADS // vector)
+    most = _THREADS // 2 if item == _ACCUMULATOR["complex128"] else _THREADS  # `mnt_wrapper`
+    block_width, block_height = _block(first, second, most // vector)
     step_in = step_out = 1
     if rank == 0 or along:
         step_in = block_width
@@ -281,6 +282,18 @@ class _Cast:
     def __init__(self, source: torch.Tensor) -> None:
         self.shape = shape(source)
         self._strides = _preserved(source)
+
+    def stride(self) -> tuple[int, ...]:
+        """Strides in elements."""
+        return self._strides
+
+
+class _Part:
+    """The real or the imaginary part of a complex tensor, a view."""
+
+    def __init__(self, source: torch.Tensor) -> None:
+        self.shape = shape(source)
+        self._strides = tuple(2 * step for step in strides(source))
 
     def stride(self) -> tuple[int, ...]:
         """Strides in elements."""
@@ -463,12 +476,23 @@ def index_of(call: Call) -> Plan | None:
 
 def variance(call: Call) -> Plan | None:
     """`var`, `std`, `var_mean`, `std_mean`: Welford's four numbers, two values at a time (ReduceMomentKernel.cu)."""
-    source = call.args[0]
-    if is_complex(source):  # of both parts, added up (ReduceOps.cpp)
-        sizes = [size(_out(call))] * (4 if "mean" in call.name else 2)
-        return within([(f"part {place}", nbytes) for place, nbytes in enumerate(sizes)], REST)
-    dims = _dims(call)
+    source, dims = call.args[0], _dims(call)
+    if is_complex(source):
+        return _variance_of_parts(call, dims)
     return _extreme(call, dims, 32 if dtype(source) == "float64" else 16, unroll=2, lossy=True)
+
+
+def _variance_of_parts(call: Call, dims: Sequence[int]) -> Plan:
+    """Of complex numbers both parts', one after the other, and added up (ReduceOps.cpp)."""
+    source, out = call.args[0], _out(call)
+    item = width(source) // 2
+    stage: Plan = ()
+    if elements(source) and elements(out):
+        loop = merged(_Part(source), dims, item, item)
+        stage = scratch(call.profile, loop, item, 4 * max(item, 4), item, True, unroll=2)
+    results = ("variance", "mean") if "mean" in call.name else ("variance",)
+    real, imaginary = ([(f"{part} {result}", size(out)) for result in results] for part in ("real", "imaginary"))
+    return within(real, *stage, *within(imaginary, *stage, REST))
 
 
 def _names(operators: str, overloads: str) -> list[str]:
