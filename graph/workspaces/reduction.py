@@ -377,13 +377,18 @@ def vector_norm(call: Call) -> Plan | None:
 
 
 def norm_of(call: Call, source: torch.Tensor, dims: Sequence[int], out: torch.Tensor) -> Plan | None:
-    """The norm of `source` over these dimensions."""
-    read = is_complex(source) or (is_half(source) and dtype(out) == "float32")
-    cast = None if read else dtype(out)
+    """The norm of `source` over these dimensions: the absolute values, where each has one element (LinearAlgebra.cpp);
+    those of complex numbers are complex at first, but for the order 0."""
+    kind = f"complex{16 * width(out)}" if is_complex(source) else dtype(out)
+    item = 2 * width(out) if is_complex(source) else width(out)
+    if elements(source) and elements(source) == elements(out):
+        made = [("cast", elements(source) * item)] if kind != dtype(source) else []
+        if is_complex(source) and argument(call, 1, "ord", 2) != 0:
+            made.append(("absolute", elements(source) * item))
+        return after(made)
+    cast = None if is_half(source) and dtype(out) == "float32" else kind
     accumulator = _ACCUMULATOR[dtype(out)]
-    if elements(source) == 1:
-        return after([("cast", size(out))]) if dtype(out) != dtype(source) else None
-    steps = reduce(call.profile, source, dims, out, accumulator, cast=cast, cast_width=width(out), lossy=is_half(out))
+    steps = reduce(call.profile, source, dims, out, accumulator, cast=cast, cast_width=item, lossy=is_half(out))
     return steps or None
 
 

@@ -314,6 +314,26 @@ def test_complex_numbers_are_reduced(
     assert [step[2] for step in made or () if step[0] == "alloc"] == births
 
 
+@pytest.mark.parametrize(
+    ("dtype", "sizes", "order", "out", "births"),
+    [
+        ("complex64", [3, 1], 2, "float32", [24]),
+        ("complex64", [3, 1], 0, "float32", []),
+        ("complex64", [3, 1], 2, "float64", [48, 48]),
+        ("complex64", [2, 3], 2, "float64", [96]),
+        ("complex128", [1, 1], float("inf"), "float64", [16]),
+        ("float16", [1, 1], 2, "float32", [4]),
+        ("float32", [3, 1], 2, "float32", []),
+    ],
+)
+def test_norms_of_single_numbers_are_absolute_values(
+    dtype: str, sizes: list[int], order: float, out: str, births: list[int]
+) -> None:
+    """As PyTorch 2.13.0+cu130 allocated for `torch.linalg.vector_norm(x, order, 1, dtype=...)`, beside the result."""
+    made = call("aten.linalg_vector_norm.default", Tensor(dtype, sizes), order, [1], out=Tensor(out, sizes[:1]))
+    assert [step[2] for step in plan(made) or () if step[0] == "alloc"] == births
+
+
 def test_an_operator_without_a_rule_has_no_plan() -> None:
     source = Tensor("float32", [4, 4])
     assert plan(call("aten.add.Tensor", source, source, out=Tensor("float32", [4, 4]))) is None
