@@ -264,6 +264,17 @@ def _as_large(func: Operator) -> Callable[..., torch.Tensor]:
     return made
 
 
+def _as_dense(func: Operator) -> Callable[..., tuple[torch.Tensor, ...]]:
+    """Results have the strides of a dense input, also those of dimensions of one element (Sorting.cpp): PyTorch's rule
+    in Python gives what `empty_like` has."""
+
+    def made(source: torch.Tensor, *rest: object, **named: object) -> tuple[torch.Tensor, ...]:
+        out: tuple[torch.Tensor, ...] = func(source, *rest, **named)
+        return tuple(one.new_empty_strided(one.shape, source.stride()) for one in out) if is_dense(source) else out
+
+    return made
+
+
 def _as_suggested(func: Operator) -> Callable[..., torch.Tensor]:
     """The rule of an operator whose result lies as the input suggests it, also of few channels (UpSampleBilinear2d.cpp,
     UpSampleTrilinear3d.cpp)."""
@@ -349,6 +360,7 @@ _RULES: Final[dict[Any, Any]] = {
         if hasattr(packet, name)
     },
     **({_aten._grouped_mm.default: _grouped} if hasattr(_aten, "_grouped_mm") else {}),  # from 2.8 on
+    **{one: _as_dense(one) for one in (_aten.sort.default, _aten.sort.stable)},
     _aten.im2col.default: _as_large(_aten.im2col.default),
     _aten.col2im.default: _as_large(_aten.col2im.default),
     _aten.upsample_bilinear2d.default: _as_suggested(_aten.upsample_bilinear2d.default),

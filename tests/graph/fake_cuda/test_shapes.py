@@ -124,3 +124,12 @@ def test_tensors_of_the_host_are_left_to_the_rules_of_cuda() -> None:
     assert shapes._on_meta_alone(_aten.mul.Tensor, (there, torch.empty(()))) is None
     assert shapes._on_meta_alone(_aten.cat.default, ([there, torch.empty(3)],)) is None
     assert shapes._on_meta_alone(_aten.cat.default, ([there, there],)).shape == (6,)
+
+
+@pytest.mark.parametrize(("columns", "strides"), [(5000, (5003, 1)), (5003, (5003, 1))])
+def test_a_row_that_is_sorted_keeps_its_strides(columns: int, strides: tuple[int, ...]) -> None:
+    """As PyTorch 2.13.0+cu130 sorts the last logits of a batch of one, `logits[:, -1]`: without copies."""
+    row = torch.empty(1, 5003, device="cuda")[:, :columns]
+    assert [one.stride() for one in (*row.sort(), *row.sort(stable=True))] == [strides] * 4
+    with pytest.raises(IndexError):
+        row.sort(2)
