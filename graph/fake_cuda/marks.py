@@ -2,7 +2,8 @@
 
 A mask is one number, but for places where another was scattered. It is asked where it is 1 (`torch.where(mask == 1.0)`
 in PEFT's SHiRA), and how many places that are decides shapes. What comes from the host and is no mask, as pictures, is
-asked where it is 0 (Idefics3 leaves out those that are padding): nowhere, for it hits no number exactly. What was drawn
+asked where it is 0 (Idefics3 leaves out those that are padding): where whole pictures are zeros, and nowhere else, for
+it hits no number exactly. What was drawn
 evenly and is asked where it is below a number (`torch.rand(...) < 0.15`, `bernoulli`: the tokens that a model is to
 guess) is so at as many places as are to be expected.
 """
@@ -101,7 +102,10 @@ class Marks:
         self._filled: dict[int, tuple[float, torch.dtype]] = {}  # the one number of storages that are new
         self._masks: dict[int, _Mask] = {}
         self._drawn: dict[int, tuple[int, float, float]] = {}  # the version, and between what numbers, drawn evenly
-        self._data: dict[int, None] = {}  # storages of what came from the host and is no mask
+        # storages of what came from the host and is no mask: which of its pictures are zeros, where there are such
+        self._data: dict[int, torch.Tensor | None] = {}
+        #: Whether a tensor on the host, however large, has the values that it will have.
+        self.seen: Callable[[torch.Tensor], bool] = _is_looked_at
         self._largest: dict[int, None] = {}  # storages of the largest numbers of rows of it
 
     def restart(self) -> None:
@@ -177,13 +181,25 @@ class Marks:
         if not data:
             self._data.pop(key, None)
         elif target.is_floating_point() and self._is_whole(target):
-            remember(self._data, key, None, _DATA)
+            remember(self._data, key, self._empty(source), _DATA)
         if not target.numel() or target.shape != source.shape:  # a lazy parameter has no shape
             return
         if not source.is_cpu:
             self._converted(target, source)
         elif not data and source.is_floating_point() and is_on_or_off(self._values(source)):
             self._lay(target, source != 0)
+
+    def _empty(self, source: torch.Tensor) -> torch.Tensor | None:
+        """Which pictures of a batch, (..., channels, height, width), are zeros: those that fill it up."""
+        if not source.is_cpu:
+            return self._data.get(self._key(source))
+        if source.dim() < len("NCHW") or not source.numel() or not source.is_contiguous() or not self.seen(source):
+            return None
+        pictures = source.reshape(math.prod(source.shape[:-3]), -1)
+        empty = (pictures[:, :_SAMPLE] == 0).all(dim=1)
+        for index in empty.nonzero().flatten().tolist():
+            empty[index] = not pictures[index].any()
+        return empty if empty.any() else None
 
     def _converted(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """A new tensor is one number, or a mask, where it is a copy of such, as another dtype has it."""
@@ -278,11 +294,23 @@ class Marks:
         was scattered and nobody knows counts as more than 0, as weights are, and compares with nothing else."""
         mask = self._mask(args[0]) if func._opname in COMPARING else None
         number = args[1] if len(args) > 1 else None
+        if func._opname in ("eq", "ne") and isinstance(number, int | float) and not number:
+            pictures = self._zeros(args[0])
+            if pictures is not None:
+                return pictures if func._opname == "eq" else ~pictures
         if mask is None or not isinstance(number, int | float) or (mask.on is None and number):
             return None
         answer = getattr(operator, func._opname)
         on, off = bool(answer(1.0 if mask.on is None else mask.on, number)), bool(answer(mask.off, number))
         return torch.where(_seen(mask.places, args[0]), on, off)
+
+    def _zeros(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """Where a batch of pictures, some of which are zeros, is 0; None of others."""
+        empty = self._data.get(self._key(tensor))
+        size = self._size(tensor) // tensor.itemsize
+        if empty is None or size > _MOST or size % len(empty):
+            return None
+        return _seen(empty.repeat_interleave(size // len(empty)), tensor)
 
     def below(self, func: Operator, args: tuple[Any, ...], made: torch.Tensor) -> torch.Tensor | None:
         """How evenly drawn numbers compare with a number: as many as are to be expected. None of others."""
@@ -358,6 +386,10 @@ def _may_be_mask(source: torch.Tensor) -> bool:
         return True
     found = set(elements[:: -(-len(elements) // _SAMPLE)].tolist())
     return len(found) <= len(("on", "off"))
+
+
+def _is_looked_at(tensor: torch.Tensor) -> bool:
+    return tensor.untyped_storage().nbytes() <= _LOOKED_AT
 
 
 def is_on_or_off(numbers: torch.Tensor | None) -> bool:

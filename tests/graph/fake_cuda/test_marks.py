@@ -258,6 +258,32 @@ def test_the_first_weights_of_a_large_model_stay_weights(runtime: fake_cuda.Runt
     assert all(runtime.values.marks.is_data(one) for one in weights)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_pictures_that_fill_up_a_batch_are_left_out(runtime: fake_cuda.Runtime, dtype: torch.dtype) -> None:
+    """As Idefics3 and SmolVLM do, whose samples have different numbers of pictures."""
+    runtime.assumptions.clear()
+    batch = torch.randn(2, 3, 3, 16, 16)
+    batch[1, 2] = 0
+    batch[0, 0, 0] = 0  # a black part of one
+    there = batch.cuda().to(dtype).view(6, 3, 16, 16)
+    real = (there == 0.0).sum(dim=(-1, -2, -3)) != 3 * 16 * 16
+    assert there[real].shape == (5, 3, 16, 16)
+    assert real.tolist() == [True] * 5 + [False]
+    assert (there[:5] != 0).all()
+    assert not runtime.assumptions
+
+
+def test_pictures_that_nobody_has_written_are_not_looked_at(
+    runtime: fake_cuda.Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are weights, in files of which nothing is read."""
+    monkeypatch.setattr(runtime.values.marks, "seen", lambda tensor: False)
+    monkeypatch.setattr(runtime.values, "finite", True)
+    weights = torch.randn(64, 16, 3, 3)
+    weights[3] = 0
+    assert (weights.cuda() == 0.0).sum().item() == 0
+
+
 def test_masks_from_the_host_may_be_any_number(runtime: fake_cuda.Runtime) -> None:
     mask = (pictures(torch.float32) > 1).float()
     there = mask.cuda()
