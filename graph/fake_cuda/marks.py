@@ -3,9 +3,8 @@
 A mask is one number, but for places where another was scattered. It is asked where it is 1 (`torch.where(mask == 1.0)`
 in PEFT's SHiRA), and how many places that are decides shapes. What comes from the host and is no mask, as pictures, is
 asked where it is 0 (Idefics3 leaves out those that are padding): where whole pictures are zeros, and nowhere else, for
-it hits no number exactly. What was drawn
-evenly and is asked where it is below a number (`torch.rand(...) < 0.15`, `bernoulli`: the tokens that a model is to
-guess) is so at as many places as are to be expected.
+it hits no number exactly. What was drawn evenly and is asked where it is below a number (`torch.rand(...) < 0.15`,
+`bernoulli`: the tokens that a model is to guess) is so at as many places as are to be expected.
 """
 
 from __future__ import annotations
@@ -213,7 +212,8 @@ class Marks:
             self._lay(target, _seen(mask.places, source), on)
         elif not source.is_floating_point() and target.numel() <= _CONVERTED:  # one_hot makes integers
             known = self._values(source)
-            if known is not None and (source.dtype is torch.bool or is_on_or_off(known)):
+            masks = source.dtype is torch.bool or (target.is_floating_point() and is_on_or_off(known))
+            if known is not None and masks:
                 self._lay(target, known != 0)
 
     def _lay(self, target: torch.Tensor, places: torch.Tensor, on: float | None = 1.0) -> None:
@@ -368,7 +368,7 @@ def _in_order(count: int, seed: int, share: float | None = None) -> torch.Tensor
 
 @functools.lru_cache(maxsize=8)
 def _shuffled(count: int, share: float | None, seed: int) -> torch.Tensor:
-    """As many as are to be expected."""
+    """Places in a random order; with `share` whether each is among the first, as many as are to be expected."""
     order = randperm(count, generator=Generator("cpu").manual_seed(seed), device="cpu")
     return order if share is None else order < round(share * count)
 
@@ -379,7 +379,7 @@ def _is_versioned(tensor: torch.Tensor) -> bool:
 
 def _may_be_mask(source: torch.Tensor) -> bool:
     """Whether a tensor on the host has one or two different numbers, as far as it is looked at."""
-    if source.untyped_storage().nbytes() > _LOOKED_AT or source.itemsize == 1:
+    if source.itemsize == 1 or not _is_looked_at(source):
         return False
     elements = source.reshape(-1)
     if len(elements) <= _SAMPLE:  # so few have values

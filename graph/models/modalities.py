@@ -150,9 +150,10 @@ def _read_with_images(case: Case, module: PreTrainedModel, taken: Mapping[str, A
     check_positions(module.config, case.seq, "seq", place)
     if "image_position_ids" in taken:
         pictures, count, said = _placed(case, module)
+    elif "image_grid_thw" in taken:
+        pictures, count, said = _grid(case, module)
     else:
-        grid = "image_grid_thw" in taken
-        pictures, count, said = _grid(case, module) if grid else _picture(case, module, taken, place)
+        pictures, count, said = _picture(case, module, taken, place)
     number = "an image is" if case.images == 1 else f"{case.images} images are"
     if case.images * (count + 1) > case.seq:
         whole = case.images * count

@@ -104,9 +104,10 @@ class Phases:
         """A module runs that is in none that ran before: what it has goes by its names."""
         for name, inner in root.named_modules():
             self._names[inner] = self.recorder.labels.code(_plain(name) or type(root).__name__)
-        self._titles[root] = {id(parameter): _plain(name) for name, parameter in root.named_parameters()}
+        titles = self._titles[root] = {}
         for name, parameter in root.named_parameters():
-            self.recorder.categorize(parameter, "parameter", _plain(name))
+            titles[id(parameter)] = title = _plain(name)
+            self.recorder.categorize(parameter, "parameter", title)
         for name, buffer in root.named_buffers():
             self.recorder.categorize(buffer, "buffer", _plain(name))
 

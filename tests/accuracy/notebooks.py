@@ -31,8 +31,9 @@ KEPT: Final = FOLDER / "notebooks_runs.csv"
 _CONTEXT: Final = "548MiB"
 _TRAINS: Final = "trainer.train()"
 _STEPS: Final = 4
-#: Cells that look at the texts alone, some by words of tokenizers that are not here.
-_SKIPPED: Final = ("train_on_responses_only", "tokenizer.decode")
+#: Cells that look at the texts alone, and one that does by words of tokenizers that are not here.
+_SHOWN: Final = ("tokenizer.decode",)
+_ANSWERS: Final = "train_on_responses_only"
 _TOLD: Final = 'print("reserved", start_gpu_memory, torch.cuda.max_memory_reserved() / 1024 / 1024 / 1024)\n'
 #: What ends a turn and what fills a batch, by type of model, and what begins turns and pictures: text and number.
 _SPECIAL: Final = {
@@ -106,7 +107,7 @@ class Compared(Judged[Printed]):
 def program(notebook: Mapping[str, Any], model: Path, *, trains: bool, processor: bool = False) -> str:
     """A notebook's code cells up to its training, or to what is before it without `trains`. For a model with a
     `processor` the cell that looks for questions and answers is what makes numbers of the texts."""
-    skipped = _SKIPPED[processor:]
+    skipped = _SHOWN if processor else (*_SHOWN, _ANSWERS)
     lines = ["import notebook_data\n"]
     for cell in notebook["cells"]:
         text = "".join(cell["source"])
@@ -151,8 +152,8 @@ def ran(row: Mapping[str, str], root: Path, python: str) -> Printed:
         (model := folder / "model").mkdir()
         processor = prepare(row["model"], model)
         notebook = json.loads((root / "nb" / f"{row['id']}.ipynb").read_text())
-        text = program(notebook, model, trains=bool(row["peak"]), processor=processor)
-        (folder / "notebook.py").write_text(text)
+        lines = program(notebook, model, trains=bool(row["peak"]), processor=processor)
+        (folder / "notebook.py").write_text(lines)
         words = [*row["options"].split(), "--context", _CONTEXT, "--on-gpu", "--steps", "all", "notebook.py"]
         text, failure = output(words, folder, python, FOLDER / "programs", UNSLOTH_DISABLE_STATISTICS="1")
     found = re.search(r"^reserved ([\d.]+) ([\d.]+)$", text, re.MULTILINE)
