@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Final
 import traces
 from simulator.recording.exchange import Exchange
 from simulator.recording.launchers import Program, StartedError
-from simulator.recording.request import FACTS, FAULT, STARTED, TRACE, Request
+from simulator.recording.request import ENDING, FACTS, FAULT, STARTED, TRACE, Request
 from traces.errors import LLMemError
 from traces.model import Trace
 from traces.text import quoted
@@ -98,10 +98,10 @@ def record(
     """Run the program of a request (its folder is chosen here) to its end, as each of `ranks` of its world.
 
     A process each, one after another but for as many as there are cores, or more where they wait for each other
-    (`simulator.recording.exchange`), with this process's streams, or if it is to be `silent` without any. Ctrl-C and
-    SIGTERM end the program, and what was recorded is the answer; ranks that have not begun then are left out. `told` is
-    called with a word where one of several ranks has ended. RecordError where one ended before it left anything,
-    StartedError where it started another program, and KeyboardInterrupt where all were interrupted so early.
+    (`simulator.recording.exchange`), with this process's streams, or if it is to be `silent` without any. Ctrl-C,
+    SIGTERM and SIGHUP end the program, and what was recorded is the answer; ranks that have not begun then are left
+    out. `told` is called with a word where one of several ranks has ended. RecordError where one ended before it left
+    anything, StartedError where it started another program, and KeyboardInterrupt where all were interrupted so early.
     """
     processes = _Processes(silent)
     exchange = Exchange(ranks, min(len(ranks), os.cpu_count() or 1))
@@ -160,11 +160,13 @@ class _Processes:
 
     @contextlib.contextmanager
     def signalled(self) -> Iterator[None]:
-        """Inside, Ctrl-C is left to the program, which has it as well; SIGTERM, and Ctrl-C again, are passed on."""
+        """Inside, Ctrl-C is left to the program, which has it as well; SIGTERM, SIGHUP, and Ctrl-C again, are passed
+        on. A signal that is ignored stays so (nohup)."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        before = {number: signal.signal(number, self._signal) for number in (signal.SIGINT, signal.SIGTERM)}
+        numbers = [number for number in (signal.SIGINT, *ENDING) if signal.getsignal(number) is not signal.SIG_IGN]
+        before = {number: signal.signal(number, self._signal) for number in numbers}
         try:
             yield
         finally:
@@ -173,9 +175,10 @@ class _Processes:
 
     def _signal(self, number: int, frame: object) -> None:
         self._signals.append(number)
-        if number == signal.SIGTERM or len(self._signals) > 1:
+        if number in ENDING or len(self._signals) > 1:
+            ending = number if number in ENDING else signal.SIGTERM
             for process in tuple(self._running):
-                process.send_signal(signal.SIGTERM if len(self._signals) <= _PATIENCE else signal.SIGKILL)
+                process.send_signal(ending if len(self._signals) <= _PATIENCE else signal.SIGKILL)
 
     def recorded(self, request: Request, speaks: socket.socket | None) -> Recorded | None:
         """What one rank did, which speaks with others over a socket; None where it was interrupted before it began."""

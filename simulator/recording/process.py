@@ -54,7 +54,17 @@ from simulator.recording.history import History
 from simulator.recording.launchers import Program, is_launcher, is_script, starting
 from simulator.recording.prices import Prices
 from simulator.recording.repeats import Found, Progress, Repeats
-from simulator.recording.request import DEVICES, FACTS, FAULT, INTERRUPTED, REPEATS, STARTED, TRACE, Request
+from simulator.recording.request import (
+    DEVICES,
+    ENDING,
+    FACTS,
+    FAULT,
+    INTERRUPTED,
+    REPEATS,
+    STARTED,
+    TRACE,
+    Request,
+)
 from simulator.recording.trace import together, trace_of
 from strategies.timing.clock import LAUNCH_NS, Clock
 from traces.collecting import as_if_on, not_yet_imported
@@ -251,11 +261,15 @@ class _Keeper:
         self._kept = False
 
     def keep(self, code: int) -> None:
-        """Write trace and facts; what happens after it is not recorded."""
+        """Write trace and facts, whatever signals come then; what happens after it is not recorded."""
         if self._kept:
             return
         self._kept = True
         self.runtime.observer = None
+        with _undisturbed():
+            self._write(code)
+
+    def _write(self, code: int) -> None:
         folder = Path(self.request.folder)
         counted = self.runtime.assumptions.items()
         assumptions = [what if count == 1 else f"{what} ({count} times)" for what, count in counted]
@@ -291,7 +305,8 @@ class _Keeper:
 
     @contextlib.contextmanager
     def kept_at_exit(self) -> Iterator[None]:
-        """Inside, os._exit of this process and SIGTERM leave what was recorded; of its forks they do what they did."""
+        """Inside, os._exit of this process, SIGTERM and SIGHUP leave what was recorded; of its forks they do what they
+        did. A signal that is ignored stays so (nohup)."""
         plain, mine = os._exit, os.getpid()
 
         def leave(status: int) -> Any:
@@ -303,29 +318,48 @@ class _Keeper:
             leave(128 + number)
 
         os._exit = leave
-        before = signal.signal(signal.SIGTERM, terminated)
+        numbers = [number for number in ENDING if signal.getsignal(number) is not signal.SIG_IGN]
+        before = {number: signal.signal(number, terminated) for number in numbers}
         _ended_as_before(terminated)
         try:
             yield
         finally:
             os._exit = plain
-            signal.signal(signal.SIGTERM, before)
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Inside, signals do nothing that end a program (one to all processes of a job comes from `llmem` once more) or
+    that it handles (a DataLoader raises where a worker was ended)."""
+    if threading.current_thread() is not threading.main_thread():  # where alone handlers are set, and run
+        yield
+        return
+    handled = [number for number in signal.valid_signals() if callable(signal.getsignal(number))]
+    before = {number: signal.signal(number, lambda *_: None) for number in {*ENDING, *handled}}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _ended_as_before(handler: Callable[[int, Any], None]) -> None:
-    """From now on SIGTERM ends what is forked, as it does where `handler` is not this process's: at any moment, also
-    while Python begins the fork, when it forgets the signals that have come."""
+    """From now on SIGTERM and SIGHUP end what is forked, as they do where `handler` is not this process's: at any
+    moment, also while Python begins the fork, when it forgets the signals that have come."""
     masks = threading.local()
 
     def hold() -> None:
-        masks.before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+        masks.before = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
 
     def resume() -> None:
         signal.pthread_sigmask(signal.SIG_SETMASK, masks.before)
 
     def begin() -> None:
-        if signal.getsignal(signal.SIGTERM) is handler:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        for number in ENDING:
+            if signal.getsignal(number) is handler:
+                signal.signal(number, signal.SIG_DFL)
         resume()
 
     os.register_at_fork(before=hold, after_in_parent=resume, after_in_child=begin)

@@ -110,6 +110,15 @@ def forked():
 def itself():
     print(subprocess.run([sys.executable, __file__, "nothing"], check=False).returncode)
 
+def told_often():
+    def tell():
+        while True:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.001)
+
+    threading.Thread(target=tell, daemon=True).start()
+    time.sleep(60)
+
 def sleeps():
     torch.utils.data._utils.worker.MP_STATUS_CHECK_INTERVAL = 0.3  # how often workers ask for their parent: 5 s
     batches = iter(DataLoader(Numbers(), batch_size=4, num_workers=2))
@@ -150,7 +159,12 @@ def test_processes_and_threads_of_a_program(words: tuple[str, ...], said: list[s
 
 @pytest.mark.parametrize(
     ("number", "whole_group", "code"),
-    [(signal.SIGINT, True, 130), (signal.SIGTERM, False, 143), (signal.SIGKILL, False, -9)],
+    [
+        (signal.SIGINT, True, 130),
+        (signal.SIGTERM, False, 143),
+        (signal.SIGHUP, True, 129),
+        (signal.SIGKILL, False, -9),
+    ],
 )
 def test_signals_end_all_and_keep_what_was_recorded(number: int, whole_group: bool, code: int, tmp_path: Path) -> None:
     process = begun(tmp_path, "sleeps")
@@ -168,6 +182,12 @@ def test_signals_end_all_and_keep_what_was_recorded(number: int, whole_group: bo
         assert answer(tmp_path)["exit_code"] == code
         assert answer(tmp_path)["ranks"][0]["peak_allocated"] == 4 * MIB
         assert f"the program ended with exit code {code}, and until then: fits" in told
+
+
+def test_a_signal_that_comes_again_lets_it_be_written(tmp_path: Path) -> None:
+    done = record(folder_of(tmp_path, {"train.py": PROGRAM}), "train.py", "told_often")
+    assert done.returncode == 143, done.stderr
+    assert answer(tmp_path)["ranks"][0]["peak_allocated"] == 4 * MIB
 
 
 def test_a_fault_of_compiled_code_is_told_with_its_place(tmp_path: Path) -> None:
