@@ -7,6 +7,7 @@ stands for them, with the names and shapes that the model would save.
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import inspect
 import json
@@ -266,7 +267,7 @@ class _StandIn:
     ) -> Path:
         """What a model of this class and configuration would have saved, in the configuration's dtype; it is made with
         `args` and those of `kwargs` that it has parameters for."""
-        config = type(config).from_dict(config.to_dict())
+        config = copy.deepcopy(config)
         dtype = getattr(config, "dtype", None) or getattr(config, "torch_dtype", None) or torch.float32
         dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
         path = self.folder / f"{self._made}.safetensors"
@@ -346,6 +347,7 @@ def _saved_on(
     with module.ContextManagers([module.local_torch_dtype(dtype), *empty]):
         model = made()
     model.tie_weights()
+    model.get_parameter = model.state_dict(keep_vars=True).__getitem__  # asked up to 5.22 for buffers too, on meta
     state = module.remove_tied_weights_from_state_dict(model.state_dict(), model)
     converted: Mapping[str, torch.Tensor] = module.revert_weight_conversion(model, state)
     return converted

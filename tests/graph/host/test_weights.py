@@ -343,6 +343,40 @@ def test_a_model_without_weights_may_take_more_than_its_configuration(runtime: R
     assert any("they count as those that Scored saves" in told for told in runtime.assumptions)
 
 
+def test_a_configuration_may_hold_what_no_file_does(runtime: Runtime, tmp_path: Path) -> None:
+    """Unsloth puts functions there."""
+    transformers = pytest.importorskip("transformers")
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    config = transformers.AutoConfig.from_pretrained(tmp_path)
+    config.told = print
+    made = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, config=config)
+    assert made.config.vocab_size == LLAMA["vocab_size"]
+
+
+def test_a_buffer_of_a_model_without_weights_is_saved(
+    runtime: Runtime, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """transformers up to 5.22 asks for it as for a parameter, where it is on the meta device (Gemma 4)."""
+    transformers = pytest.importorskip("transformers", "5.0.0")
+    plain = transformers.modeling_utils.remove_tied_weights_from_state_dict
+    asked = []
+
+    def without_tied(state: dict[str, torch.Tensor], model: Any) -> dict[str, torch.Tensor]:
+        asked.extend(name for name in state if model.get_parameter(name).is_meta)
+        return plain(state, model)  # type: ignore[no-any-return]
+
+    class Scaled(transformers.LlamaForCausalLM):  # type: ignore[misc, name-defined]
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            self.register_buffer("scale", torch.ones(3))
+            self.post_init()
+
+    monkeypatch.setattr(transformers.modeling_utils, "remove_tied_weights_from_state_dict", without_tied)
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    assert Scaled.from_pretrained(tmp_path).scale.shape == (3,)
+    assert "scale" in asked
+
+
 def test_a_model_that_reads_a_number_as_it_is_made_has_weights_too(runtime: Runtime, tmp_path: Path) -> None:
     """As transformers' xIELU does up to 4.57, which are made on the meta device here alone."""
     transformers = pytest.importorskip("transformers")
