@@ -282,7 +282,7 @@ class Runtime:
         if not self.several and index != self.index and not alone:
             self.note(
                 f"{reader()} asks for cuda:{index}, another rank's GPU: what it has there counts as on {self.device}, "
-                "this rank's. --visible-gpus gives several GPUs to one process, of a program without ranks"
+                "this rank's. --visible-gpus N gives each process the N GPUs of its node"
             )
 
     def note(self, what: str) -> None:

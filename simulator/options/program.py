@@ -26,7 +26,7 @@ _OPTIONS: Final = (
         "--visible-gpus",
         metavar="N",
         type=click.IntRange(1, DEVICES),
-        help="GPUs that a program without ranks sees (default: as many as CUDA_VISIBLE_DEVICES names).",
+        help="GPUs that a program, or each rank, works on (default: as CUDA_VISIBLE_DEVICES names; a rank: its own).",
     ),
     click.option("--nnodes", metavar="N", type=click.IntRange(1), help="Nodes, as torchrun's."),
     click.option("--ranks", metavar="0,3-5|all", default="all", show_default=True, help="Ranks to run."),
@@ -119,8 +119,8 @@ def request_of(
     processes = nproc_per_node or found.processes
     world = processes * (nnodes or found.nodes)
     launched = found.launched or nproc_per_node is not None
-    if visible_gpus is not None and (launched or world > 1):
-        raise ConfigError("--visible-gpus is for one process that works on several GPUs: ranks have one GPU each")
+    if visible_gpus is not None and visible_gpus < processes:
+        raise ConfigError(f"--visible-gpus {visible_gpus}: each of the {processes} ranks of a node has a GPU")
     visible = 1 if launched or world > 1 else _visible(os.environ.get("CUDA_VISIBLE_DEVICES", ""))
     if timed and (visible_gpus or visible) > 1 and not found.command:
         raise ConfigError(UNTIMED)

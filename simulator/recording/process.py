@@ -18,7 +18,7 @@ import signal
 import sys
 import threading
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -94,7 +94,7 @@ def main(text: str, objects: int, further: int) -> int:
     prices = Prices(Clock.connected(request.gpu, request.interconnect)) if request.timed else None
     if prices is not None:
         device = dataclasses.replace(device, launch_ns=LAUNCH_NS)
-    index = request.local_rank if request.local_rank < DEVICES else 0
+    index = request.local_rank if request.gpus == 1 and request.local_rank < DEVICES else 0
     allocators = [
         LiveAllocator(
             device,
@@ -280,24 +280,23 @@ class _Keeper:
         durations = of_phases(self.allocators[0].ended())
         used = [one for one in zip(self.allocators, self.recorder.cards, strict=True) if one[0].born]
         found, notices = [], [self.end.notice]
+        told, named = _told(self.request, [card.index for _, card in used])
         for live, card in used or [(self.allocators[0], self.recorder.cards[0])]:
-            found.append(trace_of(live, card.labels, {}, self.request.rank + card.index))
+            found.append(trace_of(live, card.labels, {}, told.get(card.index, self.request.rank)))
             on = f"GPU {card.index}: " if len(used) > 1 else ""
             collected = cycles.notice(card.labels, live.machine.ids[:, 1])
             own = libraries.of_program(card.labels, found[-1].ranks[0].events)
             notices += [on + text for text in (collected, own) if text]
         trace = together(found)
-        if len(used) > 1:
-            numbers = format_ranks([card.index for _, card in used])
-            notices.append(f"one process worked on GPUs {numbers}, which are told of as the ranks of these numbers")
+        notices.append(named)
         facts = {
             "exit_code": code,
             "steps": self.phases.steps,
             "assumptions": assumptions,
             "notices": [text for text in notices if text],
         }
-        named = {"name": os.path.basename(self.request.program[0]), "program": self.request.program}
-        trace = dataclasses.replace(trace, metadata={**trace.metadata, **named, **facts})
+        what = {"name": os.path.basename(self.request.program[0]), "program": self.request.program}
+        trace = dataclasses.replace(trace, metadata={**trace.metadata, **what, **facts})
         traces.write(trace, folder / TRACE, force=True)
         facts |= {"arguments": self.arguments.given, "written": self.arguments.written, "durations": durations}
         facts |= {"raised": self.raised, "asked": any(live.asked for live in self.allocators)}
@@ -343,6 +342,24 @@ def _undisturbed() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def _told(request: Request, used: Sequence[int]) -> tuple[Mapping[int, int], str]:
+    """Of which ranks what a process did on GPUs is told, by the numbers of those that it used; and a notice of it.
+
+    A rank's own is that of its place on the node, or the first that it used; others follow the job's ranks.
+    """
+    numbers = format_ranks(used)
+    if request.world == 1:
+        several = f"one process worked on GPUs {numbers}, which are told of as the ranks of these numbers"
+        return {gpu: gpu for gpu in used}, several if len(used) > 1 else ""
+    if request.gpus == 1 or not used:
+        return {}, ""
+    own = request.local_rank if request.local_rank in used else used[0]
+    further = {gpu: request.world + request.rank * request.gpus + gpu for gpu in used if gpu != own}
+    there = "".join(f", and GPU {gpu}, which is told of as rank {rank}" for gpu, rank in further.items())
+    elsewhere = further or own != request.local_rank
+    return further, f"rank {request.rank} worked on GPU {own}{there}" if elsewhere else ""
 
 
 def _ended_as_before(handler: Callable[[int, Any], None]) -> None:

@@ -41,8 +41,8 @@ class Request:
     (`simulator.engine.on_gpu`). `floats`: what floating-point numbers are that the program reads and that have no
     values. `nonzero`: the share of elements that are not zero where nobody knows, of all if None. `exchange`: the
     socket over which it speaks with other ranks' processes, -1 where it has none; `store`: the file in which they keep
-    what all can read. `gpus`: how many GPUs the process works on, each of which is told of as a rank; more than one
-    only without other ranks. `command`: a script that it starts before it has something on a GPU is meant, as is what
+    what all can read. `gpus`: how many GPUs the process works on, each of which is told of as a rank
+    (`process._told`). `command`: a script that it starts before it has something on a GPU is meant, as is what
     any program starts by a launcher then (`launchers.StartedError`).
     """
 

@@ -24,6 +24,34 @@ for _ in range(9):
     optimizer.step()
     optimizer.zero_grad()
 """
+OF_RANKS = """
+import os
+import torch
+import torch.distributed as dist
+print(torch.cuda.current_device(), torch.cuda.device_count())
+own = int(os.environ["LOCAL_RANK"])
+other = 1 - own
+torch.cuda.set_device(own)
+dist.init_process_group("nccl")
+first, second = torch.nn.Linear(512, 2048).to(own), torch.nn.Linear(2048, 512).to(other)
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(512, 512).to(own), device_ids=[own])
+optimizer = torch.optim.AdamW([*first.parameters(), *second.parameters(), *model.parameters()])
+for _ in range(3):
+    model(second(first(torch.randn(64, 512, device=own)).to(other)).to(own)).pow(2).mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+torch.cuda.synchronize()
+for gpu in (own, other):
+    with torch.cuda.device(gpu):
+        figures = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved(), torch.cuda.mem_get_info()
+        print(*figures, torch.cuda.memory_stats()["allocation.all.allocated"])
+"""
+#: What each of them prints; the last number is that of allocations.
+FIGURES_OF_RANKS = (
+    "0 2",
+    "28366848 50331648 (85047640064, 85097971712) 80",
+    "20981760 23068672 (85074903040, 85097971712) 30",
+)
 UNUSED = "import torch\nprint(torch.cuda.device_count())\nkept = torch.ones(1 << 20, device='cuda')\n"
 
 
@@ -58,6 +86,30 @@ def test_what_is_told_of_each_gpu(tmp_path: Path) -> None:
         assert ("weight" in names, "weight.grad" in names, "weight.exp_avg" in names) == (True, True, True)
 
 
+def test_ranks_that_work_on_each_others_gpus(tmp_path: Path) -> None:
+    """Figures of PyTorch 2.13.0+cu130, of each rank on its own GPU and on the other one, which begins on the first;
+    those of other ranks' GPUs are told of after the ranks."""
+    program = folder_of(tmp_path, {"train.py": OF_RANKS})
+    asked = ("--visible-gpus", "2", "--steps", "all", "--gpu", "A100-80GB", "--nproc-per-node", "2")
+    done = record(program, *asked, "train.py", CUBLAS_WORKSPACE_CONFIG=":0:0")
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == sorted(2 * FIGURES_OF_RANKS)
+    found = {tuple(rank["ranks"]): rank["allocations"] for rank in answer(program)["ranks"]}
+    assert found == {(0, 1): 80, (3, 4): 30}
+    assert "rank 0 worked on GPU 0, and GPU 1, which is told of as rank 3" in done.stderr
+    assert "rank 1 worked on GPU 1, and GPU 0, which is told of as rank 4" in done.stderr
+
+
+def test_a_rank_that_keeps_to_the_first_gpu(tmp_path: Path) -> None:
+    """It is told of as the rank that it is."""
+    program = folder_of(tmp_path, {"train.py": UNUSED})
+    done = record(program, "--visible-gpus", "3", "--nproc-per-node", "2", "train.py")
+    assert (done.returncode, done.stdout) == (0, "3\n3\n"), done.stderr
+    assert [rank["ranks"] for rank in answer(program)["ranks"]] == [[0, 1]]
+    assert "rank 1 worked on GPU 0" in done.stderr
+    assert "rank 0 worked" not in done.stderr
+
+
 def test_how_many_gpus_a_program_sees(tmp_path: Path) -> None:
     """As many as it is given, or as CUDA_VISIBLE_DEVICES names; what it does not use is not told."""
     program = folder_of(tmp_path, {"train.py": UNUSED})
@@ -71,8 +123,8 @@ def test_how_many_gpus_a_program_sees(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("asked", "code", "said"),
     [
-        (("--nproc-per-node", "2", "train.py"), 1, "ranks have one GPU each"),
-        (("--", "torchrun", "--nproc-per-node", "1", "train.py"), 1, "ranks have one GPU each"),
+        (("--nproc-per-node", "3", "train.py"), 1, "--visible-gpus 2: each of the 3 ranks of a node has a GPU"),
+        (("--", "torchrun", "--nproc-per-node", "3", "train.py"), 1, "each of the 3 ranks of a node has a GPU"),
         (("--time", "train.py"), 1, "--time is not there for one process on several GPUs"),
         (("--visible-gpus", "9", "train.py"), 2, "9 is not in the range 1<=x<=8"),
     ],
