@@ -39,8 +39,8 @@ _SILENCE: Final = 60.0
 
 
 class _Question(msgspec.Struct, frozen=True, array_like=True):
-    """What a rank gives to those who know it as `key`, and whose parts it waits for: for one of them if it waits at
-    most for some seconds, `within`."""
+    """What a rank gives to those who know it as `key`, and whose parts it waits for. If it waits at most for some
+    seconds, `within`, it is for one of them, and gives nothing: others may wait for the same."""
 
     key: str
     members: Sequence[int]
@@ -235,7 +235,8 @@ class Exchange:
         rank = line[0]
         with self._changed:
             said = self._said[question.key]
-            said.parts[rank] = question.part
+            if question.within == math.inf:
+                said.parts[rank] = question.part
             self._heard = time.monotonic()
             self._changed.notify_all()
             if question.wanted:

@@ -62,8 +62,8 @@ class Peers(Protocol):
     def exchanged(
         self, key: str, members: Sequence[int], part: bytes, wanted: Sequence[int], *, within: float = math.inf
     ) -> Mapping[int, bytes]:
-        """Give `part` to the `members` of the job, who know it as `key`, and wait for those of the `wanted` ranks: for
-        one of them if it is `within` some seconds.
+        """Give `part` to the `members` of the job, who know it as `key`, and wait for those of the `wanted` ranks. Who
+        waits `within` some seconds gives nothing, and waits for one of them.
 
         A rank that takes no part, or has ended, is missing in the answer.
         """

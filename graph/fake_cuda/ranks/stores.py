@@ -8,6 +8,7 @@ set it, it gets what this rank set under a like key (`address/0` for `address/1`
 from __future__ import annotations
 
 import contextlib
+import math
 import re
 import socket
 import time
@@ -50,6 +51,7 @@ class SharedStore(_Store):  # type: ignore[misc]
         self._name = name
         self._kept: Any = _FileStore(file, -1) if file else _HashStore()
         self._own: dict[str, bytes] = {}  # what this rank has set, by key without its numbers
+        self._missed: dict[tuple[str, ...], int] = {}  # keys that were looked for, and how many tensors there had been
         self.alive.append(self)
 
     def set(self, key: str, value: str | bytes) -> None:
@@ -90,8 +92,13 @@ class SharedStore(_Store):  # type: ignore[misc]
             self.set(key, value)
 
     def check(self, keys: list[str]) -> bool:
-        """Whether all of these have values."""
+        """Whether all of these have values. Who looks again, and has made nothing since, waits for them so."""
         found: bool = self._kept.check(keys)
+        born = self.messages.runtime.memory.born
+        if not found and self._missed.get(tuple(keys)) == born:
+            self._await(keys, None)
+            found = self._kept.check(keys)
+        self._missed[tuple(keys)] = born
         return found
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
@@ -116,12 +123,14 @@ class SharedStore(_Store):  # type: ignore[misc]
         self._own[_DIGITS.sub("", key)] = _bytes(value)
         self.messages.keeps(f"{self._name} {key}")
 
-    def _await(self, keys: Iterable[str], timeout: timedelta) -> None:
+    def _await(self, keys: Iterable[str], timeout: timedelta | None) -> None:
+        """Wait for keys for so long; None: until nobody is going to set one, which is no error."""
+        patience = _LOOK if timeout is None else timeout.total_seconds()
         for key in keys:
             heard = True
-            until = time.monotonic() + timeout.total_seconds()
+            until = math.inf if timeout is None else time.monotonic() + patience
             while heard and not self._kept.check([key]) and time.monotonic() < until:
-                heard = self.messages.kept(f"{self._name} {key}", timeout.total_seconds())
+                heard = self.messages.kept(f"{self._name} {key}", patience)
                 time.sleep(_LOOK)
             until = min(until, time.monotonic() + _PATIENCE)
             while not self._kept.check([key]) and time.monotonic() < until:
@@ -129,9 +138,11 @@ class SharedStore(_Store):  # type: ignore[misc]
             if not self._kept.check([key]):
                 self._assume(key, timeout)
 
-    def _assume(self, key: str, timeout: timedelta) -> None:
+    def _assume(self, key: str, timeout: timedelta | None) -> None:
         like = self._own.get(_DIGITS.sub("", key))
         if like is None:
+            if timeout is None:
+                return
             after = round(timeout.total_seconds() * 1000)
             raise dist.DistStoreError(f"wait timeout after {after}ms, keys: /{key}")
         self.messages.runtime.note(_ASSUMED.format(reader() or "the program"))

@@ -173,6 +173,19 @@ def test_who_has_the_least_patience_goes_on_first() -> None:
     assert job({0: long, 1: short}, 2) == {0: {1: b"set"}, 1: {}}
 
 
+def test_several_wait_for_what_one_gives_that_has_not_begun() -> None:
+    """Who waits for one of the others does not give himself what another one waits for."""
+
+    def waits(peers: Connection) -> object:
+        return peers.exchanged("k", [0, 1, 2, 3], b"", [0, 1, 2, 3], within=60.0)
+
+    def sets(peers: Connection) -> object:
+        return peers.exchanged("k", [0, 1, 2, 3], b"set", [])
+
+    said = job({0: waits, 1: waits, 2: waits, 3: sets}, 2)
+    assert [said[rank] for rank in range(3)] == [{3: b"set"}] * 3
+
+
 def test_a_store_of_ranks_that_are_not_recorded(tmp_path: Path) -> None:
     pytest.importorskip("torch")
     text = """
@@ -192,6 +205,33 @@ except dist.DistStoreError as error:
     assert "wait timeout after 300000ms, keys: /mine/nothing" in done.stdout
     (assumed,) = answer(tmp_path)["assumptions"]
     assert assumed.startswith("train.py:6 (<module>) takes what a rank keeps in a store that is not recorded")
+
+
+@pytest.mark.parametrize(("asked", "assumed"), [((), 0), (("--ranks", "0"), 1)])
+def test_ranks_that_look_into_a_store_until_a_key_is_there(
+    asked: tuple[str, ...], assumed: int, tmp_path: Path
+) -> None:
+    """One waits for a rank that begins only where another has ended, or for one that is not recorded."""
+    pytest.importorskip("torch")
+    text = """
+import time
+import torch.distributed as dist
+dist.init_process_group("nccl")
+store, rank = dist.distributed_c10d._get_default_store(), dist.get_rank()
+store.set(f"done/{rank}", "")
+while rank == 0 and not all(store.check([f"done/{other}"]) for other in range(5)):
+    time.sleep(0.01)
+if rank == 0:
+    store.set("all", "")
+while rank and not store.check(["all"]):
+    time.sleep(0.01)
+print(rank)
+"""
+    folder_of(tmp_path, {"train.py": text})
+    done = record(tmp_path, "--nproc-per-node", "5", *asked, "train.py")
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.split()) == (["0"] if asked else ["0", "1", "2", "3", "4"])
+    assert len(answer(tmp_path)["assumptions"]) == assumed
 
 
 def test_a_rank_alone_says_what_it_assumes(tmp_path: Path) -> None:
