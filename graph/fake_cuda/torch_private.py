@@ -60,6 +60,7 @@ __all__ = [
     "cudnn_rnn",
     "current_device",
     "current_node",
+    "fake_backend",
     "fake_store",
     "fake_tensor",
     "finished_work",
@@ -284,6 +285,13 @@ def fake_store() -> Any:
     with _needed():
         from torch.testing._internal.distributed.fake_pg import FakeStore
     return FakeStore()
+
+
+def fake_backend() -> Any:
+    """The class of the backend `fake`."""
+    with _needed():
+        from torch.testing._internal.distributed import fake_pg
+    return vars(fake_pg)["FakeProcessGroup"]
 
 
 def wait_tensor(tensor: torch.Tensor) -> torch.Tensor:

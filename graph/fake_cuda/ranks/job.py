@@ -29,6 +29,7 @@ from graph.fake_cuda.ranks import symmetric
 from graph.fake_cuda.ranks.collectives import Collectives, caller, lone_replicas
 from graph.fake_cuda.ranks.messages import Alone, Messages, Peers, ranks_of
 from graph.fake_cuda.ranks.objects import Group, Objects
+from graph.fake_cuda.ranks.options import Options
 from graph.fake_cuda.ranks.stores import store, stores
 from graph.fake_cuda.torch_private import (
     DEVICE_TYPES,
@@ -74,6 +75,7 @@ def joined(
     collectives.named = _members
     plain: Callable[..., None] = dist.init_process_group
     backends = _Backends()
+    options = Options()
     collectives.on_host = lambda group: backends.of(group) != _OF_DEVICE
     collectives.by_nccl = lambda group: backends.of(group) not in _OF_HOST
 
@@ -92,6 +94,7 @@ def joined(
         world = world_size if world_size > 0 else int(os.environ.get("WORLD_SIZE", "1"))
         given = kwargs.get("store", args[0] if args else None)
         plain("fake", rank=rank, world_size=world, store=given or store())
+        options.begin(kwargs.get("pg_options", args[2] if len(args) > 2 else None), timeout)
         _bind(kwargs.get("device_id"))
         backends.world = backends.asked(
             _OF_DEVICE if backend is None and kwargs.get("device_id") is not None else backend
@@ -140,6 +143,7 @@ def joined(
         stack.enter_context(mock.patch.object(torch.cuda.nccl, "version", return_value=_NCCL))
         stack.enter_context(symmetric.shared(runtime))
         stack.enter_context(stores(messages))
+        stack.enter_context(options.known())
         stack.enter_context(lone_replicas())
         stack.enter_context(equal_entries_once())
         stack.enter_context(collectives.followed())

@@ -719,6 +719,28 @@ def test_groups_of_a_bound_device_are_bound_and_split(tmp_path: Path) -> None:
     assert "barrier(): using the device under current context" not in done.stderr
 
 
+OPTIONS = """
+from datetime import timedelta
+import torch
+import torch.distributed as dist
+
+options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+print(options._timeout, options.config.max_ctas, dist.ProcessGroupNCCL.NCCL_CTA_POLICY_ZERO)
+options.config.min_ctas = 1
+dist.init_process_group("nccl", timeout=timedelta(minutes=2), pg_options=options)
+found = dist.group.WORLD._get_backend(torch.device("cuda")).options
+print(found._timeout, found.is_high_priority_stream)
+dist.new_group(pg_options=dist.ProcessGroupNCCL.Options())
+"""
+
+
+def test_what_nccl_is_told_is_kept(tmp_path: Path) -> None:
+    """Also by a build that has no NCCL; the answers are those of PyTorch 2.13.0+cu130."""
+    folder_of(tmp_path, {"train.py": OPTIONS})
+    done = record(tmp_path, "-q", "--nproc-per-node", "1", "train.py")
+    assert done.stdout == "0:10:00 -2147483648 2\n0:02:00 True\n", done.stderr
+
+
 SPLIT = """
 import torch
 first, second = torch.nn.Linear(64, 64).to("cuda:0"), torch.nn.Linear(64, 64).to("cuda:1")
