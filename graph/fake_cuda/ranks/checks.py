@@ -40,17 +40,28 @@ Tensors: TypeAlias = Sequence[torch.Tensor]
 Check: TypeAlias = Callable[[Given, int, int], Tensors]
 
 
-def checked(name: str, given: Given, members: int, rank: int, asked: Callable[[], object]) -> None:
+def checked(
+    name: str,
+    given: Given,
+    members: int,
+    rank: int,
+    asked: Callable[[], object],
+    bound: torch.device | None = None,
+) -> None:
     """Raise what NCCL's process group raises of a collective's arguments: ValueError, TypeError or RuntimeError.
 
     `name` is c10d's operator's, `given` its arguments by name, `members` and `rank` the group's; `asked()` says which
-    reduction is asked for.
+    reduction is asked for. `bound`: the only device that the group has (`initNCCLComm`).
     """
     check = _CHECKS.get(name)
     if check is not None:
         moved = check(given, members, rank)
         _reducible(name, moved, asked)
         _movable(name, moved)
+        if bound is not None and any(tensor.device != bound for tensor in moved):
+            raise dist.DistBackendError(
+                "Attempt to perform collective on tensor not on device passed to init_process_group"
+            )
 
 
 def _plain(*tensors: torch.Tensor) -> None:

@@ -253,7 +253,8 @@ class Collectives:
     def _check(self, name: str, given: Mapping[str, Any]) -> None:
         group = dist.ProcessGroup.unbox(given["process_group"])
         if self.messages is not None and self.by_nccl(group):
-            checked(name, given, group.size(), group.rank(), functools.partial(self.messages.asked, given))
+            bound = group.bound_device_id if self.runtime.several else None
+            checked(name, given, group.size(), group.rank(), functools.partial(self.messages.asked, given), bound)
 
     def _move(self, name: str, given: Mapping[str, Any], args: Sequence[Any]) -> None:
         if self.messages is not None:

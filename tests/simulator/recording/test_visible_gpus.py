@@ -46,7 +46,17 @@ for gpu in (own, other):
         figures = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved(), torch.cuda.mem_get_info()
         print(*figures, torch.cuda.memory_stats()["allocation.all.allocated"])
 """
-#: What each of them prints; the last number is that of allocations.
+BOUND = """
+import torch
+import torch.distributed as dist
+dist.init_process_group("nccl", device_id=torch.device("cuda", 0))
+dist.all_reduce(torch.ones(1, device="cuda:0"))
+try:
+    dist.all_reduce(torch.ones(1, device="cuda:1"))
+except dist.DistBackendError as error:
+    print(error)
+"""
+#: What each of OF_RANKS prints; the last number is that of allocations.
 FIGURES_OF_RANKS = (
     "0 2",
     "28366848 50331648 (85047640064, 85097971712) 80",
@@ -98,6 +108,14 @@ def test_ranks_that_work_on_each_others_gpus(tmp_path: Path) -> None:
     assert found == {(0, 1): 80, (3, 4): 30}
     assert "rank 0 worked on GPU 0, and GPU 1, which is told of as rank 3" in done.stderr
     assert "rank 1 worked on GPU 1, and GPU 0, which is told of as rank 4" in done.stderr
+
+
+def test_a_group_of_a_device_takes_nothing_from_another_one(tmp_path: Path) -> None:
+    """In the words of PyTorch 2.13.0+cu130."""
+    program = folder_of(tmp_path, {"train.py": BOUND})
+    done = record(program, "--visible-gpus", "2", "--nproc-per-node", "2", "--ranks", "0", "train.py")
+    said = "Attempt to perform collective on tensor not on device passed to init_process_group"
+    assert (done.returncode, done.stdout) == (0, f"{said}\n"), done.stderr
 
 
 def test_a_rank_that_keeps_to_the_first_gpu(tmp_path: Path) -> None:
