@@ -96,6 +96,7 @@ def test_what_is_told_of_each_gpu(tmp_path: Path) -> None:
         assert ("weight" in names, "weight.grad" in names, "weight.exp_avg" in names) == (True, True, True)
 
 
+@pytest.mark.skipif(installed_release() != DEFAULT_RELEASE, reason="recorded with one release")
 def test_ranks_that_work_on_each_others_gpus(tmp_path: Path) -> None:
     """Figures of PyTorch 2.13.0+cu130, of each rank on its own GPU and on the other one, which begins on the first;
     those of other ranks' GPUs are told of after the ranks."""
