@@ -262,12 +262,11 @@ class _Keeper:
 
     def keep(self, code: int) -> None:
         """Write trace and facts, whatever signals come then; what happens after it is not recorded."""
-        if self._kept:
-            return
-        self._kept = True
-        self.runtime.observer = None
         with _undisturbed():
-            self._write(code)
+            if not self._kept:
+                self._kept = True
+                self.runtime.observer = None
+                self._write(code)
 
     def _write(self, code: int) -> None:
         folder = Path(self.request.folder)

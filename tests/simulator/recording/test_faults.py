@@ -162,7 +162,7 @@ def test_processes_and_threads_of_a_program(words: tuple[str, ...], said: list[s
     [
         (signal.SIGINT, True, 130),
         (signal.SIGTERM, False, 143),
-        (signal.SIGHUP, True, 129),
+        (signal.SIGHUP, False, 129),
         (signal.SIGKILL, False, -9),
     ],
 )
