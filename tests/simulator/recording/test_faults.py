@@ -219,7 +219,7 @@ def test_ctrl_c_before_the_program_begins_ends_without_a_word_of_ours(alone: boo
 
 
 def begun(folder: Path, *words: str) -> subprocess.Popen[str]:
-    """A recording of the program, in a session of its own."""
+    """A recording of the program, in a session of its own, which SIGHUP ends also where the tests run under nohup."""
     folder_of(folder, {"train.py": PROGRAM})
     return subprocess.Popen(
         [sys.executable, "-m", "simulator", "record", "--json", "answer.json", "--", "train.py", *words],
@@ -229,6 +229,7 @@ def begun(folder: Path, *words: str) -> subprocess.Popen[str]:
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),
     )
 
 
