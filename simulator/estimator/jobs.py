@@ -21,6 +21,7 @@ from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Executor, Future
 from typing import Any, Final, Generic, Protocol, TypeVar
 
 from simulator.free_memory import free_bytes
+from simulator.signals import answered
 from traces.errors import ConfigError
 from traces.text import reason
 
@@ -199,14 +200,9 @@ def uninterrupted() -> Iterator[None]:
     """Ctrl-C waits until what is inside is done, so that an answer is kept everywhere or nowhere."""
     came: list[int] = []
     try:
-        before = signal.signal(signal.SIGINT, lambda number, _: came.append(number))
-    except ValueError:  # not the main thread, which alone meets it
-        yield
-        return
-    try:
-        yield
+        with answered([signal.SIGINT], lambda number, _: came.append(number)):
+            yield
     finally:
-        signal.signal(signal.SIGINT, before)
         for number in came[:1]:
             signal.raise_signal(number)
 
@@ -236,14 +232,8 @@ def _start_server() -> None:
     """Start the server that workers are forked from such that Ctrl-C is not for it, not even while it imports."""
     from multiprocessing import forkserver
 
-    try:
-        before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    except ValueError:  # not the main thread
-        return
-    try:
+    with answered([signal.SIGINT], signal.SIG_IGN):
         forkserver.ensure_running()
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 def _nothing() -> None:

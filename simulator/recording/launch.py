@@ -22,7 +22,8 @@ from typing import TYPE_CHECKING, Any, Final
 import traces
 from simulator.recording.exchange import Exchange
 from simulator.recording.launchers import Program, StartedError
-from simulator.recording.request import ENDING, FACTS, FAULT, STARTED, TRACE, Request
+from simulator.recording.request import FACTS, FAULT, STARTED, TRACE, Request
+from simulator.signals import ENDING, answered
 from traces.errors import LLMemError
 from traces.model import Trace
 from traces.text import quoted
@@ -158,20 +159,10 @@ class _Processes:
         self._running: set[subprocess.Popen[bytes]] = set()
         self._signals: list[int] = []  # that came
 
-    @contextlib.contextmanager
-    def signalled(self) -> Iterator[None]:
+    def signalled(self) -> contextlib.AbstractContextManager[None]:
         """Inside, Ctrl-C is left to the program, which has it as well; SIGTERM, SIGHUP, and Ctrl-C again, are passed
-        on. A signal that is ignored stays so (nohup)."""
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        numbers = [number for number in (signal.SIGINT, *ENDING) if signal.getsignal(number) is not signal.SIG_IGN]
-        before = {number: signal.signal(number, self._signal) for number in numbers}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+        on."""
+        return answered((signal.SIGINT, *ENDING), self._signal)
 
     def _signal(self, number: int, frame: object) -> None:
         self._signals.append(number)

@@ -54,18 +54,9 @@ from simulator.recording.history import History
 from simulator.recording.launchers import Program, is_launcher, is_script, starting
 from simulator.recording.prices import Prices
 from simulator.recording.repeats import Found, Progress, Repeats
-from simulator.recording.request import (
-    DEVICES,
-    ENDING,
-    FACTS,
-    FAULT,
-    INTERRUPTED,
-    REPEATS,
-    STARTED,
-    TRACE,
-    Request,
-)
+from simulator.recording.request import DEVICES, FACTS, FAULT, INTERRUPTED, REPEATS, STARTED, TRACE, Request
 from simulator.recording.trace import together, trace_of
+from simulator.signals import ENDING, answered
 from strategies.timing.clock import LAUNCH_NS, Clock
 from traces.collecting import as_if_on, not_yet_imported
 from traces.model import Device
@@ -304,7 +295,7 @@ class _Keeper:
     @contextlib.contextmanager
     def kept_at_exit(self) -> Iterator[None]:
         """Inside, os._exit of this process, SIGTERM and SIGHUP leave what was recorded; of its forks they do what they
-        did. A signal that is ignored stays so (nohup)."""
+        did."""
         plain, mine = os._exit, os.getpid()
 
         def leave(status: int) -> Any:
@@ -316,31 +307,19 @@ class _Keeper:
             leave(128 + number)
 
         os._exit = leave
-        numbers = [number for number in ENDING if signal.getsignal(number) is not signal.SIG_IGN]
-        before = {number: signal.signal(number, terminated) for number in numbers}
-        _ended_as_before(terminated)
         try:
-            yield
+            with answered(ENDING, terminated):
+                _ended_as_before(terminated)
+                yield
         finally:
             os._exit = plain
-            for number, handler in before.items():
-                signal.signal(number, handler)
 
 
-@contextlib.contextmanager
-def _undisturbed() -> Iterator[None]:
+def _undisturbed() -> contextlib.AbstractContextManager[None]:
     """Inside, signals do nothing that end a program (one to all processes of a job comes from `llmem` once more) or
     that it handles (a DataLoader raises where a worker was ended)."""
-    if threading.current_thread() is not threading.main_thread():  # where alone handlers are set, and run
-        yield
-        return
     handled = [number for number in signal.valid_signals() if callable(signal.getsignal(number))]
-    before = {number: signal.signal(number, lambda *_: None) for number in {*ENDING, *handled}}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    return answered({*ENDING, *handled}, lambda *_: None)
 
 
 def _told(request: Request, used: Sequence[int]) -> tuple[Mapping[int, int], str]:

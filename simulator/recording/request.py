@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Final, Literal
@@ -17,8 +16,6 @@ STARTED: Final = "started.json"
 FAULT: Final = "fault"
 #: So many devices of a node have numbers of their own (c10's FakeGuardImpl); ranks beyond have the first one's.
 DEVICES: Final = 8
-#: Signals that end a program: what it recorded until then is kept. The second comes where its terminal is closed.
-ENDING: Final = (signal.SIGTERM, signal.SIGHUP)
 #: The exit code of a program that was interrupted.
 INTERRUPTED: Final = 130
 #: Steps: as many as it takes until two of them do the same.

@@ -190,6 +190,16 @@ def test_a_signal_that_comes_again_lets_it_be_written(tmp_path: Path) -> None:
     assert answer(tmp_path)["ranks"][0]["peak_allocated"] == 4 * MIB
 
 
+def test_a_signal_that_is_ignored_stays_so(tmp_path: Path) -> None:
+    """As nohup has it: the program goes on where its terminal is closed."""
+    text = "import os, signal\nos.kill(os.getpid(), signal.SIGHUP)\nos.kill(os.getppid(), signal.SIGHUP)\nprint('on')\n"
+    folder_of(tmp_path, {"train.py": text})
+    words = ["nohup", sys.executable, "-m", "simulator", "record", "-q", "--", "train.py"]
+    given = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(words, cwd=tmp_path, env=given, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "on\n"), done.stderr
+
+
 def test_a_fault_of_compiled_code_is_told_with_its_place(tmp_path: Path) -> None:
     program = "import ctypes, torch\nctypes.string_at(torch.ones(4, device='cuda').data_ptr())\n"
     done = record(folder_of(tmp_path, {"train.py": program}), "train.py", run=warm.cold)
