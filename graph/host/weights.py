@@ -347,7 +347,7 @@ def _saved_on(
     with module.ContextManagers([module.local_torch_dtype(dtype), *empty]):
         model = made()
     model.tie_weights()
-    model.get_parameter = model.state_dict(keep_vars=True).__getitem__  # asked up to 5.22 for buffers too, on meta
+    model.get_parameter = model.state_dict(keep_vars=True).__getitem__  # asked up to 5.13 for buffers too, on meta
     state = module.remove_tied_weights_from_state_dict(model.state_dict(), model)
     converted: Mapping[str, torch.Tensor] = module.revert_weight_conversion(model, state)
     return converted

@@ -356,7 +356,7 @@ def test_a_configuration_may_hold_what_no_file_does(runtime: Runtime, tmp_path: 
 def test_a_buffer_of_a_model_without_weights_is_saved(
     runtime: Runtime, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """transformers up to 5.22 asks for it as for a parameter, where it is on the meta device (Gemma 4)."""
+    """transformers up to 5.13 asks for it as for a parameter, where it is on the meta device (Gemma 4)."""
     transformers = pytest.importorskip("transformers", "5.0.0")
     plain = transformers.modeling_utils.remove_tied_weights_from_state_dict
     asked: list[str] = []
