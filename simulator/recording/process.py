@@ -336,6 +336,7 @@ def _told(request: Request, used: Sequence[int]) -> tuple[Mapping[int, int], str
     own = request.local_rank if request.local_rank in used else used[0]
     further = {gpu: request.world + request.rank * request.gpus + gpu for gpu in used if gpu != own}
     there = "".join(f", and GPU {gpu}, which is told of as rank {rank}" for gpu, rank in further.items())
+    there += ", beside what GPUs' own ranks have: that is not added up" if further else ""
     elsewhere = further or own != request.local_rank
     return further, f"rank {request.rank} worked on GPU {own}{there}" if elsewhere else ""
 

@@ -109,6 +109,7 @@ def test_ranks_that_work_on_each_others_gpus(tmp_path: Path) -> None:
     assert found == {(0, 1): 80, (3, 4): 30}
     assert "rank 0 worked on GPU 0, and GPU 1, which is told of as rank 3" in done.stderr
     assert "rank 1 worked on GPU 1, and GPU 0, which is told of as rank 4" in done.stderr
+    assert done.stderr.count("beside what GPUs' own ranks have: that is not added up") == 2
 
 
 def test_a_group_of_a_device_takes_nothing_from_another_one(tmp_path: Path) -> None:
