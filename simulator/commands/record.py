@@ -78,7 +78,7 @@ def command(
     quiet: bool,
     **program_is: Any,
 ) -> int:
-    """Run PROGRAM (a script, or a module with -m) unmodified on a GPU that is not there; report what its memory did."""
+    """Run PROGRAM (script, notebook, -m module) unmodified on a GPU that is not there; report what its memory did."""
     from graph.hardware.profile import profile
     from simulator.estimator.outside import bytes_of, process_terms
     from simulator.recording.launch import record

@@ -72,7 +72,7 @@ class Programs(click.Command):
 def begins_program(word: str) -> bool:
     """Whether a word begins a program: a script's path, Python or a launcher."""
     name = Path(word).name
-    return name.endswith(".py") or name in _BEGINS or name.startswith("python")
+    return name.endswith((".py", ".ipynb")) or name in _BEGINS or name.startswith("python")
 
 
 def program_options(command: Callable[..., Any]) -> Callable[..., Any]:

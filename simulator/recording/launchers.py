@@ -35,14 +35,14 @@ _FLAGS: Final = ("-u", "-B", "-O", "-s", "-E", "-I")
 
 @dataclass(frozen=True)
 class Program:
-    """A script or a module (`kind`), its path or name with its arguments, and the processes that its launcher starts.
+    """A program (`kind`), its path or module's name with its arguments, and the processes that its launcher starts.
 
     There are `nodes` nodes with `processes` each. `environment` is what the launcher adds to it, beside the ranks;
     `local` an argument that goes before the program's own, with the local rank in it. `launched`: by a launcher that
     tells ranks their places, also where there is one. `command`: it may start a program that is meant.
     """
 
-    kind: Literal["script", "module"]
+    kind: Literal["script", "module", "notebook"]
     words: tuple[str, ...]
     processes: int = 1
     nodes: int = 1
@@ -86,6 +86,8 @@ def program_of(words: Sequence[str], module: str | None = None, gpus: int | None
         raise ConfigError(f"no program is given: {_USAGE}")
     if first.startswith("python") and not first.endswith(".py"):
         return _python(words[1:], gpus)
+    if first.endswith(".ipynb") and Path(words[0]).is_file():
+        return _notebook(words)
     if Path(words[0]).is_file() and (first.endswith(".py") or _is_python(words[0])):
         return Program("script", words)
     command = None if first.endswith(".py") or first != words[0] else _command(first)
@@ -96,7 +98,7 @@ def program_of(words: Sequence[str], module: str | None = None, gpus: int | None
 
 def _what(word: str) -> str:
     """What is wrong with what does not begin a program."""
-    if word.endswith(".py"):
+    if word.endswith((".py", ".ipynb")):
         return "is not a file"
     if Path(word).is_file() or shutil.which(word) is not None:
         return "is not a Python program; record what it starts, or put `llmem record` behind it"
@@ -118,6 +120,16 @@ def _command(name: str) -> str | None:
     own = Path(sysconfig.get_path("scripts"), name)
     found = str(own) if own.is_file() else shutil.which(name)
     return found if found is not None and _is_python(found) else None
+
+
+def _notebook(words: tuple[str, ...]) -> Program:
+    try:
+        from graph.host.notebook import cells
+
+        cells(words[0])
+    except ImportError as error:
+        raise ConfigError(f"{words[0]}: its cells are run by IPython: pip install 'vramsim[notebook]'") from error
+    return Program("notebook", words)
 
 
 def _python(words: tuple[str, ...], gpus: int | None) -> Program:

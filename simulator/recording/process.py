@@ -65,7 +65,7 @@ from traces.release import installed_release
 _OURS: Final = str(Path(__file__).resolve().parents[2])
 #: PR_SET_PDEATHSIG of Linux (prctl.h): the signal that comes when whoever started this process is gone.
 _DIE_WITH_PARENT: Final = 1
-#: What runs the code of a program's first module: the outermost frame that is not the program's.
+#: What runs the code of a program's first module.
 _BASE: Final[types.CodeType] = runpy._run_code.__code__  # type: ignore[attr-defined]
 
 
@@ -107,7 +107,8 @@ def main(text: str, objects: int, further: int) -> int:
         runtime.values.number = request.floats
         runtime.values.share = request.nonzero
         price = None if prices is None else prices.kernel
-        recorder = ProgramRecorder(runtime, allocator, _BASE, price, request.on_gpu, others)
+        run, base = _way(request)
+        recorder = ProgramRecorder(runtime, allocator, base, price, request.on_gpu, others)
         for live, known in zip(allocators, recorder.cards, strict=True):
             live.told = History(functools.partial(trace_of, live, known.labels, {}))
         end = _End(request, allocators)
@@ -145,7 +146,7 @@ def main(text: str, objects: int, further: int) -> int:
             as_if_on(objects)
             if not request.launched:
                 stack.enter_context(starting(_meant(request, allocators), _leaving(folder), torchrun=request.command))
-            code, error = _run(request)
+            code, error = _run(request, run)
             keeper.raised = "" if error is None else told(error)
         keeper.keep(code)  # what the error's frames hold is alive, as it is where Python tells of it
         del error
@@ -361,9 +362,21 @@ def _ended_as_before(handler: Callable[[int, Any], None]) -> None:
     os.register_at_fork(before=hold, after_in_parent=resume, after_in_child=begin)
 
 
-def _run(request: Request) -> tuple[int, BaseException | None]:
-    """Run the program as `__main__`: its exit code, and what it raised, told on stderr as Python tells it."""
-    folder = str(Path(request.program[0]).resolve().parent) if request.kind == "script" else os.getcwd()
+def _way(request: Request) -> tuple[Callable[[], object], types.CodeType]:
+    """What runs the program as `__main__`, and the code of its outermost frame that is not the program's."""
+    name = request.program[0]
+    if request.kind == "notebook":
+        from graph.host import notebook
+
+        return functools.partial(notebook.run, name), notebook.BASE
+    if request.kind == "script":
+        return functools.partial(runpy.run_path, name, run_name="__main__"), _BASE
+    return functools.partial(runpy.run_module, name, run_name="__main__", alter_sys=True), _BASE
+
+
+def _run(request: Request, run: Callable[[], object]) -> tuple[int, BaseException | None]:
+    """Run the program: its exit code, and what it raised, told on stderr as Python tells it."""
+    folder = os.getcwd() if request.kind == "module" else str(Path(request.program[0]).resolve().parent)
     _forget_our_folder()
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -371,10 +384,7 @@ def _run(request: Request) -> tuple[int, BaseException | None]:
         with own_modules.of(folder).first():
             local = [request.local.format(request.local_rank)] if request.local else []
             sys.argv = [request.program[0], *local, *request.program[1:]]
-            if request.kind == "script":
-                runpy.run_path(request.program[0], run_name="__main__")
-            else:
-                runpy.run_module(request.program[0], run_name="__main__", alter_sys=True)
+            run()
     except Finished:
         return 0, None
     except SystemExit as stop:
@@ -405,7 +415,7 @@ def _tell(error: BaseException) -> None:
     frames = error.__traceback__
     while frames is not None and _is_ours(frames):
         frames = frames.tb_next
-    error = error.with_traceback(frames or error.__traceback__)
+    error = error.with_traceback(frames if frames or isinstance(error, SyntaxError) else error.__traceback__)
     sys.excepthook(type(error), error, error.__traceback__)
     if hint := way_out(error) or compiled.way_out(error):
         print(f"llmem: {hint}", file=sys.stderr)

@@ -26,7 +26,7 @@ REPEATS: Final = -1
 class Request:
     """A program and the GPU it runs on.
 
-    `program` is a script's path (`kind` script) or a module's name, and its arguments. `memory` and `context` are bytes
+    `program` is a path or a module's name (`kind`), and its arguments. `memory` and `context` are bytes
     (memory 0: the card's own); `conf` None: as the environment says. `steps` 0: to the program's end; `REPEATS`: until
     two steps do the same. Each rank of a job has a process of its own, `rank` of `world`, of which each node has
     `processes`; `environment` is what their launcher adds to it, and `local` an argument with the local rank that it
@@ -44,7 +44,7 @@ class Request:
     """
 
     program: tuple[str, ...]
-    kind: Literal["script", "module"]
+    kind: Literal["script", "module", "notebook"]
     folder: str
     gpu: str
     release: str
