@@ -12,9 +12,13 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Final
 
+import torch
+
 if TYPE_CHECKING:
     from graph.fake_cuda.device import Runtime
 
+#: The CUDA that PyTorch brings, if any: a program is told of one.
+_CUDA: Final = torch.version.cuda
 #: Where wheels have FlashAttention-3, below xformers' folder.
 _THIRD: Final = ("flash_attn_3/_C.so", "_C_flashattention3.so")
 
@@ -25,13 +29,20 @@ def quiet() -> None:
 
 
 def loaded(runtime: Runtime, library: ModuleType) -> None:
-    """`xformers._cpp_lib` has looked for its library: where that cannot be loaded, it goes on as if it were."""
+    """`xformers._cpp_lib` has looked for its library: where that cannot be loaded, it goes on as if it were, unless
+    PyTorch brings another CUDA than it asks for, with which it could not be loaded on a GPU either."""
     logging.getLogger("xformers").setLevel(logging.NOTSET)
     if library._cpp_library_load_exception is None:
         return
     folder = Path(str(library.__file__)).parent
     written = folder / "cpp_lib.json"  # not where it was installed without compiling
     facts = json.loads(written.read_text("utf-8")) if written.exists() else {"version": {"cuda": 0}, "env": {}}
+    theirs = facts["version"]["cuda"] // 100
+    if theirs and _CUDA is not None and _CUDA.partition(".")[0] != str(theirs):
+        runtime.note(
+            f"xformers was built for CUDA {theirs}, which PyTorch here does not bring: its library is not loaded"
+        )
+        return
     found = library._BuildInfo(facts)
     vars(library).update(
         _build_metadata=found,

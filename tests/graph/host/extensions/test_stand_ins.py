@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import textwrap
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 pytest.importorskip("torch")
 
+from graph.host.extensions import xformers
 from graph.host.extensions.stand_ins import way_out
 from tests.places import ROOT
 from tests.simulator.recording.test_record import answer, folder_of, record
@@ -187,6 +190,24 @@ def test_what_xformers_would_have_compiled_is_noted(tmp_path: Path) -> None:
     assert done.stdout.splitlines()[0] == "True None {'version': {'cuda': 0}, 'env': {}}", done.stderr
     assert "xFormers" not in done.stderr
     assert "PyTorch's attention stands for its FlashAttention-3" in done.stderr
+
+
+@pytest.mark.parametrize(("ours", "loaded"), [(None, True), ("12.6", True), ("13.0", False)])
+def test_xformers_for_another_cuda_is_not_loaded(
+    ours: str | None, loaded: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The wheel of 0.0.35 needs libcudart.so.12, which PyTorch 2.13.0+cu130 does not bring: it says that its attention
+    is not there."""
+    (tmp_path / "cpp_lib.json").write_text('{"version": {"cuda": 1208}, "env": {}}')
+    error, noted = OSError("libcudart.so.12"), list[str]()
+    found: Any = SimpleNamespace(
+        __file__=str(tmp_path / "_cpp_lib.py"), _cpp_library_load_exception=error, _BuildInfo=dict
+    )
+    monkeypatch.setattr(xformers, "_CUDA", ours)
+    runtime: Any = SimpleNamespace(note=noted.append)
+    xformers.loaded(runtime, found)
+    assert found._cpp_library_load_exception is (None if loaded else error)
+    assert [text[:30] for text in noted] == ([] if loaded else ["xformers was built for CUDA 12"])
 
 
 #: As mamba_ssm/ops/selective_scan_interface.py (2.3) and causal_conv1d's functions (1.6 and 1.4) call their extensions.
