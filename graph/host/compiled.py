@@ -122,6 +122,11 @@ def compiling(
             self.enter_exit_hooks.append(_hidden)
 
         stack.enter_context(mock.patch.object(context, "__init__", made))
+        if hasattr(torch.compiler, "save_cache_artifacts"):  # from 2.7 on
+            # What was compiled for no device is for no other run, nor what was for a real one for this.
+            caches: Any = importlib.import_module("torch.compiler._cache").CacheArtifactManager
+            stack.enter_context(mock.patch.object(caches, "record_artifact"))
+            stack.enter_context(mock.patch.object(caches, "deserialize", return_value=None))
         stack.enter_context(mock.patch.object(modules, "_has_any_global_hook", return_value=False, create=True))
         stack.enter_context(mock.patch.object(modules.Module, "compile", _followed(modules.Module.compile)))
         yield

@@ -6,6 +6,7 @@ import functools
 import json
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ pytest.importorskip("torch")
 import traces
 from tests.simulator.recording.test_record import answer, folder_of, record
 from traces.model import Op
+from traces.release import installed_release
 
 PROGRAM = """
 import sys
@@ -290,3 +292,19 @@ def test_products_are_padded_as_on_a_gpu_where_they_are_measured(on_gpu: bool, t
     assert half == (always if on_gpu else never)
     assert single == plain
     assert by_tensor_cores == (forced if on_gpu else plain)
+
+
+@pytest.mark.skipif(installed_release().startswith("2.6"), reason="from PyTorch 2.7 on")
+def test_what_is_compiled_is_for_no_other_run(tmp_path: Path) -> None:
+    """Unsloth keeps it below the user's home as a program ends, for the next one with this GPU."""
+    program = """
+        import atexit, torch
+        def kept():
+            print(torch.compiler.save_cache_artifacts())
+        atexit.register(kept)
+        torch.compile(lambda x: x * 2 + 1)(torch.ones(64, device="cuda"))
+        kept()
+    """
+    done = record(folder_of(tmp_path, {"train.py": textwrap.dedent(program)}), "train.py")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "None\nNone\n"
