@@ -8,7 +8,6 @@ it runs until it starts a program.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import shlex
 import shutil
@@ -16,11 +15,13 @@ import subprocess
 import sys
 import sysconfig
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, Literal, TypeAlias
 from unittest import mock
+
+import msgspec
 
 from traces.errors import ConfigError, LLMemError
 from traces.text import path_text
@@ -53,13 +54,12 @@ class Program:
 
     def text(self) -> str:
         """As JSON."""
-        return json.dumps(asdict(self))
+        return msgspec.json.encode(self).decode()
 
     @classmethod
     def parse(cls, text: str) -> Program:
         """From JSON."""
-        values = json.loads(text)
-        return cls(**{**values, "words": tuple(values["words"])})
+        return msgspec.json.decode(text, type=cls)
 
 
 class StartedError(LLMemError):

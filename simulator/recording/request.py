@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Final, Literal
+
+import msgspec
 
 #: What that process leaves in the request's folder.
 TRACE: Final = "trace.npz"
@@ -79,10 +80,9 @@ class Request:
 
     def text(self) -> str:
         """As JSON."""
-        return json.dumps(asdict(self))
+        return msgspec.json.encode(self).decode()
 
     @classmethod
     def parse(cls, text: str) -> Request:
         """From JSON."""
-        values = json.loads(text)
-        return cls(**{**values, "program": tuple(values["program"])})
+        return msgspec.json.decode(text, type=cls)
