@@ -210,7 +210,7 @@ def pack(parameters: Sequence[Parameter], configs: Mapping[int, ChunkConfig]) ->
 
 @dataclass(frozen=True, slots=True)
 class ChunkLayout:
-    """All chunks of one rank's model, and what they cost."""
+    """All chunks of one rank's model."""
 
     configs: Mapping[int, ChunkConfig]
     chunks: tuple[Chunk, ...]
@@ -223,14 +223,6 @@ class ChunkLayout:
         Ranks of one tensor-parallel group are neighbours: rank = data index x tensor + tensor index.
         """
         return rank // self.tensor if chunk.degree == self.data else rank
-
-    def adam_elements(self, rank: int) -> int:
-        """Elements for which world rank `rank` has Adam states: the real parameters in what it keeps."""
-        return sum(chunk.valid(self.place(chunk, rank)) for chunk in self.chunks)
-
-    def chunk_bytes(self) -> int:
-        """Bytes of fp16 and fp32 chunks that a rank keeps between steps, as requested (blocks may be larger)."""
-        return sum((HALF + MASTER) * chunk.held for chunk in self.chunks)
 
 
 def layout(
