@@ -44,7 +44,6 @@ from traces.errors import ConfigError
 from traces.release import installed_release
 
 Head = Literal["", "causal-lm", "seq2seq-lm", "masked-lm", "sequence-classification", "image-classification"]
-HEADS: Final[tuple[str, ...]] = get_args(Head)[1:]
 
 # --- where keys mean something ---------------------------------------------------------------------------------------
 

@@ -42,7 +42,7 @@ _TABLES: Final[Mapping[str, str]] = {
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """What is built: `kind` of `config`. `head` is a head of `graph.case.HEADS`, or "" for a class that has none of
+    """What is built: `kind` of `config`. `head` is a `graph.case.Head`, or "" for a class that has none of
     them; `named` the class that the configuration names, where it is another one, and `note` says so."""
 
     kind: Any
