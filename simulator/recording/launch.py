@@ -48,11 +48,13 @@ import torch
 gc.collect()
 objects = len(gc.get_objects())
 from graph.fake_cuda.torch_private import DYNAMO
-further = -len(gc.get_objects())
+gc.freeze()
 importlib.import_module(DYNAMO)
-further += len(gc.get_objects())
+further = [len(gc.get_objects())]
+gc.collect()
+further.append(len(gc.get_objects()))
 from simulator.recording.process import main
-sys.exit(main({text!r}, objects, further))
+sys.exit(main({text!r}, objects, *further))
 """
 
 

@@ -69,9 +69,10 @@ _DIE_WITH_PARENT: Final = 1
 _BASE: Final[types.CodeType] = runpy._run_code.__code__  # type: ignore[attr-defined]
 
 
-def main(text: str, objects: int, further: int) -> int:
+def main(text: str, objects: int, further: int, lasting: int) -> int:
     """Run what the request (`Request`, as JSON) asks for; the program's exit code. Importing torch made so many objects
-    that the collector looks at, and importing Dynamo, as the first optimizer does, so many further ones."""
+    that the collector looks at, and importing Dynamo, as the first optimizer does, makes `further` ones, some of them
+    `lasting`."""
     request = Request.parse(text)
     ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGTERM)
     if not faulthandler.is_enabled():
@@ -142,7 +143,7 @@ def main(text: str, objects: int, further: int) -> int:
             contextlib.ExitStack() as stack,
         ):
             phases.settle = _settling(job, recorder)
-            not_yet_imported(DYNAMO, further)
+            not_yet_imported(DYNAMO, further, lasting)
             as_if_on(objects)
             if not request.launched:
                 stack.enter_context(starting(_meant(request, allocators), _leaving(folder), torchrun=request.command))
