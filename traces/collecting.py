@@ -25,8 +25,17 @@ _PASSES: Final = (4, 10)
 #: What all kinds of files are made of.
 _FILE: Final[Any] = io.IOBase.__base__
 _COMPRESSED: Final = frozenset({"bz2", "gzip", "lzma"})
-#: What counts in the place of what a program would have imported.
-_counted: Final[list[list[Any]]] = []
+
+
+class _Object:
+    """Counts in the place of what a program would have imported. Python keeps no freed ones to be used uncounted, as it
+    does lists."""
+
+    __slots__ = ("itself",)
+    itself: _Object
+
+
+_counted: Final[list[_Object]] = []
 
 
 @contextlib.contextmanager
@@ -59,9 +68,9 @@ def as_if_on(objects: int) -> None:
     """
     gc.freeze()
     seen = objects * _SEEN // 100
-    _counted.extend([] for _ in range(seen))
+    _counted.extend(_Object() for _ in range(seen))
     gc.collect()
-    _counted.extend([] for _ in range(objects - seen))
+    _counted.extend(_Object() for _ in range(objects - seen))
     for generation, passes in ((1, _PASSES[1]), (0, _PASSES[0])):
         for _ in range(passes):
             gc.collect(generation)
@@ -86,11 +95,11 @@ class _Imported:
         module.__spec__ = self.spec
         sys.meta_path.remove(self)
         for number in range(self.objects):
-            made: list[Any] = []
+            made = _Object()
             if number * self.lasting % self.objects < self.lasting:
                 _counted.append(made)
             else:
-                made.append(made)
+                made.itself = made
 
 
 def not_yet_imported(name: str, objects: int, lasting: int) -> None:
