@@ -313,6 +313,8 @@ def _multinomial(
 ) -> Any:
     """Distributions.cpp, `multinomial_out`; with replacement cuda/MultinomialKernel.cu."""
     out = _result((*source.shape[:-1], samples), torch.int64, out)
+    if not source.numel():
+        return out
     if replacement and samples > 1:
         given = None if runtime.profile.release >= (2, 15) else source.new_empty(source.shape)
         normed, sums = (source.new_empty(source.shape) for _ in range(2))

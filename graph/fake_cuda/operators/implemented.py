@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from graph.fake_cuda.operators.refused import not_implemented
+from graph.fake_cuda.operators.refused import CHECKS, not_implemented
 from graph.workspaces.metadata import tensors
 from traces.release import version_of
 
@@ -115,9 +115,11 @@ _MISSING: Final[Sequence[tuple[frozenset[torch.dtype], Mapping[str | Callable[[t
             "batch_norm_stats_cuda": "native_batch_norm _native_batch_norm_legit _batch_norm_with_update",
             "binary_cross_entropy_out_cuda": "binary_cross_entropy",
             "check_uniform_bounds": "uniform_",
+            "conv_depthwise2d_forward_cuda": "_conv_depthwise2d",
             "ctc_loss_cuda": "_ctc_loss _ctc_loss.Tensor",
             "dot": "dot vdot",
             "elu_cuda": "elu",
+            "embedding_renorm_cuda_": "embedding_renorm",
             "frac_cuda": "frac",
             "fused_dropout": "native_dropout",
             "glu_cuda": "glu",
@@ -138,6 +140,7 @@ _MISSING: Final[Sequence[tuple[frozenset[torch.dtype], Mapping[str | Callable[[t
             "log_sigmoid_forward_cuda": "log_sigmoid_forward",
             "logaddexp2_cuda": "logaddexp2",
             "logaddexp_cuda": "logaddexp",
+            "masked_scale": "native_dropout_backward",
             "max_pool2d_with_indices_out_cuda_frame": "max_pool2d_with_indices",
             "max_pool3d_with_indices_out_frame": "max_pool3d_with_indices",
             "mish_cuda": "mish",
@@ -181,8 +184,10 @@ _MISSING: Final[Sequence[tuple[frozenset[torch.dtype], Mapping[str | Callable[[t
             "gcd_cuda": "gcd",
             "geometric_cuda": "geometric_",
             "histc": "histc",
+            "kthvalue_cuda": "kthvalue.values",
             "lcm_cuda": "lcm",
             "lshift_cuda": "bitwise_left_shift.Tensor",
+            "median_out_impl": "median.dim_values nanmedian.dim_values",
             "pow_cuda": "pow.Tensor_Tensor",
             "reflection_pad1d_out": "reflection_pad1d",
             "reflection_pad2d_out_template": "reflection_pad2d",
@@ -191,6 +196,7 @@ _MISSING: Final[Sequence[tuple[frozenset[torch.dtype], Mapping[str | Callable[[t
             "replication_pad2d_cuda": "replication_pad2d",
             "round_cuda": "round",
             "rshift_cuda": "bitwise_right_shift.Tensor",
+            "searchsorted_out_cuda": "bucketize.Tensor searchsorted.Tensor",
             "threshold_cuda": "threshold",
             "trunc_cuda": "trunc",
         },
@@ -231,13 +237,14 @@ def check_of(func: Operator) -> Callable[[Sequence[Any]], None] | None:
 
 
 def checked(func: Operator, kernel: Kernel) -> Kernel:
-    """A kernel that begins with the check, if there is any."""
-    check = check_of(func)
-    if check is None:
+    """A kernel that begins with this check and that of what is refused, if there are any."""
+    checks = [check for check in (CHECKS.get(func), check_of(func)) if check is not None]
+    if not checks:
         return kernel
 
     def called(*args: object, **kwargs: object) -> Any:
-        check(args)
+        for check in checks:
+            check(args)
         return kernel(*args, **kwargs)
 
     return called

@@ -37,6 +37,11 @@ _NAMES: Final[Mapping[torch.dtype, tuple[str, str]]] = {
 _WIDE: Final = {torch.int64: "int64_t", torch.int16: "int16_t", torch.int8: "int8_t", torch.uint8: "uint8_t"}
 _HALF: Final = frozenset({torch.float16, torch.bfloat16})
 
+#: What distributions say of a dtype.
+_CONTINUOUS: Final = (
+    "distribution is a continuous probability distribution. dtype must be a floating point but you specified {}"
+)
+
 Check = Callable[[Sequence[Any]], None]
 
 
@@ -219,9 +224,54 @@ def _of_each(check: Check) -> Check:
     return checked
 
 
-def _targets(args: Sequence[Any]) -> None:
-    if args[1].dtype not in (torch.int64, torch.uint8):
-        raise RuntimeError(f"expected target dtype to be Long or Byte, but got {_scalar(args[1])}")
+def _nll(args: Sequence[Any]) -> None:
+    source, target, _, reduction = args[:4]
+    if target.dtype not in (torch.int64, torch.uint8):
+        raise RuntimeError(f"expected target dtype to be Long or Byte, but got {_scalar(target)}")
+    reduced = f"reduce_cuda_kernel_{source.dim()}d" if reduction or source.dim() == 1 else "no_reduce_cuda_kernel"
+    _computed(f"nll_loss_forward_{reduced}", source)
+
+
+def _logcumsumexp(args: Sequence[Any]) -> None:
+    _computed("logcumsumexp_cuda", args[0])
+
+
+def _cudnn(args: Sequence[Any]) -> None:
+    """`getCudnnDataTypeFromScalarType` (cudnn/Descriptors.cpp) has integers that cuDNN has."""
+    if args[0].dtype in (torch.bool, torch.int64, torch.int16):
+        raise RuntimeError(f"getCudnnDataTypeFromScalarType() not supported for {_scalar(args[0])}")
+
+
+def _no_booleans(said: str, then: Check | None = None) -> Check:
+    def check(args: Sequence[Any]) -> None:
+        if args[0].dtype is torch.bool:
+            raise RuntimeError(said)
+        if then is not None:
+            then(args)
+
+    return check
+
+
+def _floating(said: str, place: int = 0, named: Callable[[torch.Tensor], str] = _scalar) -> Check:
+    """A check that an operand is of floating-point numbers, or there are none; `said` holds its dtype's name."""
+
+    def check(args: Sequence[Any]) -> None:
+        one = args[place]
+        if one.numel() and not (one.is_floating_point() or one.is_complex()):
+            raise RuntimeError(said.format(named(one)))
+
+    return check
+
+
+def _addcdiv(args: Sequence[Any]) -> None:
+    if not any(one.is_floating_point() or one.is_complex() for one in args[1:3]):
+        raise RuntimeError(
+            "Integer division with addcdiv is no longer supported, and in a future  release addcdiv will perform a "
+            "true division of tensor1 and tensor2. The historic addcdiv behavior can be implemented as (input + value "
+            "* torch.trunc(tensor1 / tensor2)).to(input.dtype) for integer inputs and as (input + value * tensor1 / "
+            "tensor2) for float inputs. The future addcdiv behavior is just the latter implementation: (input + value "
+            "* tensor1 / tensor2), for all dtypes."
+        )
 
 
 def _index(args: Sequence[Any]) -> None:
@@ -411,14 +461,32 @@ CHECKS: Final[Mapping[Any, Check]] = {
     **dict.fromkeys((_aten.min.default, _aten.min.dim), _none_of("min")),
     _aten.amax.default: _none_of("amax"),
     _aten.amin.default: _none_of("amin"),
-    _aten.argmax.default: _none_of("argmax", whole=IndexError),
-    _aten.argmin.default: _none_of("argmin", whole=IndexError),
+    **{
+        getattr(_aten, name).default: _no_booleans(
+            f"{name}(): does not support bool input", _none_of(name, whole=IndexError)
+        )
+        for name in ("argmax", "argmin")
+    },
     **dict.fromkeys((_aten.median.dim_values, _aten.nanmedian.dim_values), _none_of("median")),
     _aten.mode.default: _none_of("mode", -1),
     **dict.fromkeys((_aten.std.correction, _aten.var.correction), _spread_of("std and var")),
     _aten.std_mean.correction: _spread_of("std_mean"),
     _aten.var_mean.correction: _spread_of("var_mean"),
-    _aten.nll_loss_forward.default: _targets,
+    _aten.nll_loss_forward.default: _nll,
+    _aten._logcumsumexp.default: _logcumsumexp,
+    _aten.cudnn_convolution.default: _cudnn,
+    _aten.cudnn_convolution_transpose.default: _cudnn,
+    _aten.relu.default: _no_booleans("Boolean inputs not supported for relu"),
+    _aten.relu_.default: _no_booleans("Boolean inputs not supported for relu"),
+    _aten.topk.default: _no_booleans("topk does not support bool dtypes on CPU"),
+    _aten.multinomial.default: _floating("multinomial only supports floating-point dtypes for input, got: {}"),
+    _aten.bernoulli_.Tensor: _floating("expected probabilities tensor to have floating type, got {}", place=1),
+    _aten.exponential_.default: _floating(f"Exponential {_CONTINUOUS}"),
+    _aten.cauchy_.default: _floating(f"Cauchy {_CONTINUOUS}", named=_type),
+    _aten.linalg_matrix_exp.default: _floating(
+        "linalg.matrix_exp: Expected a floating point or complex tensor as input. Got {}"
+    ),
+    **dict.fromkeys((_aten.addcdiv.default, _aten.addcdiv_.default), _addcdiv),
     _aten.index.Tensor: _index,
     _aten._index_put_impl_.default: _index_put,
     _aten.index_add.default: _index_add,

@@ -32,6 +32,10 @@ def i(*sizes: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
     return torch.zeros(*sizes, device="cuda", dtype=dtype)
 
 
+def t(*sizes: int) -> torch.Tensor:
+    return i(*sizes, dtype=torch.bool)
+
+
 def e(*sizes: int) -> torch.Tensor:
     return f(*sizes).to(torch.float8_e4m3fn)
 
@@ -183,6 +187,62 @@ REFUSED: list[tuple[Callable[[], object], str]] = [
     ),
     (lambda: functional.binary_cross_entropy(f(4), b(4)), "Found dtype BFloat16 but expected Float"),
     (lambda: torch.softmax(i(4), 0), "\"host_softmax\" not implemented for 'Long'"),
+    (lambda: i(4).logcumsumexp(0), "\"logcumsumexp_cuda\" not implemented for 'Long'"),
+    (
+        lambda: functional.nll_loss(i(4, 3), i(4)),
+        "\"nll_loss_forward_reduce_cuda_kernel_2d\" not implemented for 'Long'",
+    ),
+    (
+        lambda: functional.nll_loss(i(4, 3), i(4), reduction="none"),
+        "\"nll_loss_forward_no_reduce_cuda_kernel\" not implemented for 'Long'",
+    ),
+    (
+        lambda: functional.nll_loss(i(3), i(1)[0], reduction="none"),
+        "\"nll_loss_forward_reduce_cuda_kernel_1d\" not implemented for 'Long'",
+    ),
+    (lambda: t(4).kthvalue(2), "\"kthvalue_cuda\" not implemented for 'Bool'"),
+    (lambda: t(4, 4).median(1), "\"median_out_impl\" not implemented for 'Bool'"),
+    (lambda: torch.bucketize(t(4), t(4)), "\"searchsorted_out_cuda\" not implemented for 'Bool'"),
+    (lambda: t(4).topk(2), "topk does not support bool dtypes on CPU"),
+    (lambda: t(4, 4).argmax(1), "argmax(): does not support bool input"),
+    (lambda: t(0).argmin(), "argmin(): does not support bool input"),
+    (lambda: t(0).relu(), "Boolean inputs not supported for relu"),
+    (lambda: i(4).multinomial(2), "multinomial only supports floating-point dtypes for input, got: Long"),
+    (lambda: i(4).bernoulli(), "expected probabilities tensor to have floating type, got Long"),
+    (
+        lambda: i(4).exponential_(),
+        "Exponential distribution is a continuous probability distribution. dtype must be a floating point but you "
+        "specified Long",
+    ),
+    (
+        lambda: i(4, dtype=torch.int16).cauchy_(),
+        "Cauchy distribution is a continuous probability distribution. dtype must be a floating point but you "
+        "specified short int",
+    ),
+    (
+        lambda: torch.matrix_exp(i(4, 4)),
+        "linalg.matrix_exp: Expected a floating point or complex tensor as input. Got Long",
+    ),
+    (
+        lambda: functional.conv2d(i(1, 3, 8, 8), i(4, 3, 3, 3)),
+        "getCudnnDataTypeFromScalarType() not supported for Long",
+    ),
+    (
+        lambda: functional.conv_transpose2d(t(1, 3, 8, 8), t(3, 4, 3, 3)),
+        "getCudnnDataTypeFromScalarType() not supported for Bool",
+    ),
+    (
+        lambda: functional.conv2d(i(1, 3, 8, 8), i(3, 1, 3, 3), groups=3),
+        "\"conv_depthwise2d_forward_cuda\" not implemented for 'Long'",
+    ),
+    (
+        lambda: functional.embedding(i(4), i(10, 4), max_norm=1.0),
+        "\"embedding_renorm_cuda_\" not implemented for 'Long'",
+    ),
+    (
+        lambda: torch.ops.aten.native_dropout_backward(i(4), t(4), 2.0),
+        "\"masked_scale\" not implemented for 'Long'",
+    ),
     (lambda: f(4)[f(2)], "tensors used as indices must be long, int, byte or bool tensors"),
     (lambda: torch.ones(4)[i(2)], "indices should be either on cpu or on the same device as the indexed tensor (cpu)"),
     *(
@@ -248,6 +308,12 @@ TAKEN: list[Callable[[], Any]] = [
     lambda: f(4).copy_(torch.ones(4)),
     lambda: torch.maximum(f(4), H1),
     lambda: f(4).index_fill(0, i(4), H1),
+    lambda: functional.conv2d(i(1, 3, 8, 8, dtype=torch.uint8), i(4, 3, 3, 3, dtype=torch.uint8)),
+    lambda: i(4).addcdiv(i(4), f(4)),
+    lambda: i(0).exponential_(),
+    lambda: f(0, 4).multinomial(1),
+    lambda: torch.searchsorted(i(4), i(4)),
+    lambda: i(4).kthvalue(2)[0],
 ]
 
 
