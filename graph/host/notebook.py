@@ -63,6 +63,9 @@ class _Shell(InteractiveShell):
 
     compiler_class = _Compiler
 
+    def init_virtualenv(self) -> None:
+        """Packages are those of the Python that runs this, whichever environment a terminal is in."""
+
     def enable_gui(self, gui: str | None = None) -> None:
         """None is there for what `%matplotlib` asks."""
 

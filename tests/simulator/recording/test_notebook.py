@@ -31,7 +31,10 @@ def written(folder: Path, *cells: str, tags: tuple[str, ...] = ()) -> None:
 
 
 def ran(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    return record(folder, *options, "train.ipynb", IPYTHONDIR=str(folder / "ipython"))
+    """Run it, as in a terminal of another environment."""
+    return record(
+        folder, *options, "train.ipynb", IPYTHONDIR=str(folder / "ipython"), VIRTUAL_ENV=str(folder / "elsewhere")
+    )
 
 
 def test_it_does_what_a_script_does(tmp_path: Path) -> None:
