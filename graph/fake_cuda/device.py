@@ -289,14 +289,14 @@ class Runtime:
         """Count an assumption once more."""
         self.assumptions[what] = self.assumptions.get(what, 0) + 1
 
-    def ones(self, tensor: torch.Tensor) -> int:
-        """How many elements of `tensor`, without values, are not zero: as given, or one more assumption."""
+    def ones(self, tensor: torch.Tensor, quiet: bool = False) -> int:
+        """How many elements of `tensor`, without values, are not zero: as given, or one more assumption, or `quiet`."""
         if self.nonzero is not torch.Tensor.numel:
             return self.nonzero(tensor)
         spread = self.values.nonzero(tensor)
-        self.assume(
-            "elements that are not zero", "that all are not" if spread is None else "that a share of them is not"
-        )
+        if not quiet:
+            told = "that all are not" if spread is None else "that a share of them is not"
+            self.assume("elements that are not zero", told)
         return tensor.numel() if spread is None else spread
 
     def reset(self) -> None:

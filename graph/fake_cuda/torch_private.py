@@ -129,7 +129,7 @@ with _needed():
     # arguments and outputs, flat and back; whether Triton is installed.
     from torch._C import fork as typed_future
     from torch._C._distributed_c10d import _create_work_from_future as finished_work  # type: ignore[attr-defined]
-    from torch._C._dynamo.eval_frame import get_eval_frame_callback as compiling
+    from torch._C._dynamo.eval_frame import get_eval_frame_callback as _callback
     from torch._C._dynamo.eval_frame import set_eval_frame as compile_with
     from torch._prims_common import alert_not_deterministic
     from torch._subclasses import fake_tensor
@@ -197,6 +197,21 @@ with _needed():
     unflatten_dense = torch._utils._unflatten_dense_tensors
     #: Sets all tensors of a list to zero.
     zero_all: Callable[[list[torch.Tensor]], None] = torch._foreach_zero_
+
+_hold = ctypes.pythonapi.Py_IncRef
+_hold.argtypes, _hold.restype = (ctypes.py_object,), None
+
+
+def _held_callback() -> object:
+    """PyTorch 2.6 and 2.7 give a reference away that they never took (`get_eval_frame_callback_py`,
+    torch/csrc/dynamo/eval_frame.c), mostly to None, of which Python up to 3.11 has a number that runs out."""
+    callback = _callback()
+    _hold(callback)
+    return callback
+
+
+#: What compiles the frames that Python enters on this thread, None outside of compiled code.
+compiling: Callable[[], Any] = _callback if version_of(torch.__version__) >= (2, 8) else _held_callback
 
 _prims: Any = torch._prims_common
 #: Whether a tensor's elements fill its storage from first to last; up to 2.9 it has a shorter name.

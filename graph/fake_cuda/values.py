@@ -127,7 +127,7 @@ class Values:
         self.number = 0.0  # what floating-point numbers without values are read as
         self.share: float | None = None  # of elements without values that are not zero, of all where it is not given
         self.assume: Callable[[str, object], None] = lambda what, value: None  # told of what is taken to be so
-        self.ones: Callable[[torch.Tensor], int] = torch.Tensor.numel  # how many booleans without values are true
+        self.ones: Callable[[torch.Tensor, bool], int] = lambda booleans, quiet: booleans.numel()  # that are true
         self.wanted: Callable[[], bool | None] = lambda: None  # what has to be so for the program not to raise
         self._comparing: bool | None = None  # how numbers without values compare: None, as they are read
         self.known: MutableMapping[int, torch.UntypedStorage] = {} if known is None else known
@@ -208,12 +208,9 @@ class Values:
 
     def restart(self) -> None:
         """Storages are counted from 1 again."""
-        self._unwritten.clear()
-        self._assumed.clear()
         self.marks.restart()
-        self._shares.clear()
-        self._bounds.clear()
-        self._uniform.clear()
+        for known in (self._unwritten, self._assumed, self._shares, self._bounds, self._uniform):
+            known.clear()
 
     def bound(self, tensor: torch.Tensor, most: int, least: int = 0) -> None:
         """The integers of `tensor`, new, are from `least` on and below `most`: places along a dimension, or drawn."""
@@ -255,8 +252,11 @@ class Values:
 
     def places(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """What is zero or not where the tensor is, on the host; None if nobody knows."""
-        known = self.of(tensor)
-        return self.marks.places(tensor) if known is None else known
+        if (known := self.of(tensor)) is None:
+            return self.marks.places(tensor)
+        if self.is_assumed(tensor):
+            self.assume("elements that are not zero", "what follows from other assumptions")
+        return known
 
     def _scattered(self, func: Operator, args: tuple[Any, ...]) -> float | None:
         """The share of elements that this operator makes other than zero, if it scatters a number into zeros."""
@@ -319,8 +319,7 @@ class Values:
 
     def _drawn_below(self, func: Operator, args: tuple[Any, ...], made: torch.Tensor) -> torch.Tensor | None:
         """How random numbers compare with one number."""
-        found = self.marks.below(func, args, made)
-        if found is not None:
+        if (found := self.marks.below(func, args, made)) is not None:
             self._drawn_alike()
         return found
 
@@ -391,7 +390,7 @@ class Values:
         each = self._each(true, source, made.dtype)
         return None if each is None else each.cumsum(args[1])
 
-    def _true(self, source: torch.Tensor) -> int | None:
+    def _true(self, source: torch.Tensor, quiet: bool = False) -> int | None:
         """How many of booleans without values are true: as many as there are places of true ones (`nonzero`); None of
         others, and where numbers do not count as finite (a check for overflow would find one)."""
         if (
@@ -402,7 +401,7 @@ class Values:
         ):
             return None
         uniform = self._uniform.get(self.key(source))
-        return self.ones(source) if uniform is None else source.numel() * uniform
+        return self.ones(source, quiet) if uniform is None else source.numel() * uniform
 
     def _each(self, true: int, source: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
         """Booleans as numbers, where all are the same."""
@@ -522,11 +521,10 @@ class Values:
         self._marked_whole(target)
         if (share := self._shares.get(self.key(source))) is not None:
             self._shares[self.key(target)] = share
-        among = self._bounds.get(self.key(source))
-        if among is not None:
+        if (among := self._bounds.get(self.key(source))) is not None:
             self.bound(target, among.stop, among.start)
         if target.dtype is not torch.bool and has_room(target.dtype, self.size(target)):
-            true = self._true(source)
+            true = self._true(source, quiet=target.is_floating_point())  # who reads a floating-point number is told
             each = None if true is None else self._each(true, source, target.dtype)
             if each is not None and each.shape == target.shape:
                 self.put(target, each)

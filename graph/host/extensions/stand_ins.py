@@ -10,7 +10,7 @@ import importlib.util
 import logging
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from types import ModuleType
 from typing import TYPE_CHECKING, Final
 
@@ -40,11 +40,8 @@ _STAND_INS: Final = {
     "causal_conv1d": mamba.convolutions,
 }
 
-#: What is taken for granted where an extension is used.
-_TAKEN: Final = {
-    "dropout_layer_norm": "flash-attn's dropout_layer_norm is taken to be installed, which `pip install flash-attn` "
-    "does not bring: a program that can do without may have other memory then",
-}
+#: Extensions that `pip install` of their package does not bring: programs that can do without do so where they are not.
+_FURTHER: Final = ("dropout_layer_norm",)
 
 #: What the error of an extension that is not here says, and what to do instead.
 _WAYS_OUT: Final = (
@@ -53,6 +50,11 @@ _WAYS_OUT: Final = (
         "FlashAttention-3's Python code is enough here, and installs without CUDA from the folder `hopper` of "
         "flash-attention's repository: FLASH_ATTENTION_FORCE_BUILD=TRUE FLASH_ATTENTION_SKIP_CUDA_BUILD=TRUE "
         "pip install --no-build-isolation --no-deps ./hopper",
+    ),
+    (
+        r"No module named 'dropout_layer_norm",
+        "flash-attn's norms are an extension of their own (its folder csrc/layer_norm): here an empty file "
+        "dropout_layer_norm.py on the PYTHONPATH is enough",
     ),
     (
         r"flash.?attn|FlashAttention",
@@ -136,27 +138,16 @@ def launching_nothing(runtime: Runtime) -> Iterator[None]:
 
 
 def _standing(runtime: Runtime) -> Mapping[str, ModuleType]:
-    """The extensions of packages of this environment, by name, whether they have been compiled or not."""
+    """The extensions of packages of this environment, by name, compiled or not; of those that do not come with their
+    package only what is there."""
     made = flash_attn3.modules(runtime)
     for package, extensions in _STAND_INS.items():
         if importlib.util.find_spec(package) is not None:
             for name, functions in extensions().items():
-                said = None if importlib.util.find_spec(name) is not None else _TAKEN.get(name)
-                made[name] = ModuleType(name, extensions.__doc__)
-                told = {} if said is None else {way: _told(runtime, said, functions[way]) for way in functions}
-                vars(made[name]).update(told or functions)
+                if name not in _FURTHER or importlib.util.find_spec(name) is not None:
+                    made[name] = ModuleType(name, extensions.__doc__)
+                    vars(made[name]).update(functions)
     return made
-
-
-def _told(runtime: Runtime, said: str, function: Callable[..., object]) -> Callable[..., object]:
-    """The function, of which the report says something where it is used."""
-
-    @functools.wraps(function)
-    def called(*args: object, **kwargs: object) -> object:
-        runtime.note(said)
-        return function(*args, **kwargs)
-
-    return called
 
 
 def way_out(error: BaseException) -> str:

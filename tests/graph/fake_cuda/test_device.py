@@ -817,6 +817,21 @@ def test_a_choice_that_nobody_knows_is_spread_evenly_over_its_classes(log: Log) 
     assert len(product.nonzero()) == 96
 
 
+def test_unknown_booleans_as_numbers_are_an_assumption_where_they_are_read(log: Log) -> None:
+    """As training programs work out an accuracy for each batch, and log it now and then."""
+    log.runtime.values.finite = True  # as in recorded programs
+    right = torch.rand(2, 3, device="cuda") == torch.rand(2, 3, device="cuda")
+    accuracy = right.float().mean()
+    assert not log.runtime.assumptions
+    assert accuracy.item() == 1.0
+    (told,) = log.runtime.assumptions
+    assert "asks for the value of a float32: 1.0 is assumed" in told
+    log.runtime.assumptions.clear()
+    assert len((right.float() > 0.5).nonzero()) == 6
+    (told,) = log.runtime.assumptions
+    assert "asks for elements that are not zero: what follows from other assumptions is assumed" in told
+
+
 def test_places_that_are_not_zero(log: Log) -> None:
     """All are, unless the runtime says otherwise; they lie as in `nonzero_cuda_out_impl`, column by column."""
     places = torch.rand(2, 3, device="cuda").nonzero()

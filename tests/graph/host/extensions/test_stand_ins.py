@@ -529,12 +529,24 @@ told(dropout_layer_norm.dropout_add_ln_bwd,
 """
 
 
+def test_flash_attns_norm_is_there_where_the_environment_has_it(tmp_path: Path) -> None:
+    """`pip install flash-attn` does not bring it: Qwen's code does without then."""
+    (tmp_path / "flash_attn").mkdir()
+    (tmp_path / "flash_attn" / "__init__.py").touch()
+    program = folder_of(tmp_path, {"train.py": "import flash_attn_2_cuda\nimport dropout_layer_norm\n"})
+    done = record(program, "train.py", PYTHONPATH=f"{ROOT}:{tmp_path}")
+    assert done.returncode == 1
+    assert "No module named 'dropout_layer_norm'" in done.stderr
+    assert "an empty file dropout_layer_norm.py on the PYTHONPATH is enough" in " ".join(done.stderr.split())
+
+
 def test_apex_and_flash_attns_norm_allocate_what_their_extensions_would(tmp_path: Path) -> None:
     """Bytes by csrc/multi_tensor_l2norm_kernel.cu, layer_norm_cuda.cpp and its kernels of Apex, and by
     csrc/layer_norm/ln_api.cpp of flash-attn, each rounded to 512: what is given back, and at most."""
     for package in ("apex", "flash_attn"):
         (tmp_path / package).mkdir()
         (tmp_path / package / "__init__.py").touch()
+    (tmp_path / "dropout_layer_norm.py").touch()  # is no part of flash_attn: an environment has it, or not
     program = folder_of(tmp_path, {"train.py": NORMS})
     done = record(program, "--gpu", "A100-80GB", "--steps", "all", "train.py", PYTHONPATH=f"{ROOT}:{tmp_path}")
     assert done.returncode == 0, done.stderr
